@@ -1,6 +1,6 @@
-"""What a report is made of: for each figure, its table, its words, and what it says of a paper's claims.
+"""The parts of a report: for each figure, its table, its texts, and its verdicts on papers' claims.
 
-Every format is written from a `Part`: the files beside each other (PNG, SVG, PDF, CSV, Markdown, LaTeX) and the page.
+Every format comes from a `Part`: the files (PNG, SVG, PDF, CSV, Markdown, LaTeX) and the page.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from matplotlib.figure import Figure
 
 from dpbench.report.data.select import LeftOut, Record
 
-#: What can be said of a claim -> the sign beside the word.
+#: Verdict on a claim -> its sign.
 VERDICTS = {"confirmed": "✓", "partly": "≈", "refuted": "✗", "open": "?", "not reached here": "…", "no data": "–"}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says, and what these records say to it.
+    """A paper's claim, and the verdict of these records.
 
     Args:
         statement: in a sentence, close to the paper's words.
         source: paper and place: 'arXiv:2205.10683, abstract'.
-        verdict: one of `VERDICTS`; 'no data' where there are no records to judge by, 'not reached here' where the
-            machine did not get as far.
-        finding: why, in a sentence or two: numbers, n, simulated or measured, on which device.
+        verdict: one of `VERDICTS`; 'no data' without records to judge by, 'not reached here' if the machine did not get
+            as far.
+        finding: the reason, in a sentence or two: numbers, n, simulated or measured, on which device.
     """
 
     statement: str
@@ -50,22 +50,22 @@ def _no_finding(frame: pd.DataFrame) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FigureKind:
-    """How one kind of figure is made.
+    """How to make one kind of figure.
 
     Args:
         doc: one line; the heading on the page.
-        kinds: the kinds of trial that it is drawn from.
-        cell: what of a record tells whether it adds to the same number as another.
+        kinds: the kinds of trial that it uses.
+        cell: a key of a record; records with the same key add to the same number.
         facets: field of the trial -> the kinds it applies to; there is a figure for each of its values.
         table: from records to numbers.
         text: from numbers to words, for people.
-        caption: what they are numbers of.
-        plot: the picture of them; None for a table alone.
+        caption: from records and numbers to the caption.
+        plot: draws them; None for a table alone.
         applies: whether such records make this figure at all.
-        finding: one sentence with the numbers that matter most; '' where there are none.
+        finding: one sentence with the main numbers; '' if there are none.
         claims: of papers, judged by these records and numbers.
-        with_causes: whether the reasons of failed trials stand below; not where they stand below other figures.
-        place: where it stands on a page: the lowest comes first.
+        with_causes: whether to list the reasons of failed trials below; not if another figure lists them.
+        place: its position on a page: the lowest comes first.
     """
 
     doc: str
@@ -85,22 +85,22 @@ class FigureKind:
 
 @dataclass(frozen=True)
 class Part:
-    """One figure of a report, with all that is written about it.
+    """One figure of a report, with all its texts.
 
     Args:
-        name: the stem of its files, one of a kind for each device.
+        name: the stem of its files, unique for each device.
         title: the heading on the page.
-        device: whose records these are: 'cpu AMD EPYC, 2 CPUs'.
-        setting: what tells it from the other figures of its kind: field -> value.
-        records: what it was made from, after those that are left out.
+        device: of the records: 'cpu AMD EPYC, 2 CPUs'.
+        setting: distinguishes it from other figures of its kind: field -> value.
+        records: its source, after filtering.
         frame: the numbers, in base units (CSV).
         text: the numbers for people (Markdown, LaTeX, the page).
         caption: paragraphs, one a line.
         finding: a sentence, or ''.
         claims: of papers.
         causes: lines of Markdown, why trials failed.
-        figure: the picture; None where there is only a table.
-        files: suffix -> where it was written, below the report's folder.
+        figure: the picture; None for a table alone.
+        files: suffix -> path below the report's folder.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The table of a kind of trial that no figure is made of: what differs between its trials, and what came out."""
+"""The table of a kind of trial without a figure: settings that differ, and results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_SETTING = ("kind", "timeout")
 
 
 def kind_of(kind: str) -> FigureKind:
-    """How the table of all trials of `kind` is made.
+    """The `FigureKind` for a table of all trials of `kind`.
 
     Args:
         kind: of trial.
@@ -36,7 +36,7 @@ def kind_of(kind: str) -> FigureKind:
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row a trial: the settings that are not the same in all, and its results, numbers as medians of the rounds."""
+    """A row a trial: the settings that differ between trials, and its results, numbers as medians of the rounds."""
     trials = list(grouped(records, lambda r: r.id).values())
     settings = [name for name in _names(group[0].trial for group in trials) if name not in _NO_SETTING]
     differing = [name for name in settings if len({str(group[0].trial.get(name)) for group in trials}) > 1]
@@ -53,7 +53,7 @@ _ENDS = ("outcome", "rounds", "note")
 
 
 def _row(group: Sequence[Record], settings: Mapping[str, str]) -> Row:
-    """`settings`: field -> what its column is called."""
+    """A row of the table; `settings`: field -> name of its column."""
     row: Row = {called: _told(group[0].trial.get(name)) for name, called in settings.items()}
     good = [record for record in group if record.outcome == "ok"]
     failures = [record for record in group if record.outcome != "ok"]
@@ -80,7 +80,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """That there is no figure, and what the columns are."""
+    """A note that there is no figure, and the meaning of the columns."""
     said = ["One row a trial; settings that are the same in all are left out, numbers are the median of the rounds."]
     return captions.caption(said, records, left_out, setting=False)
 

@@ -1,7 +1,7 @@
-"""Tables of what accountants say: along σ, q and δ, under each sampling scheme, at a target ε, and over a grid.
+"""Tables of accountants' results: along σ, q and δ, under each sampling scheme, at a target ε, and over a grid.
 
-One row a record, numbers as they are in it; an accountant without an answer has a row that says why. `lower_bound` is
-the certified one at the same (q, σ, T, δ), and `ratio` is ε over it.
+One row a record, with its numbers; an accountant without a result has a row with the reason. `lower_bound` is the
+certified one at the same (q, σ, T, δ), and `ratio` is ε over it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEMES = (
 )
 PRICES = ("unknown", "target_epsilon", "accountant", "kind", "value", "ratio", "epsilon", "note")
 TUNED = ("distribution", "runs", "accountant", "kind", *SETTING, "epsilon", "ratio", "compute_seconds", "note")
-#: Whose bound is below every other, and beside which accountant a price is told.
+#: The accountant of the lower bound, and the one to compare prices with.
 LOWER, BASE = "prv:lower", "moments"
 ADJACENCIES = {"add_remove": "add or remove one", "zero_out": "make one zero", "replace_one": "replace one"}
 
@@ -45,13 +45,13 @@ def points(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def schemes(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """ε under each scheme, in the order in which they were declared (and so first recorded by label)."""
+    """ε under each scheme, in the order of declaration (and so of the first record by label)."""
     fields = ("scheme", "adjacency", "accountant", "sampling", *SETTING, "dataset_size", "max_batch_size")
     rows = []
     for record in _last(records):
         row = _row(record, fields, ("epsilon", "kind", "compute_seconds"))
         proved = PROVED.get(row["sampling"], ())
-        # records made before "zero_out" had its name call it "add_remove", under which fixed batches have no bound
+        # old records call "zero_out" "add_remove", under which fixed batches have no bound
         if proved and row["adjacency"] not in proved:
             row["adjacency"] = proved[0]
         rows.append(row | {"how": (record.result.get("detail") or {}).get("bound")})
@@ -77,12 +77,12 @@ def tuned(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     return frame_of(sorted(rows, key=lambda r: (*_setting(r), r["distribution"], r["runs"])), TUNED)
 
 
-#: From the least ε to the most, but for truncation, which may be near either end.
+#: From the least ε to the most, except for truncation, which may be near either end.
 _SAMPLINGS = ("balls_and_bins", "poisson", "truncated_poisson", "without_replacement", "shuffled", "one_pass")
 
 
 def prices(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """What each accountant allows or asks for at each target ε, and its ratio to the `moments` of 2016."""
+    """Each accountant's steps or noise at each target ε, and the ratio to the `moments` accountant of 2016."""
     fields = ("unknown", "target_epsilon", "accountant")
     rows = [_row(record, fields, ("value", "epsilon", "kind")) for record in _last(records)]
     base = {(r["unknown"], r["target_epsilon"]): r["value"] for r in rows if r["accountant"] == BASE and "value" in r}
@@ -95,7 +95,7 @@ def prices(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def _last(records: Sequence[Record]) -> list[Record]:
-    """One record a trial: the number is the same in every round, the time is not, and the last counts."""
+    """One record a trial, the last: the result is the same in every round, the time is not."""
     groups = grouped(records, lambda r: r.id).values()
     return [max(group, key=lambda r: (r.outcome == "ok", r.utc)) for group in groups]
 
@@ -184,14 +184,14 @@ _KINDS_SAID = (
 
 
 def sweeps_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What is swept, and what is held."""
+    """The varied and the fixed settings."""
     base = " ".join(f"{sign} = {style.plain(_common(frame[name]))}," for name, sign in _SIGNS.items())[:-1]
     said = [f"ε along one of σ, q and δ, and its ratio to the certified lower bound; the others: {base}.", _POISSON]
     return caption([*said, _KINDS_SAID], records, left_out, setting=False)
 
 
 def schemes_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """How batches are drawn, and what the marks are."""
+    """How batches are drawn, and the meaning of the marks."""
     first = frame.iloc[0]
     said = [
         f"ε at δ = {style.plain(first.delta)} after {first.steps:,} steps at q = {first.sample_rate:.4g}; right, the "
@@ -204,7 +204,7 @@ def schemes_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Le
 
 
 def prices_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What is allowed or asked for, beside what."""
+    """The quantities, and the reference."""
     first = records[0].trial
     said = [
         f"What an accountant allows or asks for at a target ε, q = {style.plain(first['sample_rate'])}, "
@@ -217,7 +217,7 @@ def prices_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Lef
 
 
 def tuned_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What is published of how many runs."""
+    """What is published after how many runs."""
     first = records[0].trial
     said = [
         f"ε at δ = {style.plain(first['delta'])} of the best of several runs, which alone is published, by Rényi "
@@ -230,7 +230,7 @@ def tuned_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Left
 
 
 def map_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What each cell of a map is."""
+    """The meaning of a map's cells."""
     said = [
         f"Over T of {_several(frame.steps)} and δ of {_several(frame.delta)}, at each σ and q: the largest ε over the "
         "certified lower bound, and the longest time. ✕: settings without an answer. Red: below it somewhere.",
@@ -244,7 +244,7 @@ _SIGNS = {"sample_rate": "q", "noise_multiplier": "σ", "steps": "T", "delta": "
 
 
 def _common(values: pd.Series[Any]) -> float:
-    """The value that most points share."""
+    """The most frequent value."""
     return float(values.mode().iloc[0])
 
 

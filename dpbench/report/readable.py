@@ -1,4 +1,4 @@
-"""The tables as people read them: units, signs and words in place of base units, as Markdown."""
+"""Formats tables for people: units, signs and words in place of base units, as Markdown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pandas as pd
 from dpbench.report import style
 from dpbench.report.style import missing
 
-#: What begins a tag or an entity, and no comparison.
+#: The beginning of a tag or an entity, but not a comparison.
 _MARKUP = re.compile(r"<(?=[A-Za-z/!?])|&(?=#?\w+;)")
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """A frame of texts as a Markdown table, padded so that it can be read as it stands."""
+    """A frame of texts as a Markdown table, padded to be readable as text."""
     rows = [[str(column) for column in frame.columns], *frame.astype(str).values.tolist()]
     rows = [[no_html(text).replace("|", "\\|").replace("\n", " ") for text in row] for row in rows]
     widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(frame.columns))]
@@ -29,12 +29,12 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
 
 
-#: Of ordinary training's operations; 100 % is the device's peak.
+#: Utilisation by ordinary training's operations; 100 % is the device's peak.
 _UTILISATION: dict[str, Callable[[Any], str]] = {"MFU": lambda r: _or(r.model_flops_utilisation, "{:.1%}".format)}
 
 
 def no_html(text: str) -> str:
-    """Text for Markdown, in which no tag and no entity stands: what a record says of its machine is shown, not done.
+    """Escape tags and entities in Markdown text, since records may contain any.
 
     Args:
         text: any.
@@ -86,11 +86,10 @@ def memory_speed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd.DataFrame:
-    """`overhead.table` and `growth.table` for people; `sizes` are the columns between the model and the backend.
+    """`overhead.table` and `growth.table` for people.
 
     Args:
-        frame: the numbers, a row each.
-        sizes: name of a column -> its text of a row.
+        sizes: name of a column between model and backend -> its text of a row.
     """
     columns: dict[str, Callable[[Any], str]] = {
         "Model": _NAMES["Model"],
@@ -132,7 +131,7 @@ def epsilon(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def max_batch(row: Any) -> str:
-    """'1,500', '≥ 16,384, not limited by memory up to there', or the reason why there is no number.
+    """'1,500', '≥ 16,384, not limited by memory up to there', or the reason for a missing number.
 
     Args:
         row: of the table.
@@ -157,7 +156,6 @@ def texts(frame: pd.DataFrame, columns: dict[str, Callable[[Any], str]]) -> pd.D
     """A table of texts.
 
     Args:
-        frame: the numbers, a row each.
         columns: name -> its text of a row.
     """
     rows = list(frame.itertuples(index=False))
@@ -192,11 +190,11 @@ _EXACTNESS: dict[str, Callable[[Any], str]] = {
 
 
 def rounded_epsilon(value: float, kind: str) -> str:
-    """Four digits; an upper bound is rounded up, or it would be none.
+    """Four digits; an upper bound is rounded up, so that it remains a bound.
 
     Args:
         value: ε.
-        kind: of the accountant's answer.
+        kind: of the accountant's result.
     """
     rounding = decimal.ROUND_CEILING if kind == "upper_bound" else decimal.ROUND_HALF_EVEN
     return f"{decimal.Context(prec=4, rounding=rounding).create_decimal(value):g}" if math.isfinite(value) else "inf"

@@ -1,8 +1,11 @@
-"""How a backend, an accountant, a model and an outcome look: the same in every figure and table.
+"""The look of backends, accountants, models and outcomes, the same in every figure and table.
 
-Colours are Okabe-Ito's and Paul Tol's, told apart under the common colour-vision deficiencies. No figure leans on
-colour alone: a bar has its backend's name beside it, a line has a marker of its own, and hatching is kept for one
-meaning, memory that was simulated and not measured.
+Colours are Okabe-Ito's and Paul Tol's, distinct under the common colour-vision deficiencies. No figure relies on colour
+alone: a bar has its backend's name beside it, a line has its own marker, and hatching always means simulated memory.
+
+Functions take:
+    name, reference: as in trials.
+    value, ratio: any number.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ class Look(NamedTuple):
 
 #: In the order of every figure.
 BACKENDS = {name: Look(info.title, info.color, info.marker) for name, info in clipping.BACKENDS.items()}
-#: Clipping, but not per sample: after all others, under a sign of its own.
+#: Backends that do not clip per sample: after all others, with a sign of their own.
 OTHER_MECHANISMS = {name: Look(info.title, info.color, info.marker) for name, info in clipping.FAMILIES.items()}
-#: What the sign says, for captions.
+#: The meaning of the sign, for captions.
 OTHER_MECHANISM = "‡ another mechanism: the mean of so many samples is clipped (TF Privacy); exact by its definition"
 # How much lighter (above 0) or darker a variant is than its base.
 _SHADES = {
@@ -45,7 +48,7 @@ _SHADES = {
     "without_batching": -0.55,
 }
 _OTHER_SHADES = (0.2, -0.2, 0.45, -0.5)
-#: Each before its variants, which figures order alike.
+#: Each accountant before its variants, in the order of every figure.
 ACCOUNTANTS = {
     name: Look(info.title, info.color, info.marker)
     for base in (*accounting.ACCOUNTANTS, *accounting.OF_SCHEMES)
@@ -54,7 +57,7 @@ ACCOUNTANTS = {
 } | {name: Look(info.title, info.color, info.marker) for name, info in TUNED_RUNS.items()}
 _UNKNOWN = ("#000000", "|")
 
-# What an outcome other than `ok` is called where its number would have been.
+# The words for an outcome other than `ok`, in place of a number.
 OUTCOMES = {
     "oom": "out of memory",
     "over_budget": "over budget",
@@ -64,7 +67,7 @@ OUTCOMES = {
     "crash": "crashed",
     "error": "error",
 }
-# How a line of ε is drawn, by the kind of statement that its accountant makes.
+# The look of a line of ε, by the kind of the accountant's result.
 KINDS = {
     "upper_bound": ("-", "upper bound"),
     "lower_bound": ("shade", "lower bound"),
@@ -74,7 +77,7 @@ KINDS = {
 SOURCES = {"cuda_allocator": "CUDA allocator", "cpu_allocator": "CPU allocator", "simulated": "simulated"}
 
 INK, FAINT, GRID, FAILURE = "#222222", "#6B6B6B", "#E4E4E4", "#A51C1C"
-# Settings under which every figure is drawn. The fixed salt keeps the ids in an SVG the same from run to run.
+# Settings of every figure. The fixed salt keeps the ids in an SVG the same from run to run.
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
@@ -91,13 +94,13 @@ RC: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "hatch.linewidth": 0.9,
-    "text.parse_math": False,  # what stands in a record is never taken for mathematics
+    "text.parse_math": False,  # texts of a record are never mathematics
     "svg.hashsalt": "dpbench",
     "svg.fonttype": "path",
     "pdf.fonttype": 42,
 }
 
-# Models with options, by their reference without the length of their sequences; patch sizes behind a stroke.
+# Models with options, by their reference without sequence length; patch sizes after a slash.
 MODELS = {
     "resnet18?in_place=false": "ResNet18, copying",  # its ReLUs do not work in place
     "timm:resnet18": "timm's ResNet18",
@@ -129,12 +132,9 @@ _FAMILIES = {"cnn": "CNN", "resnet": "ResNet", "vgg": "VGG", "resnext": "ResNeXt
 
 
 def backend(name: str) -> Look:
-    """The look of a backend; one that is not known is black under its own name.
+    """The look of a backend; an unknown one is black under its own name.
 
     A variant, ``base:variant``, has the marker of its base and a shade of its colour.
-
-    Args:
-        name: as trials have it.
     """
     if name in BACKENDS:
         return BACKENDS[name]
@@ -149,11 +149,7 @@ def backend(name: str) -> Look:
 
 
 def is_other_mechanism(name: str) -> bool:
-    """Whether a backend clips anything else than each sample's gradient.
-
-    Args:
-        name: as trials have it.
-    """
+    """True if a backend clips anything else than each sample's gradient."""
     return name.partition(":")[0] in OTHER_MECHANISMS
 
 
@@ -162,28 +158,21 @@ def _shade_of(variant: str) -> float:
 
 
 def _shade(color: str, amount: float) -> str:
-    """The colour moved by a share of the way to white, or to black if below 0."""
+    """The colour moved by a share of the way to white, or to black if negative."""
     end = 255 if amount > 0 else 0
     parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + abs(amount) * (end - part)):02X}" for part in parts)
 
 
 def accountant(name: str) -> Look:
-    """The look of an accountant; one that is not known is black under its own name.
-
-    Args:
-        name: as trials have it.
-    """
+    """The look of an accountant; an unknown one is black under its own name."""
     return ACCOUNTANTS.get(name) or Look(name, *_UNKNOWN)
 
 
 def model(reference: str) -> str:
     """'resnet18' -> 'ResNet18', 'timm:vit_tiny' -> 'vit_tiny', 'my/net.py:make' -> 'net.py:make', and `MODELS`.
 
-    The length of a text model's sequences comes after: 'gpt2, T=128'.
-
-    Args:
-        reference: as trials have it.
+    The sequence length of a text model follows: 'gpt2, T=128'.
     """
     builtin = re.fullmatch(r"([a-z_]+?)(\d*)", reference)
     if builtin and builtin[1] in _FAMILIES:
@@ -194,11 +183,7 @@ def model(reference: str) -> str:
 
 
 def without_length(reference: str) -> tuple[str, int | None]:
-    """(the reference without the length of its sequences, that length): what stays the same when the text grows.
-
-    Args:
-        reference: as trials have it.
-    """
+    """(the reference without the sequence length, that length): groups the sizes of a text model."""
     plain, _, tokens = reference.partition("@") if reference.startswith("transformers:") else (reference, "", "")
     if not tokens.isdecimal():
         return reference, None
@@ -207,22 +192,14 @@ def without_length(reference: str) -> tuple[str, int | None]:
 
 
 def model_key(reference: str) -> tuple[object, ...]:
-    """Sorts models: the built-in ones first, by family and then by size: ResNet18 before ResNet101.
-
-    Args:
-        reference: as trials have it.
-    """
+    """A sort key for models: built-in ones first, by family and then by size: ResNet18 before ResNet101."""
     plain, tokens = without_length(reference)
     parts = tuple((part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", plain))
     return (":" in reference, parts, tokens or 0)
 
 
 def backend_key(name: str) -> tuple[int, int, str]:
-    """Sorts backends in the order of `BACKENDS`, each before its variants; unknown ones next, other mechanisms last.
-
-    Args:
-        name: as trials have it.
-    """
+    """A sort key: the order of `BACKENDS`, each before its variants, unknown ones next, other mechanisms last."""
     base = name.partition(":")[0]
     place = list(BACKENDS).index(base) if base in BACKENDS else len(BACKENDS) + is_other_mechanism(name)
     size = name.partition(":")[2]
@@ -230,11 +207,7 @@ def backend_key(name: str) -> tuple[int, int, str]:
 
 
 def missing(value: object) -> bool:
-    """Whether a table's cell holds nothing: None, NaN, NA or the empty string.
-
-    Args:
-        value: of a table's cell.
-    """
+    """True if a table's cell is empty: None, NaN, NA or the empty string."""
     return value is None or value is pd.NA or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
@@ -263,29 +236,17 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, thousands set apart: '1,500', '12.3', '0.0123'.
-
-    Args:
-        value: any number.
-    """
+    """Three significant digits, thousands set apart: '1,500', '12.3', '0.0123'."""
     if value and abs(value) < 1000:
         return f"{value:.3g}" if abs(value) < 1e-3 else f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
     return f"{value:,.0f}"
 
 
 def times(ratio: float) -> str:
-    """A ratio for people: '1.52×'.
-
-    Args:
-        ratio: any number.
-    """
+    """A ratio for people: '1.52×'."""
     return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:.1f}×" if ratio < 99.95 else f"{ratio:.0f}×"
 
 
 def plain(value: float) -> str:
-    """A parameter as it was typed: '0.01', '1e-5'.
-
-    Args:
-        value: any number.
-    """
+    """A parameter as typed: '0.01', '1e-5'."""
     return f"{value:g}".replace("e-0", "e-")

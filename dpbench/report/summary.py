@@ -1,4 +1,4 @@
-"""A report in three sentences: what was run and where, what was found, and what can be relied on."""
+"""Summarises a report in three sentences: what ran and where, the findings, and their reliability."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def summary(records: Sequence[Record], results: Sequence[Record], parts: Sequenc
     """Three sentences with numbers.
 
     Args:
-        records: all that the report is made of.
+        records: all records of the report.
         results: the same, of one backend each.
-        parts: the figures; the first one that has a finding gives the second sentence.
+        parts: the figures; the first with a finding gives the second sentence.
     """
     return [_scope(records, results), _finding(parts), _trust(results)]
 
@@ -95,8 +95,8 @@ def several(count: int, what: str) -> str:
     """'1 model', '1,200 models'.
 
     Args:
-        count: how many.
-        what: one of them.
+        count: the number.
+        what: the singular.
     """
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 

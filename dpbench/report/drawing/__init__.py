@@ -1,1 +1,1 @@
-"""How numbers are drawn: bars, curves, maps, and their files."""
+"""Draws numbers as bars, curves and maps, and saves the files."""

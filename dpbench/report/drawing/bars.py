@@ -1,8 +1,8 @@
-"""Rows of bars, one panel a quantity; the caption is part of the picture.
+"""Draws rows of bars, one panel a quantity; the caption is part of the picture.
 
 A row is a model and a backend, named beside its bars, with the numbers in a column at the right of each panel: nothing
-overlaps however many backends there are, and nothing depends on telling colours apart. Lengths are in inches, from the
-top down, so that the type keeps its size whatever the number of rows.
+overlaps at any number of backends, and nothing depends on colour. Lengths are in inches, from the top down, so that the
+type size is the same at any number of rows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ROW, _HEADING, _LEGEND, _TITLE, AXIS, _CAPTION_LINE = 0.19, 0.25, 0.27, 0.33, 0
 _NAMES, _CHARACTER, _BOLD, _LONGEST = (1.1, 2.3), 0.068, 0.082, 26
 _CAPTION_CHARACTERS = 152
 _CAPTION = "caption"
-# Beyond this ratio of the largest to the smallest length the axis is logarithmic.
+# The axis is logarithmic if the largest length over the smallest exceeds this.
 LOG_FROM = 25.0
 _SIMULATED = "//////"
-# From the end of a bar to the edge of the axes: nobody knows how long the bar is.
+# From the end of a bar of unknown length to the edge of the axes.
 _GOES_ON: dict[str, Any] = {
     "linestyle": (0, (1, 2)),
     "linewidth": 1.4,
@@ -52,7 +52,7 @@ PUBLISHED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Bar:
-    """One quantity of one row: a value with its range, or a note that says why there is none."""
+    """One quantity of one row: a value with its range, or a note on why there is none."""
 
     value: float | None = None
     low: float | None = None
@@ -69,7 +69,7 @@ class Bar:
 class Panel:
     """A column of bars; `reference` is a value to mark with a line (1 for ratios).
 
-    `beside`: bars of other panels that have the same scale.
+    `beside`: bars of other panels that share the scale.
     """
 
     title: str
@@ -81,7 +81,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Row:
-    """Rows of one `group` stand together under its name; `label` is the row's own, `backend` gives its colour."""
+    """Rows of one `group` stand together under its name; `label` names the row, `backend` gives its colour."""
 
     group: str
     backend: str
@@ -90,7 +90,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """Panels side by side over the same rows, whose names stand at the left of the first."""
+    """Panels side by side over the same rows, with the rows' names at the left of the first."""
 
     rows: Sequence[Row]
     panels: Sequence[Panel]
@@ -100,7 +100,7 @@ class Block:
         return [i for i, row in enumerate(self.rows) if i == 0 or row.group != self.rows[i - 1].group]
 
     def depth(self) -> float:
-        """Inches that its rows take."""
+        """The height of its rows, in inches."""
         return max(_ROW, _ROW * len(self.rows) + _HEADING * len(self.headings()))
 
 
@@ -109,14 +109,11 @@ def bars(
 ) -> Figure:
     """Panels of horizontal bars side by side over the same rows, with a legend of the signs used and a caption.
 
-    `ranges`: what the whiskers are the range of. `below`: further rows, with panels of their own, beside each other.
-
     Args:
         rows: from the top down.
         panels: from the left.
-        caption: what stands below the picture.
         ranges: what the whiskers are the range of.
-        below: blocks beneath these.
+        below: blocks of further rows and panels beneath these.
     """
     strips = [[Block(rows, panels)], *([list(below)] if below else [])]
     depths = [max(block.depth() for block in strip) for strip in strips]
@@ -144,7 +141,7 @@ def bars(
 
 
 def _draw(figure: Figure, block: Block, left: float, width: float, top: float, height: float) -> None:
-    """A block whose rows begin at `top`, in a figure that is `height` deep."""
+    """Draw a block with its rows beginning at `top`, in a figure of height `height`."""
     positions: list[float] = []
     headings: list[tuple[str, float]] = []
     depth, first = 0.0, set(block.headings())
@@ -156,7 +153,7 @@ def _draw(figure: Figure, block: Block, left: float, width: float, top: float, h
         depth += _ROW
     widths = [_CHARACTER * len(row.label) for row in block.rows] + [_BOLD * len(name) for name, _ in headings]
     names = min(max(_NAMES[0], max(widths, default=0.0) + 0.12), _NAMES[1])
-    if not block.panels:  # nothing could be compared: the caption and the table say why
+    if not block.panels:  # nothing to compare: the caption and the table give the reason
         return
     share = (width - names - (len(block.panels) - 1) * _GAP) / len(block.panels)
     depth = block.depth()
@@ -213,7 +210,7 @@ def _bar(axes: Axes, row: Row, y: float, bar: Bar) -> None:
             hatch=_SIMULATED if bar.simulated else None,
             zorder=2,
         )
-        axes.add_patch(drawn)  # the axes' own methods look at all that is drawn, for each thing drawn
+        axes.add_patch(drawn)  # the axes' own methods rescan all artists at each call
         if bar.low is not None and bar.high is not None and bar.high > bar.low:
             axes.add_line(
                 Line2D([bar.low, bar.high], [y, y], color=style.INK, linewidth=1.1, marker="|", markersize=5, zorder=3)
@@ -233,7 +230,7 @@ def _bar(axes: Axes, row: Row, y: float, bar: Bar) -> None:
 
 
 def _clear_of(axes: Axes, marker: float | None, words: str) -> float:
-    """Where words in an empty row begin, in points from the left edge, so that a marker in it stays in sight."""
+    """Where words in an empty row begin, in points from the left edge, to leave a marker visible."""
     if marker is None:
         return 5
     position = axes.transData.transform((marker, 0))[0] - axes.transAxes.transform((0, 0))[0]
@@ -250,7 +247,7 @@ def _beside(axes: Axes, x: float, y: float, points: float, text: str, size: floa
 
 
 def _signs(panels: Sequence[Panel], ranges: str) -> list[Artist]:
-    """Legend entries for the signs that occur."""
+    """Legend entries for the signs in use."""
     drawn = [bar for panel in panels for bar in panel.bars]
     handles: list[Artist] = []
     if any(bar.simulated and bar.value is not None for bar in drawn):
@@ -269,11 +266,10 @@ def _signs(panels: Sequence[Panel], ranges: str) -> list[Artist]:
 
 
 def sheet(depth: float, caption: str) -> tuple[Figure, float]:
-    """A figure `depth` inches deep with the caption below: (figure, its height in inches).
+    """Create a figure `depth` inches deep with the caption below: (figure, its height in inches).
 
     Args:
         depth: inches of the drawing.
-        caption: what stands below the picture.
     """
     text = "\n".join(textwrap.fill(paragraph, _CAPTION_CHARACTERS) for paragraph in caption.splitlines())
     height = depth + _CAPTION_LINE * (text.count("\n") + 1) + _MARGIN
@@ -284,7 +280,7 @@ def sheet(depth: float, caption: str) -> tuple[Figure, float]:
 
 
 def without_caption(figure: Figure) -> tuple[Artist | None, Bbox]:
-    """(the caption in the picture or None, the part of the sheet above it in inches): for where it is text below.
+    """(the caption artist or None, the part of the sheet above it in inches): for pages that show the caption as text.
 
     Args:
         figure: of `sheet`.

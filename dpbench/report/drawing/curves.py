@@ -1,5 +1,6 @@
-"""Panels of curves of accountants: a valid upper bound is solid, a heuristic dashed, an estimate dotted, and what lies
-below a certified lower bound is shaded. Every accountant has a marker of its own; a curve that others lie on is drawn
+"""Draws panels of accountants' curves: upper bounds solid, heuristics dashed, estimates dotted.
+
+The area below a certified lower bound is shaded. Every accountant has its own marker; a curve hidden by others is drawn
 wider beneath them. The legend stands beneath the panels.
 """
 
@@ -22,17 +23,17 @@ from dpbench.report import style
 from dpbench.report.drawing.bars import PUBLISHED, WIDTH, sheet
 
 _LEFT, _BETWEEN, _RIGHT, _TOP, _BELOW = 0.66, 0.55, 0.14, 0.36, 0.48
-# Of the legend: a line's height, a character's and a handle's width.
+# Legend, in inches: a line's height, a character's and a handle's width.
 _LEGEND_LINE, _CHARACTER, _HANDLE = 0.185, 0.058, 0.62
-# Of a line, and what each curve that lies on it adds; how near that is.
+# Width of a line, and increase for each curve on it; curves within _NEAR (relative) coincide.
 _WIDTH, _WIDER, _NEAR = 1.6, 2.4, 0.02
-#: The part of an axis that no valid bound reaches.
+#: The area that no valid bound reaches.
 SHADE: dict[str, Any] = {"facecolor": "#DDDDDD", "edgecolor": "#9A9A9A", "hatch": "....", "linewidth": 0.0}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One accountant; x and y of the same length, y may be infinite. `note` in place of its kind in the legend."""
+    """One accountant; x and y of the same length, y may be infinite. `note` replaces its kind in the legend."""
 
     accountant: str
     kind: str
@@ -53,9 +54,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one axis. `marks` are published points; `note` stands at the right, at the "top" or the "bottom".
+    """Curves over one axis. `marks` are published points; `note` is at the right, at the "top" or the "bottom".
 
-    `above` and `below` cut the y axis; None: by the curves themselves.
+    `above` and `below` limit the y axis; None: by the curves themselves.
     """
 
     title: str
@@ -72,11 +73,10 @@ class Panel:
 
 
 def panels(rows: Sequence[Sequence[Panel]], caption: str, height: float = 2.75, published: str = "") -> Figure:
-    """Rows of panels of equal size, `height` inches each; `published`: what the marks are.
+    """Rows of panels of equal size.
 
     Args:
         rows: of panels.
-        caption: what stands below the picture.
         height: inches of each.
         published: what the marks are, or "".
     """
@@ -149,7 +149,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
 
 
 def _coincide(one: Curve, other: Curve) -> bool:
-    """Whether the second would hide the first: at half of their common points they are within `_NEAR`."""
+    """True if the second would hide the first: at half of their common points they are within `_NEAR`."""
     if not one.kind == other.kind == "upper_bound":  # dotted and dashed lines hide nothing
         return False
     there = dict(zip(other.x, other.y, strict=True))
@@ -176,17 +176,17 @@ def _curve(axes: Axes, curve: Curve, index: int, low: float, width: float) -> No
         linewidth=width,
         marker=look.marker,
         markersize=4.3,
-        markevery=(index % every, every),  # markers of curves that lie on each other do not
+        markevery=(index % every, every),  # keeps markers of coinciding curves apart
         zorder=(2.2 if curve.kind == "upper_bound" else 2.6) + 0.01 * index,
     )
 
 
-#: What an axis in logarithms can begin at, with room below.
+#: The least value for a logarithmic axis, with room below.
 _LEAST = 1e-250
 
 
 def _reach(panel: Panel) -> tuple[float, float]:
-    """The y axis, with a little room."""
+    """Limits of the y axis, with a little room."""
     least = _LEAST if panel.y_log else -math.inf
     shown = [y for c in panel.curves for y in c.y if math.isfinite(y) and y > least]
     shown += [mark.y for mark in panel.marks]
@@ -200,7 +200,7 @@ def _reach(panel: Panel) -> tuple[float, float]:
 
 
 def _legend(drawn: Sequence[Panel], published: str) -> list[Artist]:
-    """An entry for each accountant, with its kind if it is no upper bound; the shade once; and what the marks are."""
+    """Entries for each accountant, with its kind if it is no upper bound, for the shade, and for the marks."""
     handles: dict[str, Artist] = {}
     for curve in (curve for panel in drawn for curve in panel.curves):
         look, (dash, words) = style.accountant(curve.accountant), style.KINDS.get(curve.kind, ("--", curve.kind))
@@ -238,11 +238,11 @@ def box(left: float, top: float, width: float, depth: float, height: float) -> t
 
 
 def plain_log(axis: Axis, steps: Sequence[float]) -> None:
-    """Ticks of a logarithmic axis as plain numbers.
+    """Label the ticks of a logarithmic axis as plain numbers.
 
     Args:
         axis: of the axes.
-        steps: of each power of ten, which multiples have a tick.
+        steps: multiples of each power of ten with a tick.
     """
     axis.set_major_locator(LogLocator(subs=steps))
     axis.set_minor_locator(NullLocator())

@@ -1,6 +1,6 @@
-"""The picture of `growth`: a row of three panels a model, time ratio, memory ratio and seconds, all against size.
+"""Draws `growth`: a row of panels for each model, with time ratio, memory ratio and seconds against size.
 
-Every line has its backend's marker. Beside the seconds lie the slopes of simple laws.
+Every line has its backend's marker. The panel of seconds also shows the slopes of simple laws.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _TICKS = [digit * 10.0**power for power in range(-2, 4) for digit in (1, 1.5, 2,
 
 
 class Across(NamedTuple):
-    """What lies along the axis.
+    """The quantity along the x axis.
 
-    size: the column of the table that holds it; words: of the axis; unit, sample: what it counts, and in what.
-    laws: (exponent, words) of the lines that the seconds are compared with.
-    rate: the third panel has samples per second in place of seconds per sample.
+    size: its column in the table; words: of the axis; unit, sample: what it counts, and in what.
+    laws: (exponent, words) of the lines to compare the seconds with.
+    rate: the third panel shows samples per second instead of seconds per sample.
     """
 
     size: str
@@ -38,7 +38,7 @@ class Across(NamedTuple):
 
     @property
     def third(self) -> str:
-        """What the third panel shows."""
+        """The quantity of the third panel."""
         return f"Throughput ({self.sample}s per second)" if self.rate else f"Time per {self.sample}"
 
     @property
@@ -51,9 +51,7 @@ def plot(frame: pd.DataFrame, caption: str, across: Across) -> Figure:
     """Three panels a model, all against size.
 
     Args:
-        frame: the numbers, a row each.
-        caption: what stands below the picture.
-        across: what grows.
+        across: the quantity along the x axis.
     """
     models = list(dict.fromkeys(frame.model))
     drawn = frame if frame.step_seconds.isna().all() else frame[frame.step_seconds.notna()]
@@ -110,7 +108,7 @@ def _ratios(axes: Axes, own: pd.DataFrame, column: str, size: str) -> None:
     axes.set_yscale("log")
     low, high = min([0.9, *ends]) / 1.06, max([1.5, *ends]) * 1.12
     failed = _failed(own)
-    if len(failed):  # room above the lines for their names
+    if len(failed):  # leave room above the lines for their names
         high *= (high / low) ** (0.07 * failed[size].value_counts().max())
     axes.set_ylim(low, high)
     ticks = [tick for tick in _TICKS if low <= tick <= high]
@@ -170,7 +168,7 @@ def _seconds(axes: Axes, own: pd.DataFrame, across: Across) -> None:
 
 def _line(axes: Axes, backend: str, line: pd.DataFrame, column: str, size: str) -> None:
     look = style.backend(backend)
-    # with the sizes at which it failed: the line has a gap there
+    # include sizes at which it failed, as gaps in the line
     sizes, values = line[size].astype(float), line[column].astype(float)
     axes.plot(sizes, values, color=look.color, linewidth=1.5, marker=look.marker, markersize=5, zorder=3)
     if f"{column}_low" in line:
@@ -195,7 +193,7 @@ def _failed(own: pd.DataFrame) -> pd.DataFrame:
 
 
 def _failures(axes: Axes, own: pd.DataFrame, size: str) -> None:
-    """At the top of its size: a backend that failed there and not everywhere (that is said in the caption)."""
+    """Name backends at the sizes where they failed, at the top (the caption names those that always failed)."""
     for at, here in _failed(own).groupby(size, sort=False):
         for index, backend in enumerate(here.backend):
             last = at == max(own[size])

@@ -1,4 +1,4 @@
-"""From a table to its picture: which column is a bar, which the number beside it, which a sign."""
+"""Maps tables to bar plots: the columns for bars, for numbers beside them, and for signs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpbench.report.style import missing
 
 
 def max_batch_throughput(frame: pd.DataFrame, caption: str) -> Figure:
-    """The two panels of Figure 3, or the one for which there are records; below, models whose memory alone is known."""
+    """The panels of Figure 3 that have records; below, models with memory alone."""
     frame = frame.assign(again=frame.duplicated(["model", "backend"]), unfinished=captions.unfinished(frame))
     sized = frame.max_batch_size.notna() | frame.max_batch_note.notna()
     timed = frame[frame.images_per_second.notna() | frame.throughput_note.notna()].model
@@ -25,7 +25,7 @@ def max_batch_throughput(frame: pd.DataFrame, caption: str) -> Figure:
     def block(chosen: pd.Series[bool], *, speeds: bool) -> Block:
         cells: list[Any] = list(frame[chosen].itertuples(index=False))
         panels = []
-        if sized.any() or not speeds:  # where nothing came of it, a panel says why
+        if sized.any() or not speeds:  # without numbers, a panel gives the reason
             own = [_size_bar(cell) for cell in cells]
             known = frame.budget_bytes.dropna()
             budget = f" in {style.size(known.iloc[0])}" if len(known) else ""
@@ -49,7 +49,7 @@ def max_batch_throughput(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 def _memory_label(cell: Any) -> str:
-    """Of a row among others whose memory was taken otherwise; the same backend's second row has the sign alone."""
+    """The label of a row with its own source of memory; a backend's second row has the sign alone."""
     if cell.again:
         return str(cell.memory)
     return style.backend(cell.backend).name + (f" ({cell.memory})" if cell.memory == "simulated" else "")
@@ -69,13 +69,13 @@ def _size_bar(cell: Any) -> Bar:
 
 
 def _told(cell: Any) -> str:
-    """What was foretold, if it was not that."""
+    """The predicted batch, if it differs."""
     told = cell.foretold_max_batch_size
     return "" if missing(told) or told == cell.max_batch_size else f" (foretold {told:,})"
 
 
 def _speed_bar(cell: Any, with_batch: bool) -> Bar:
-    if cell.again:  # the same timing stands in the row above, beside another kind of memory
+    if cell.again:  # the row above has the same timing, with another kind of memory
         return Bar(text=" ")
     if missing(cell.images_per_second):
         return Bar(note=_text(cell.throughput_note), published=_number(cell.published_images_per_second))
@@ -93,7 +93,7 @@ def _speed_bar(cell: Any, with_batch: bool) -> Bar:
 def memory_speed(frame: pd.DataFrame, caption: str) -> Figure:
     """Time and memory as ratios to ordinary training, with the absolute numbers beside them.
 
-    Cells with no ordinary training beside them are left to the table; if all are so, absolute numbers are drawn.
+    Cells without ordinary training are only in the table; if there are no others, absolute numbers are drawn.
     """
     sources = set(frame.memory.dropna())
     taken = f" ({style.SOURCES.get(sources.pop(), 'measured')})" if len(sources) == 1 else ""
@@ -129,7 +129,7 @@ def _ratio_bar(cell: Any, column: str, absolute: Any, text: Callable[[float], st
     beside = _number(getattr(cell, f"published_{column}")) if cell.backend != "nonprivate" else None
     if missing(absolute):
         return Bar(note=_text(cell.note), published=beside)
-    if missing(ratio):  # no round in which ordinary training was measured too
+    if missing(ratio):  # no round with ordinary training
         return Bar(text="–", detail=text(absolute), published=beside)
     return Bar(
         value=float(ratio),

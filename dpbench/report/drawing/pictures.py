@@ -1,6 +1,6 @@
-"""Figures are saved in processes of their own, as many at a time as there are CPUs: that is most of a report's time.
+"""Saves figures in forked processes, one for each CPU: saving takes most of a report's time.
 
-Such a process is a fork: it has the figure already, writes its files and is gone.
+A fork has the figure already, writes its files and exits.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-# before any fork: each would import them for itself, a second apiece
+# before any fork: else each fork would spend a second to import them
 from matplotlib.backends import backend_agg, backend_pdf, backend_svg  # noqa: F401
 from matplotlib.figure import Figure
 
 from clipping import cache
 from dpbench.process.linux import available_cpus
 
-# Pixels an inch, and pixels at most: Agg draws no image of 2**16 or more.
+# Pixels an inch, and most pixels of a side: Agg draws no image of 2**16 or more.
 _DPI, _TALLEST = 200, 30_000
 
 
 def save(figure: Figure, paths: Mapping[str, Path]) -> None:
-    """Write the figure as PNG, SVG and PDF: `paths` by suffix.
+    """Write the figure as PNG, SVG and PDF.
 
-    PNG and PDF take four times as long as SVG: if the SVG is there already, byte for byte, they are kept.
+    PNG and PDF take four times as long as SVG: if the same SVG exists already, byte for byte, they are kept.
 
     Args:
         figure: to be written.
-        paths: suffix -> where.
+        paths: suffix -> path.
     """
     sharpness = min(_DPI, _TALLEST / figure.get_figheight())
-    # No version and no date in the files: they would differ with nothing measured anew.
+    # No version and no date in the files: they would change without new measurements.
     options: dict[str, dict[str, Any]] = {
         "svg": {"metadata": {"Date": None, "Creator": None}},
         "png": {"dpi": sharpness, "metadata": {"Software": None}},
@@ -49,18 +49,18 @@ def save(figure: Figure, paths: Mapping[str, Path]) -> None:
         there = suffix == "svg" and all(path.is_file() for path in paths.values())
         if there and paths[suffix].read_bytes() == pictures[suffix]:
             return
-    for suffix in ("png", "pdf", "svg"):  # the SVG last: it stands for the others
+    for suffix in ("png", "pdf", "svg"):  # the SVG last: it shows that the others are complete
         cache.replace(paths[suffix], pictures[suffix], mode=0o666)
 
 
 class Pictures:
-    """Saves figures; when its ``with`` block ends, all of them lie on the disk.
+    """Saves figures; its ``with`` block ends when all are on the disk.
 
     Args:
-        workers: processes at a time; 1 is this one.
+        workers: number of processes; 1 is this one.
 
     Raises:
-        OSError: and whatever else a process met, in the one that waits for it.
+        OSError: or any other error of a process, raised in this one.
     """
 
     def __init__(self, workers: int | None = None) -> None:
@@ -76,18 +76,18 @@ class Pictures:
         try:
             while self._running and kind is None:
                 self._wait()
-        finally:  # whoever is left writes for nobody
+        finally:  # the remaining processes' output is not needed
             for pid, reader in self._running:
                 os.close(reader)
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
     def save(self, figure: Figure, paths: Mapping[str, Path]) -> None:
-        """Begin to write the figure; what is done to it later is not in the files.
+        """Begin to write the figure; later changes to it are not in the files.
 
         Args:
             figure: to be written.
-            paths: suffix -> where.
+            paths: suffix -> path.
         """
         if self._workers < 2:
             save(figure, paths)
@@ -113,7 +113,7 @@ class Pictures:
 
 
 def _work(figure: Figure, paths: Mapping[str, Path], writer: int) -> None:
-    """The whole life of the fork; an error is sent to `writer`. Never returns."""
+    """The whole life of the fork; sends an error to `writer`. Never returns."""
     try:
         try:
             save(figure, paths)

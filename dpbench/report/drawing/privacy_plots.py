@@ -1,4 +1,4 @@
-"""Pictures of what accountants say; see `dpbench.report.privacy` for the tables that they are drawn from."""
+"""Draws accountants' results; `dpbench.report.privacy` makes their tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpbench.report import privacy, style
 from dpbench.report.data import published
 from dpbench.report.drawing.curves import Curve, Mark, Panel, panels
 
-#: The right panel of ε against epochs has the accountants whose last ε is within this factor of the smallest bound.
+#: The right panel of ε against epochs shows accountants with a last ε within this factor of the smallest bound.
 _TIGHT = 3.0
 #: ε of Abadi et al. 2016 after 100 epochs.
 _ABADI = 1.26
@@ -21,7 +21,7 @@ _AXES = {"noise_multiplier": "noise multiplier σ", "sample_rate": "sample rate 
 
 
 def epochs(frame: pd.DataFrame, caption: str) -> Figure:
-    """ε against epochs: all accountants on a logarithmic axis, and the tight ones once more on a linear one."""
+    """ε against epochs: all accountants on a logarithmic axis, and the tight ones on a linear one."""
     curves = []
     for name, own in frame.groupby("accountant", sort=False):
         failed, answered = own[own.epsilon.isna()], own[own.epsilon.notna()]
@@ -47,7 +47,7 @@ def epochs(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 def sweeps(frame: pd.DataFrame, caption: str) -> Figure:
-    """ε along σ, q and δ, and below it the ratio to the certified lower bound."""
+    """ε along σ, q and δ, with the ratio to the certified lower bound below."""
     above: list[Panel] = []
     below: list[Panel] = []
     for name, words in _AXES.items():
@@ -80,7 +80,7 @@ def _ends(curves: Sequence[Curve]) -> tuple[list[float], list[float]]:
 
 
 def _along(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The points that share with most all but this setting."""
+    """The points that vary in this setting and share all others with most points."""
     kept = pd.Series(True, index=frame.index)
     for other in privacy.SETTING:
         if other != name:
@@ -89,7 +89,7 @@ def _along(frame: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def _curves(frame: pd.DataFrame, x: str, y: str) -> list[Curve]:
-    """A curve for each accountant and kind; where an accountant's kind changes along x, its points stay together."""
+    """A curve for each accountant and kind; if an accountant's kind changes along x, its points stay together."""
     found = []
     for accountant, own in frame.groupby("accountant", sort=False):
         own = own[own[y].notna()]
@@ -102,7 +102,7 @@ def _curves(frame: pd.DataFrame, x: str, y: str) -> list[Curve]:
 
 
 def prices(frame: pd.DataFrame, caption: str) -> Figure:
-    """Steps allowed and noise asked for, over those of the moments."""
+    """Allowed steps and required noise, relative to those of the moments accountant."""
     drawn = []
     for unknown, title, label in (
         ("steps", "Steps allowed at the same noise", "steps ÷ the moments'"),
@@ -137,12 +137,12 @@ def tuned(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 def _below(reference: float | None) -> float | None:
-    """The lower end of an axis that shows the reference, too."""
+    """The lower end of an axis that includes the reference."""
     return None if reference is None else 0.8 * reference
 
 
 def _bought(part: pd.DataFrame, unknown: str) -> tuple[str, str] | None:
-    """The numbers at the target nearest to that of Abadi et al. 2016, by the best valid bound; and where room is."""
+    """The numbers at the target nearest to that of Abadi et al. 2016, by the best valid bound; and their place."""
     valid = part[part.kind == "upper_bound"]
     if not len(valid):
         return None

@@ -1,4 +1,4 @@
-"""The sampling schemes side by side: a bar for each scheme and adjacency, and the tightest bound over σ."""
+"""Draws sampling schemes side by side: a bar for each scheme and adjacency, and the tightest bound over σ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpbench.report.drawing.curves import SHADE, box
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
-    """Left a bar for each scheme and adjacency at one σ, right the tightest bound over σ."""
+    """Left: a bar for each scheme and adjacency at one σ. Right: the tightest bound over σ."""
     several = frame[~frame.accountant.isin(["prv", "prv:lower", "shuffled"])]
     sigma = float((several if len(several) else frame).noise_multiplier.mode().iloc[0])
     at = frame[(frame.noise_multiplier == sigma) & frame.epsilon.notna()]
@@ -110,7 +110,7 @@ _COLORS = ("#2266AA", "#117733", "#44BB99", "#DDAA33", "#CC3311", "#AA4499", "#7
 
 
 def _over_sigma(axes: Axes, frame: pd.DataFrame) -> list[Line2D]:
-    """The tightest upper bound of each scheme, but to replace one, over σ; curves that agree have one name."""
+    """The tightest upper bound of each scheme over σ, except for replace-one; coinciding curves share one name."""
     part = frame[(frame.adjacency != "replace_one") & frame.epsilon.notna()]
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -119,7 +119,7 @@ def _over_sigma(axes: Axes, frame: pd.DataFrame) -> list[Line2D]:
         for kind, suffix in (("upper_bound", ""), ("lower_bound", ", at least")):
             finite = own[(own.kind == kind) & own.epsilon.map(lambda e: math.isfinite(e) and e > 0)]
             best = finite.groupby("noise_multiplier").epsilon.min().astype(float)
-            if len(best) < 2 or (kind == "lower_bound" and scheme == "Poisson"):  # no different from the upper bound
+            if len(best) < 2 or (kind == "lower_bound" and scheme == "Poisson"):  # equals the upper bound
                 continue
             alike = [entry for entry in found if entry[1] == kind and _agree(entry[2], best)]
             if alike:
@@ -150,5 +150,5 @@ def _over_sigma(axes: Axes, frame: pd.DataFrame) -> list[Line2D]:
 
 
 def _agree(one: pd.Series[float], other: pd.Series[float]) -> bool:
-    """Whether two curves lie on each other, within 2 %."""
+    """True if two curves agree within 2 %."""
     return list(one.index) == list(other.index) and bool(((one / other - 1.0).abs() < 0.02).all())

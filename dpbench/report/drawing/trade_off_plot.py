@@ -1,4 +1,4 @@
-"""The trade-off curve of a run: what attacks on membership can reach, and what they cannot."""
+"""Draws the trade-off curve of a run: what membership attacks can and cannot reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpbench.report.drawing.bars import sheet
 from dpbench.report.drawing.curves import box
 
 _LEFT, _TOP, _WIDTH, _HEIGHT, _BETWEEN = 0.75, 0.4, 3.7, 3.3, 0.95
-#: Where attacks can be.
+#: Colours of the area that attacks can reach, the curve, and ε alone.
 _REACHED, _LINE, _ALONE = "#C7DCEF", "#2266AA", "#CC3311"
 
 
@@ -24,7 +24,7 @@ def draw(curve: TradeOff, epsilon: float | None, delta: float) -> Figure:
 
     Args:
         curve: the bounds.
-        epsilon: the smallest upper bound on ε at `delta`, drawn beside them; None for none.
+        epsilon: the smallest upper bound on ε at `delta`, drawn too; or None.
         delta: δ.
     """
     words = [

@@ -1,6 +1,6 @@
-"""Every figure: a module here that has a `FIGURE` (`dpbench.report.parts.FigureKind`), by the module's name.
+"""Every figure: a module with a `FIGURE` (`dpbench.report.parts.FigureKind`), under the module's name.
 
-A new figure is a new file; a module without a `FIGURE` is what several of them share.
+A new figure is a new file; modules without a `FIGURE` are shared helpers.
 """
 
 from __future__ import annotations

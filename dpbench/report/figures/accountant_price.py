@@ -1,4 +1,4 @@
-"""The steps that each accountant allows, and the noise that it asks for, at a target ε."""
+"""The steps that each accountant allows, and the noise that it requires, at a target ε."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every accountant over (q, σ, T, δ): how far above the lower bound, how slow, and where it has no answer."""
+"""Every accountant over (q, σ, T, δ): its ratio to the lower bound, its time, and where it fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEFT, _BETWEEN, _RIGHT = 0.62, 0.14, 0.1
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
-    """Two bands of maps over σ and q, one map an accountant: the worst ratio to the lower bound, the longest time."""
+    """Two bands of maps over σ and q, one map an accountant: worst ratio to the lower bound, and longest time."""
     names = [name for name in dict.fromkeys(frame.accountant) if name != privacy.LOWER]
     rates, sigmas = sorted(set(frame.sample_rate)), sorted(set(frame.noise_multiplier))
     lines = math.ceil(len(names) / _ACROSS) or 1
@@ -90,7 +90,7 @@ def _cells(
 
 
 def _cell_look(column: str, values: Sequence[float], found: Sequence[Any]) -> tuple[str, str]:
-    """(shade, number): the darker, the further from the lower bound, or the longer; red below it."""
+    """(shade, number): darker for a larger ratio or time; red below the lower bound."""
     if not values:
         infinite = column == "ratio" and any(not missing(c.epsilon) and math.isinf(c.epsilon) for c in found)
         return "#F3F3F3", "∞" if infinite else ""

@@ -1,4 +1,4 @@
-"""Test loss by learning rate of SGD, Adam and AdamBC, and how unlike the numbers are that Adam divides entries by."""
+"""Test loss by learning rate of SGD, Adam and AdamBC, and the spread of Adam's denominators."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from dpbench.report.parts import FigureKind
 
 #: optimizer -> (colour, marker)
 LOOKS = {"SGD": ("#0077BB", "o"), "Adam": ("#EE7733", "s"), "AdamBC": ("#009988", "^")}
-#: the same with a floor that is set
+#: the same with a fixed floor
 FLOORS = (("#AA3377", "v"), ("#BBBBBB", "D"))
 _TOP, _DEPTH, _FLAT, _LEFT, _GAP, _BETWEEN = 0.3, 1.6, 0.85, 0.62, 0.42, 0.15
 _LEGEND = 0.25
 _SAME = ["data", "network", "target_epsilon", "optimizer", "lr"]
 _MEDIANS = ["accuracy", "spread", "epsilon", "noise_multiplier"]
-#: Losses above the least of a panel by this factor are beyond it.
+#: A panel omits losses above its least by this factor.
 _MOST = 4.0
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each model, ε (none: ordinary training), optimizer and learning rate: medians over the seeds."""
+    """A row for each model, ε (None for ordinary training), optimizer and learning rate: medians over the seeds."""
     rows = []
     for record in records:
         trial, result = record.trial, record.result
@@ -45,7 +45,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table to be read."""
+    """The table for people."""
     shown = frame.copy()
     shown["accuracy"] = [f"{100 * value:.1f} %" for value in frame.accuracy]
     for name in ("target_epsilon", "loss", "least", "greatest", "spread", "epsilon", "noise_multiplier"):
@@ -54,7 +54,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What is drawn, and how ε was come by."""
+    """The panels, and the source of ε."""
     deltas = sorted({record.trial["delta"] for record in records})
     sizes = sorted({record.trial["batch_size"] for record in records})
     said = [
@@ -138,7 +138,7 @@ def _panel(above: Any, below: Any, part: pd.DataFrame, looks: dict[str, dict[str
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """For each model and ε the least test loss of each optimizer, at its own learning rate."""
+    """For each model and ε the least test loss of each optimizer, each at its best learning rate."""
     private = frame.dropna(subset="target_epsilon")
     best = private.sort_values("loss", kind="stable").drop_duplicates(["network", "target_epsilon", "optimizer"])
     said = []

@@ -1,4 +1,4 @@
-"""Is training as private as it says: which tests refute the claims of an engine as it is, and with seeded faults."""
+"""Which tests refute the privacy claims of the engine, sound and with seeded faults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOOKS = {"passes": "#117733", "found": "#2266AA", "MISSED": style.FAILURE, "REF
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each run: what was claimed, what was found, and what that says of the engine, or of the audit.
+    """A row for each run: the claim, the finding, and a verdict on the engine or the audit.
 
     `refuted_by`: names of `TESTS`. `verdict`: "passes" or "REFUTED" of a sound engine, "found" or "MISSED" of a fault.
     """
@@ -49,7 +49,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             left_out[f"{trial['fault'] or 'sound'} {trial['backend']}: {record.outcome}"] += 1
             continue
         above = result["epsilon_lower_bound"] > result["claimed_epsilon"]
-        by = result.get("refuted_by", ["one_run"] if above else [])  # the first audits had that test alone
+        by = result.get("refuted_by", ["one_run"] if above else [])  # the first audits had only that test
         verdict = ("found" if by else "MISSED") if trial["fault"] else ("REFUTED" if by else "passes")
         rows.append(
             {name: trial.get(name, "whole") for name in (*_SETTING, "seed", "canaries", "steps")}
@@ -89,7 +89,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What was attacked, by which tests, and what the two kinds of row say."""
+    """The attack, its tests, and the meaning of the two kinds of row."""
     if not len(frame):
         return captions.caption(["No audit gave a number."], records, left_out, setting=False)
     faults, sound = frame[frame.fault != ""], frame[frame.fault == ""]
@@ -143,7 +143,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 def _cell(axes: Axes, x: int, y: float, count: int, part: pd.DataFrame) -> None:
-    """A number on a ground that is the darker the more of the runs are refuted; a dot for none."""
+    """A number on a background that darkens with the share of refuted runs; a dot for none."""
     if not count:
         axes.plot([x], [y], linestyle="", marker="o", markersize=1.6, color="#B8B8B8")
         return
@@ -157,7 +157,7 @@ def _cell(axes: Axes, x: int, y: float, count: int, part: pd.DataFrame) -> None:
 
 
 def _name(setting: tuple[str, str, str, float], usual: float) -> str:
-    """A fault in words; of the engine as it is, its backend, and its batches where they are not whole."""
+    """A fault in words; for the sound engine, its backend and, unless whole, its batches."""
     fault, backend, form, rate = setting
     words = FAULTS.get(fault, fault) if fault else style.backend(backend).name
     words += f", {FORMS.get(form, form)}" if not fault and form != "whole" else ""
@@ -185,7 +185,7 @@ def _verdict(part: pd.DataFrame) -> str:
 
 
 def _range(values: pd.Series[float], digits: int = 3) -> str:
-    """'1.02 to 1.35'; one number where they are alike, nothing where there are none."""
+    """'1.02 to 1.35'; one number if all are alike, '' if there are none."""
     found = [f"{value:.{digits}g}" for value in (values.min(), values.max()) if value == value]
     return " to ".join(dict.fromkeys(found))
 

@@ -1,8 +1,8 @@
-"""A paper's figure again: what it published of each model and method, beside what was found here.
+"""A paper's figure with our numbers beside its published values, for each model and method.
 
-Each panel has one kind of number: ratios of time are measured; peaks and largest batches are hatched where they were
-simulated, and the heading says so. The published values are of another machine and mostly of another batch size, so
-they are compared as ratios to that paper's own ordinary training, but for the largest batch.
+Each panel has one kind of number: time ratios are measured; simulated peaks and largest batches are hatched, and the
+heading says so. The published values come from another machine and mostly another batch size, so they are compared as
+ratios to that paper's own ordinary training, except for the largest batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COLUMNS = (
 
 
 def cell(record: Record) -> Hashable:
-    """What adds to the same numbers."""
+    """The key of records that add to the same numbers."""
     trial = record.trial
     budget = trial.get("memory_budget")
     backend = trial.get("backend")
@@ -46,7 +46,7 @@ def cell(record: Record) -> Hashable:
 
 
 def applies(records: Sequence[Record]) -> bool:
-    """Whether any of these numbers has a published one beside it."""
+    """True if any of these numbers has a published one."""
     return any(
         published.beside(r.trial["model"], r.trial.get("image_size"), backend) is not None
         for r in records
@@ -55,12 +55,11 @@ def applies(records: Sequence[Record]) -> bool:
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each (model, image size, backend) of a model of which one of the figures shows something.
+    """A row for each (model, image size, backend) of models in one of the figures.
 
     Args:
         records: `overhead`, `peak` and `step` records of one device and one setting. Peaks with a budget are probes of
-            a search for the largest batch; those without one are compared with ordinary training's at the same batch.
-        left_out: counts what does not enter, by reason.
+            a search for the largest batch; others are compared with ordinary training's at the same batch.
     """
     rows: list[Row] = []
     by_model = grouped(records, lambda r: (r.trial["model"], r.trial.get("image_size")))
@@ -116,7 +115,7 @@ def _peaks(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
 
 
 def _largest(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
-    """The largest batch in a budget, and the throughput there where it was timed."""
+    """The largest batch in a budget, and its throughput if timed."""
     probes = [r for r in group if r.kind in ("peak", "step") and r.trial.get("memory_budget") is not None]
     if not probes:
         return {}
@@ -171,7 +170,7 @@ def _largest_text(row: Any) -> str:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What is whose."""
+    """The source of each number."""
     sources = sorted(set(frame.published_in.dropna()))
     said = [f"After {' and '.join(sources)}: published values (diamonds) are of that paper's GPU."]
     if frame.time_ratio.notna().any():
@@ -198,7 +197,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """How the ratios of time found here lie beside the published ones."""
+    """A comparison of our time ratios with the published ones."""
     both = frame[frame.time_ratio.notna() & frame.published_time_ratio.notna()]
     if not len(both):
         return ""
@@ -210,9 +209,9 @@ def finding(frame: pd.DataFrame) -> str:
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
-    """A row a model and backend; a panel for each kind of number that there is."""
+    """A row a model and backend; a panel for each kind of number."""
     largest = frame.max_batch_size.notna().any() or frame.max_batch_note.notna().any()
-    if not largest:  # beside ratios, ordinary training's own row says nothing
+    if not largest:  # next to ratios, ordinary training's own row adds nothing
         frame = frame[frame.backend != "nonprivate"]
     cells: list[Any] = list(frame.itertuples(index=False))
     sized = frame[["model", "image_size"]].drop_duplicates().groupby("model").size().max() > 1

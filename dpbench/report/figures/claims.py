@@ -1,8 +1,8 @@
-"""What papers claim, and what these records say to it: confirmed, refuted, not reached here, or no data.
+"""Claims of papers judged by these records: confirmed, refuted, not reached here, or no data.
 
-A claim is data: its words, its source, what would confirm it, and a function that judges it by numbers taken from
-records (`dpbench.report.data.claims`). Nothing else decides: without records a claim has no verdict, and what a machine
-did not reach (a size that was not run, a backend that failed there) is said to be not reached.
+A claim is data: its words, its source, the condition that would confirm it, and a function that judges it by numbers
+from records (`dpbench.report.data.claims`). Nothing else decides: without records a claim has no verdict, and it is
+"not reached here" if the machine did not run such a size, or a backend failed there.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Stated:
     """A claim as data.
 
     Args:
-        statement: in the paper's words or near them.
+        statement: in the paper's words or close to them.
         source: paper and place.
-        confirmed_if: what would confirm it.
-        experiments: whose records speak to it.
-        judge: from numbers to a verdict; None where there are none.
+        confirmed_if: the condition that would confirm it.
+        experiments: names of the experiments with evidence.
+        judge: from numbers to a verdict; None without numbers.
     """
 
     statement: str
@@ -45,7 +45,7 @@ class Stated:
 
 
 _MIXED, _BK = "arXiv:2205.10683", "arXiv:2210.00038"
-#: At batch sizes that somebody would train at.
+#: Experiments with realistic batch sizes.
 _TIMED = ("overhead", "resolution")
 CLAIMS = (
     Stated(
@@ -138,20 +138,20 @@ CLAIMS = (
 
 
 def cell(record: Record) -> Hashable:
-    """What adds to the same numbers."""
+    """The key of records that add to the same numbers."""
     return record.experiment, beside.cell(record)
 
 
 def applies(records: Sequence[Record]) -> bool:
-    """Whether there is a claim that such records speak to."""
+    """True if a claim depends on such records."""
     names = {record.experiment for record in records}
     return any(names & set(stated.experiments) for stated in CLAIMS)
 
 
 def numbers(records: Sequence[Record]) -> Numbers:
-    """The numbers of records of one device, in float32; of several budgets and image sizes each by itself.
+    """The numbers of records of one device, in float32, separately for each budget and image size.
 
-    Of other experiments than a claim's own nothing is taken: their batch sizes may be chosen to show another thing.
+    A claim uses only its own experiments: the batch sizes of others may serve another purpose.
     """
     single = [r for r in records if r.trial.get("precision", "float32") == "float32"]
     uncounted: LeftOut = LeftOut()
@@ -166,7 +166,7 @@ def numbers(records: Sequence[Record]) -> Numbers:
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row a claim: all of them of several experiments; of one, those that it speaks to."""
+    """A row a claim: all claims for several experiments; for one experiment, its own claims."""
     names, device = {record.experiment for record in records}, records[0].device
     known: dict[tuple[str, ...], Numbers] = {}
     rows = []
@@ -185,26 +185,26 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`table` for people, without the reasons: these stand below it, with the verdicts."""
+    """`table` for people, without the reasons, which stand below it with the verdicts."""
     shown = frame[["claim", "source", "confirmed_if", "verdict"]]
     return shown.set_axis(["Claim", "Source", "Confirmed if", "Verdict"], axis=1)
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """How many of each verdict."""
+    """The number of claims with each verdict."""
     counts = [f"{int((frame.verdict == v).sum())} {v}" for v in (CONFIRMED, REFUTED, NOT_REACHED, NO_DATA)]
     said = [words for words in counts if not words.startswith("0 ")]
     return f"Of {len(frame)} published claims: {', '.join(said)}."
 
 
 def claims(records: Sequence[Record], frame: pd.DataFrame) -> list[Claim]:
-    """The same, for the page."""
+    """The claims, for the page."""
     lines: list[Any] = list(frame.itertuples(index=False))
     return [Claim(line.claim, line.source, line.verdict, line.finding) for line in lines]
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What the verdicts rest on."""
+    """The evidence for the verdicts."""
     return (
         "Each verdict is computed from the records of this device alone. Published values are of other devices and "
         "mostly other batch sizes: what is confirmed or refuted here is the ratio or the order, on this machine; 2 % "

@@ -1,4 +1,4 @@
-"""Test loss by the noise, bands and BLT: a panel for each ε, a line for each batch size."""
+"""Test loss with correlated noise, bands and BLT: a panel for each ε, a line for each batch size."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _TICKS = {(0, 1): "1", (1, 1): "one\npass"}
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each ε, batch size and noise, at its best learning rate.
+    """A row for each ε, batch size and noise, at its best learning rate: the one with the least median test loss.
 
-    `place` is (0, bands) of Poisson batches and those in turn, bands 1 for independent noise; (1, 1) of independent
-    noise in one pass over the data in order, (1, 1 + buffers) of a BLT.
-
-    That is the one of the least median test loss over the seeds; losses and accuracies are medians of these seeds.
+    Losses and accuracies are medians over the seeds. `place` is (0, bands) for Poisson batches and those in turn, with
+    bands 1 for independent noise; (1, 1) for independent noise in one ordered pass over the data, (1, 1 + buffers) for
+    a BLT.
     """
     rows = []
     for record in records:
@@ -52,7 +51,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table to be read."""
+    """The table for people."""
     shown = frame.drop(columns="place")
     shown["accuracy"] = [f"{100 * value:.1f} %" for value in frame.accuracy]
     for name, digits in (("loss", 4), ("least", 4), ("greatest", 4), ("epsilon", 4), ("noise_multiplier", 4)):
@@ -61,7 +60,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """How ε was come by, and what it leaves out."""
+    """The source of ε, and what it excludes."""
     deltas = sorted({record.trial["delta"] for record in records})
     said = [
         "Loss on held-out images, median and range of the seeds at the best of the learning rates by that loss (a",
@@ -106,7 +105,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """At the largest ε: the smallest batches with and without bands, and the best that independent noise does."""
+    """At the largest ε: the smallest batches with and without bands, and the best result of independent noise."""
     part = frame[frame.target_epsilon == frame.target_epsilon.max()].sort_values("loss", kind="stable")
     small = part[part.batch_size == part.batch_size.min()]
     alone, banded = small[small.place == (0, 1)], small[[place > (0, 1) and not place[0] for place in small.place]]

@@ -1,6 +1,6 @@
-"""Of the models that people load: on how many each backend is exact, what it refuses, where it is wrong or crashes.
+"""On how many popular models each backend is exact, refuses, is wrong or crashes.
 
-Two tables of the same records: shares by library and task, with a picture, and every reason with the models it struck.
+Two tables of the same records: shares by library and task, with a picture, and every reason with its models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Verdict = tuple[Record, str, str, str]
 
 
 def verdicts(record: Record) -> Iterator[Verdict]:
-    """One for each backend. A trial that ended as a whole, by a signal or its time limit, is a crash of each."""
+    """One for each backend. A trial that ended by a signal or its time limit is a crash of each backend."""
     backends = record.trial["backends"]
     if record.outcome != "ok":
         said = (record.evidence.splitlines() or ["no evidence recorded"])[0]
@@ -60,7 +60,7 @@ def place(record: Record) -> tuple[str, str]:
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each library, task and backend, and first those of all; `exact_share` is of what is built."""
+    """A row for each library, task and backend, first over all; `exact_share` is relative to built models."""
     counts: dict[tuple[str, str, str], Counter[str]] = {}
     for record in records:
         for _, backend, status, _ in verdicts(record):
@@ -106,7 +106,7 @@ def _share(value: float | None) -> str:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """How it was judged, what was not built, and by which versions of the libraries."""
+    """The method, the models that do not build, and the versions of the libraries."""
     built = [record for record in records if record.result.get("built")]
     failing = sum(not r.result["built"] for r in records if r.outcome == "ok")
     said = [
@@ -131,7 +131,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """The shares of all libraries together, backend by backend."""
+    """The shares over all libraries, backend by backend."""
     of_all = frame[frame.library == ALL]
     rows: Iterable[Any] = of_all.itertuples()
     told = [
@@ -201,7 +201,7 @@ def _bars(axes: Any, groups: Sequence[tuple[Any, pd.DataFrame]], room: float) ->
 def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each backend, status and reason: how many models, and which.
 
-    What differs in numbers and quoted names alone is one reason, but not where an answer is wrong.
+    Reasons that differ only in numbers and quoted names count as one, except for wrong results.
     """
     found: dict[tuple[str, str, str], list[str]] = {}
     first: dict[tuple[str, str, str], str] = {}
@@ -232,7 +232,7 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def first_problem(said: str) -> str:
-    """Of a refusal: the reason for the first parameter or module, without its name.
+    """The reason of a refusal for the first parameter or module, without its name.
 
     Args:
         said: of the refusal.
@@ -256,7 +256,7 @@ def reasons_text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def reasons_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What stands in the table."""
+    """The columns of the table."""
     said = ["Every model on which a backend is not exact, and every one that is not built, by reason."]
     return captions.caption(said, records, left_out, setting=False)
 

@@ -1,4 +1,4 @@
-"""Why a backend is not exact on a model that people load, or the model is not built: a table."""
+"""A table of reasons why a backend is not exact on a popular model, or why the model does not build."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The decision map: in each use of a weight, ghost norm or instantiated gradient, by the papers' rule and by ours.
+"""The decision map: ghost norm or instantiated gradient for each use of a weight, by the papers' rule and by ours.
 
-The papers' rule (arXiv:2205.10683) is 2T² ≤ pd: above the line at 1 it instantiates, below it takes the
-ghost norm. What is drawn is where a use lies (a matter of its shape alone), and what the planner of `bk_mixed` made of
-it: a filled mark has the ghost norm, a hollow one the instantiated gradient, and a ring says that the papers' rule
-decides otherwise.
+The papers' rule (arXiv:2205.10683) is 2T² ≤ pd: above the line at 1 it instantiates, below it takes the ghost norm. A
+mark's place depends on the shape of the use alone. Its look is the choice of `bk_mixed`'s planner: filled for the ghost
+norm, hollow for the instantiated gradient, with a ring if the papers' rule decides otherwise.
 """
 
 from __future__ import annotations
@@ -36,17 +35,12 @@ COLUMNS = (
 
 
 def applies(records: Sequence[Record]) -> bool:
-    """Whether a model was explained."""
+    """True if a model was explained."""
     return any(r.result.get("rows") for r in records)
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each use of a weight by a linear operation or convolution, in the order of the forward pass.
-
-    Args:
-        records: `explain` records.
-        left_out: counts what does not enter, by reason.
-    """
+    """A row for each use of a weight by a linear operation or convolution, in the order of the forward pass."""
     rows: list[Row] = []
     models = grouped(records, lambda r: (r.trial["model"], r.trial.get("image_size")))
     for key, group in sorted(models.items(), key=lambda item: (style.model_key(item[0][0]), item[0][1] or 0)):
@@ -108,7 +102,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """How often the two differ."""
+    """How often the two rules differ."""
     if not len(frame):
         return ""
     other = frame[frame.paper != frame.ours]
@@ -121,7 +115,7 @@ def finding(frame: pd.DataFrame) -> str:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What a mark is, and whose choice."""
+    """The meaning of the marks."""
     said = [
         "Each mark is a use of a weight, in the order of the forward pass, at 2T² over pd: the papers' rule "
         "(arXiv:2205.10683) takes the ghost norm up to 1 and instantiates above. Filled: bk_mixed's planner takes the "

@@ -1,4 +1,4 @@
-"""What the device can do at best: bandwidth, rates of matrix products, latencies, versions."""
+"""The device's best performance: bandwidth, rates of matrix products, latencies, versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private beside ordinary training in several processes: throughput and memory as ratios, and how both scale."""
+"""Private and ordinary training in several processes: throughput and memory ratios, and their scaling."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ _COLUMNS = [*_SAME, "rounds", *_NUMBERS, "oversubscribed"]
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each backend of each trial.
 
-    `throughput_ratio` is the median over rounds of ordinary training's seconds by the backend's, of the same round;
-    `scaling` the samples a second of a process beside those of one process alone; memory is that of the process that
-    holds most.
+    `throughput_ratio` is the median over rounds of ordinary training's seconds over the backend's in the same round;
+    `scaling` is a process's samples a second relative to a single process; memory is the largest of any process.
     """
     rows = []
     for record in records:
@@ -77,7 +76,7 @@ def _scaling(frame: pd.DataFrame, row: Any) -> float | None:
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table to be read."""
+    """The table for people."""
     shown = frame.copy()
     shown["samples_per_second"] = [f"{value:.3g} /s" for value in frame.samples_per_second]
     shown["peak_bytes"] = [style.size(int(value)) for value in frame.peak_bytes]
@@ -88,7 +87,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What a step is, and what communicates."""
+    """The parts of a step, and its communication."""
     libraries = sorted({r.result["communication"] for r in records if "communication" in r.result})
     rounds = sorted(set(frame["rounds"])) if len(frame) else []
     said = [
@@ -102,7 +101,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
-    """Above throughput, below memory, a column for DDP and one for FSDP2; a line a model and precision."""
+    """Throughput above, memory below, a column for DDP and one for FSDP2; a line a model and precision."""
     figure, height = sheet(_TOP + 2 * _DEPTH + _BETWEEN + AXIS + 0.2, caption)
     spreads = [name for name in SPREADS if name in set(frame.spread)] or ["ddp"]
     wide = (WIDTH - _LEFT - 0.15 - _GAP * (len(spreads) - 1)) / len(spreads)

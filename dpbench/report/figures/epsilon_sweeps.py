@@ -1,4 +1,4 @@
-"""Ε along σ, q and δ by each accountant, and how far each is from the certified lower bound."""
+"""Ε along σ, q and δ by each accountant, and its ratio to the certified lower bound."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The tables of the experiment `evidence`: the device, norms beside float64, the parts of a step, where its time goes.
+"""The tables of the experiment `evidence`: the device, norms against float64, parts of a step, and profiles.
 
-One table a stage, and no picture: each number stands for itself. What is measured here as elsewhere (overhead, the
-largest batch, peaks) has its figure there.
+One table a stage, without pictures. Quantities that other experiments measure too (overhead, the largest batch, peaks)
+have their figures there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpbench.report.data.statistics import Row, count_failures, frame_of
 from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing
 
-#: The parts of a private step -> the part of a plain one beside it.
+#: Part of a private step -> the corresponding part of a plain one.
 BESIDE = {
     "forward": "forward",
     "clip": "backward",
@@ -73,7 +73,7 @@ def _value(row: Any) -> str:
 
 
 def device_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """How it was taken."""
+    """The method."""
     said = [
         "What the device can do at best: medians of repetitions. A copy counts the bytes read and the bytes written; a "
         "product is 2n³ operations, in float32 with TF32 off; a latency is of one operation on one number."
@@ -119,11 +119,11 @@ def norms_text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _error(value: Any) -> str:
-    return "–" if missing(value) else f"{float(value):.1e}"  # one that is infinite is a word in a record
+    return "–" if missing(value) else f"{float(value):.1e}"  # a record stores infinity as a word
 
 
 def norms_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What was compared with what."""
+    """The quantities compared."""
     said = [
         "Every way to a per-sample norm, and each clipped sum, beside autograd's in float64 of the very numbers that "
         "it was given (rounded to the profile's dtype): the largest relative error of any sample. A limit is what "
@@ -135,7 +135,7 @@ def norms_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Left
 
 
 def norms_finding(frame: pd.DataFrame) -> str:
-    """How many hold, and which is nearest to its limit."""
+    """How many hold, and the one nearest to its limit."""
     if not len(frame):
         return ""
     held = int((frame.outcome == "ok").sum())
@@ -151,7 +151,7 @@ def norms_finding(frame: pd.DataFrame) -> str:
 
 
 def parts_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each part of a private step, beside that of a plain one; seconds are medians of the steps."""
+    """A row for each part of a private step, with that of a plain one; seconds are medians of the steps."""
     count_failures(records, left_out)
     rows: list[Row] = []
     for record in (r for r in records if r.result):
@@ -212,7 +212,7 @@ def _ratio(row: Any) -> str:
 
 
 def parts_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What is counted, and of what."""
+    """The counted quantities."""
     counted = sorted(set(frame.counted))
     said = [
         "PrivacyEngine's whole step, part by part, beside the plain step of the same model, batch and optimizer "
@@ -231,7 +231,7 @@ def parts_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Left
 
 
 def profile_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each of the largest operations of each backend, with the whole of a step in the row of rank 0."""
+    """A row for each of the largest operations of each backend; rank 0 is the whole step."""
     count_failures(records, left_out)
     rows = [row for record in records for row in _profile_rows(record, left_out)]
     named = ("model", "batch_size", "precision", "backend", "rank", "operation", "asked_by")
@@ -275,7 +275,7 @@ def profile_text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def profile_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What was counted, and where the traces are."""
+    """The counted quantities, and where the traces are."""
     counted = Counter(frame.counted)
     said = [
         f"Where the time of one step goes, by torch.profiler: {', '.join(sorted(counted)) or 'nothing was seen'}. The "
@@ -292,8 +292,7 @@ def table_of(kind: str, doc: str, *, table: Any, text: Any, caption: Any, **more
     Args:
         kind: of trial.
         doc: the heading.
-        table, text, more: as `FigureKind` takes them.
-        caption: as `FigureKind` takes it.
+        table, text, caption, more: as `FigureKind` takes them.
     """
     return FigureKind(
         doc=doc,

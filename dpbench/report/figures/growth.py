@@ -1,6 +1,6 @@
 """How the cost of clipping grows with the input: ratios to ordinary training, and seconds, against size.
 
-Seconds are per sample, for the batch may fall as the size grows. The picture is `growth_plot`'s.
+Seconds are per sample, since the batch may shrink as the size grows. `growth_curves` draws the picture.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dpbench.report.figures import overhead
 
 @dataclass(frozen=True)
 class Growth:
-    """A figure of models that were measured at several sizes.
+    """A figure of models measured at several sizes.
 
-    across: the sizes, and what is compared with them.
+    across: the sizes, and the laws to compare with.
     of: a record's (model, size); a size of None belongs to another figure.
     """
 
@@ -35,7 +35,7 @@ class Growth:
     of: Callable[[Record], tuple[str, int | None]]
 
     def applies(self, records: Sequence[Record]) -> bool:
-        """Whether a model was measured at more than one size."""
+        """True if a model was measured at several sizes."""
         return bool(self._growing(records))
 
     def _growing(self, records: Iterable[Record]) -> set[str]:
@@ -46,7 +46,7 @@ class Growth:
         return {model for model, found in sizes.items() if len(found) > 1}
 
     def table(self, records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-        """A row for each (model, size, backend); `growth` is the exponent of the seconds since the size before."""
+        """A row for each (model, size, backend); `growth` is the exponent of the seconds from the previous size."""
         growing = self._growing(records)
         kept = [r for r in records if self.of(r)[0] in growing and self.of(r)[1] is not None]
         left_out["of a model that was measured at one size only"] += len(records) - len(kept)
@@ -66,11 +66,11 @@ class Growth:
                     row["published_time_ratio"] = published.throughput_ratio(model, size, backend)
                 rows.append(row)
         named = ("model", self.across.size, "batch_size", "backend", "seconds_per_sample", "samples_per_second")
-        columns = tuple(dict.fromkeys((*named, "growth", *COLUMNS)))  # the batch size may be what grows
+        columns = tuple(dict.fromkeys((*named, "growth", *COLUMNS)))  # the batch size may be the size
         frame = in_order(frame_of(rows, columns), "model", self.across.size, "backend")
         for _, line in frame.dropna(subset="seconds_per_sample").groupby(["model", "backend"], sort=False):
             if self.across.rate:
-                continue  # there is no law that it might follow
+                continue  # no law applies to it
             seconds, sizes = line.seconds_per_sample.astype(float), line[self.across.size].astype(float)
             slopes = (seconds / seconds.shift()).map(math.log) / (sizes / sizes.shift()).map(math.log)
             frame.loc[line.index, "growth"] = slopes.where(slopes.notna(), None)
@@ -88,7 +88,7 @@ class Growth:
         return shown
 
     def caption(self, records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-        """What is drawn against what."""
+        """The axes."""
         sizes = frame.groupby(self.across.size).batch_size.first()
         said = [
             f"Time and peak memory of one training step beside ordinary training, and {self.across.third_words}, "

@@ -1,4 +1,4 @@
-"""Launches, bytes and operations of private steps beside ordinary training's, counted without a GPU."""
+"""Launches, bytes and operations of private and ordinary training steps, counted without a GPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _ratio(row: Any, name: str) -> str:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What was counted, and what was not."""
+    """What was counted, and what not."""
     said = [
         "Counted without a GPU on tensors without values, not measured: one eager step (forward, backward, norms and "
         "clipped sum) in float32, as it goes on a GPU of 80 GiB with Triton, routes chosen by formula.",

@@ -1,4 +1,4 @@
-"""What a language model gives away of a secret, by how often it was there, and how well it predicts new text."""
+"""How much of a secret a language model memorises, by repetitions, and how well it predicts new text."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dpbench.report.drawing.curves import box
 from dpbench.report.parts import FigureKind
 
 _TOP, _DEPTH, _LEFT, _GAP, _BYTES = 0.36, 2.4, 0.62, 1.2, 2.2
-#: By place: ordinary training, then from the largest ε to the least.
+#: In order: ordinary training, then from the largest ε to the least.
 _LOOKS = (("#555555", "s"), ("#CC3311", "^"), ("#EE7733", "D"), ("#0077BB", "o"), ("#009988", "v"), ("#AA3377", "P"))
-_BY_CHANCE = 1.44  # mean bits of a rank that is uniform: log2(e)
+_BY_CHANCE = 1.44  # mean bits of a uniform rank: log2(e)
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each ε and number of repetitions: median, least and greatest exposure in bits, over secrets and seeds.
 
-    `target_epsilon` is None of ordinary training; `bits_per_byte` is the median of the seeds.
+    `target_epsilon` is None for ordinary training; `bits_per_byte` is the median of the seeds.
     """
     rows = []
     for record in records:
@@ -58,7 +58,7 @@ _SHARED = ("bits_of_all", "bits_per_byte", "bits_per_byte_before", "epsilon", "d
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table to be read."""
+    """The table for people."""
     shown = frame.drop(columns=["target_epsilon", "bits_of_all"])
     shown.insert(0, "fine-tuning", [_name(target) for target in frame.target_epsilon])
     for name in ("exposure", "least", "greatest"):
@@ -71,7 +71,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What is given away, to whom, and what ε says of it."""
+    """The attack, its target, and what ε says about it."""
     trials = [record.trial for record in records]
     count = " and ".join(str(n) for n in sorted({trial["records"] for trial in trials}))
     said = [
@@ -130,7 +130,7 @@ def _bar(axes: Axes, place: int, value: float, color: str) -> None:
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """Of the secrets that were there most often: ordinary fine-tuning beside the largest ε."""
+    """For the most repeated secrets: ordinary fine-tuning against the largest ε."""
     most = frame[frame.times == frame.times.max()]
     ordinary, private = most[most.target_epsilon.isna()], most[most.target_epsilon.notna()]
     if ordinary.empty or private.empty:

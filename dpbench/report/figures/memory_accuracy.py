@@ -1,6 +1,7 @@
-"""How near simulated peaks are to measured ones: model × backend, for each part of a step.
+"""Simulated against measured peaks: model × backend, for each part of a step.
 
-The picture is one mark a cell: simulated over measured for the whole step, a row a backend and a panel of all models.
+The picture has one mark a cell: simulated over measured for the whole step, with a row a backend and a panel of all
+models.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dpbench.report.style import missing
 PARTS = ("model", "forward", "backward", "step")
 _TITLES = {"model": "Parameters and buffers"}
 WITHIN = 0.05
-"""The error that is asked for."""
+"""The target error."""
 _COLUMNS = (
     "model",
     "batch_size",
@@ -37,12 +38,12 @@ _ROW, _TOP, _AXIS, _NAMES, _NUMBERS = 0.24, 0.62, 0.45, 1.3, 1.05
 
 
 def cell(record: Record) -> tuple[Any, ...]:
-    """What is compared, and how it was taken."""
+    """The compared setting, and the source of the peak."""
     return (*record.cell, batch(record), record.trial["simulated"])
 
 
 def applies(records: Sequence[Record]) -> bool:
-    """Whether there are peaks of both kinds, none of them a probe of a search."""
+    """True if there are peaks of both kinds, except for probes of a search."""
     return {bool(r.trial["simulated"]) for r in records if _is_own(r)} == {False, True}
 
 
@@ -74,7 +75,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`table` for people: bytes as measured, and the simulated ones as a difference; reserved ones on CUDA."""
+    """`table` for people: measured bytes, and simulated ones as a difference; on CUDA also reserved ones."""
 
     def of(part: str, r: Any) -> str:
         measured, simulated = getattr(r, f"{part}_measured_bytes"), getattr(r, f"{part}_simulated_bytes")
@@ -97,7 +98,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What was compared, and the largest error by name."""
+    """The comparison, and the cell with the largest error."""
     said = [
         "Peak memory of one step, simulated on fake tensors and measured by the allocator: simulated over measured."
     ]

@@ -1,4 +1,4 @@
-"""Time and memory beside ordinary training (Table 4 of arXiv:2205.10683)."""
+"""Time and memory relative to ordinary training (Table 4 of arXiv:2205.10683)."""
 
 from __future__ import annotations
 

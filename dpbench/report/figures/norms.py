@@ -1,4 +1,4 @@
-"""Every way to a per-sample norm beside float64, by precision."""
+"""Every way to compute a per-sample norm against float64, by precision."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What clipping costs beside ordinary training: one panel a model, one row a backend, time and memory in it.
+"""The cost of clipping relative to ordinary training: a panel a model, a row a backend, with time and memory.
 
-The number beside each mark is the one drawn. A filled mark is time, a hollow one memory, and the row has the backend's
+The number beside each mark is its value. A filled mark is time, a hollow one memory, and the row has the backend's
 name: nothing depends on colour.
 """
 
@@ -28,16 +28,16 @@ from dpbench.report.style import missing
 
 _PANELS, _MARGIN, _NAMES, _GAP = 3, 0.12, 1.12, 0.14
 _ROW, _TITLE, _AXIS, _LEGEND = 0.165, 0.52, 0.36, 0.3
-# A column of numbers beside the panel: where the two stand, in inches from its right edge.
+# The column of numbers beside the panel: its width, and the places of the two, in inches from the panel's right edge.
 _NUMBERS, _AT = 0.92, (0.42, 0.89)
-# Ratios below are drawn at the edge, as an arrow: only `microbatch` needs so little memory.
+# Smaller ratios appear as an arrow at the edge: only `microbatch` needs so little memory.
 _LOWEST = 0.6
 _CHARACTER = 0.083  # inches, of a heading
 _TICKS = (1, 2, 4, 8, 16, 32, 64)
 _TIME: dict[str, Any] = {"marker": "o", "markersize": 4.4, "linestyle": "", "zorder": 4}
 _MEMORY: dict[str, Any] = {
     "marker": "D",
-    "markersize": 5.8,  # around the other where they coincide
+    "markersize": 5.8,  # around the other mark if they coincide
     "linestyle": "",
     "markerfacecolor": "white",
     "markeredgewidth": 1.2,
@@ -46,17 +46,15 @@ _MEMORY: dict[str, Any] = {
 
 
 def cell(record: Record) -> tuple[Any, ...]:
-    """What is measured together: model, batch size, input size."""
+    """The key of records measured together: model, batch size, input size."""
     return record.trial["model"], batch(record), record.trial.get("image_size")
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each (model, batch size, input size, backend), of the trial that measured this backend last: see
-    `paired.paired_row`.
+    """A row for each (model, batch size, input size, backend), from its latest trial; see `paired.paired_row`.
 
     Args:
         records: `overhead` records of one device and one setting.
-        left_out: counts what does not enter, by reason.
     """
     rows = []
     for (model, batch_size, size), group in grouped(records, cell).items():
@@ -82,7 +80,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What the ratios are of."""
+    """The meaning of the ratios."""
     said = [
         "Time and peak memory of one training step beside ordinary training of the same model: all backends take turns "
         f"in one process, and a ratio is of two turns of one round; {pairs(frame)}. The axes are logarithmic."
@@ -96,7 +94,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 
 def nowhere(frame: pd.DataFrame) -> list[str]:
-    """Backends without a number on any model though others have some, with the reason: "fastDP (unsupported)"."""
+    """Backends without a number on any model although others have some, with the reason: "fastDP (unsupported)"."""
     if frame.step_seconds.isna().all():
         return []
     return [
@@ -107,9 +105,9 @@ def nowhere(frame: pd.DataFrame) -> list[str]:
 
 
 def panels(frame: pd.DataFrame) -> tuple[list[tuple[Any, pd.DataFrame]], list[str]]:
-    """((model, size, batch size) and rows of each panel to draw, names of those that stand in the table alone).
+    """((model, size, batch size) and rows of each panel to draw, names of models that are only in the table).
 
-    A model on which one private backend was tried compares nothing; it is drawn where no model has more.
+    A model with only one private backend compares nothing; it is drawn only if no model has more.
 
     Args:
         frame: of `table`.
@@ -124,7 +122,7 @@ def panels(frame: pd.DataFrame) -> tuple[list[tuple[Any, pd.DataFrame]], list[st
 
 
 def alone(frame: pd.DataFrame) -> list[str]:
-    """Which models only the table has, in a sentence; nothing where the figure has all."""
+    """A sentence that names the models without a panel; empty if there are none."""
     names = panels(frame)[1]
     return [f"In the table alone, for one private backend was run there: {'; '.join(names)}."] if names else []
 
@@ -139,7 +137,7 @@ def pairs(frame: pd.DataFrame) -> str:
 
 
 def ways(records: Sequence[Record]) -> list[str]:
-    """How compiled steps ran, in a sentence; nothing where none was compiled."""
+    """A sentence on how compiled steps ran; [] if none was compiled."""
     if not any(record.trial.get("compiled") for record in records):
         return []
     found = [entry for record in records for entry in record.result.get("backends", {}).values()]
@@ -152,7 +150,7 @@ def ways(records: Sequence[Record]) -> list[str]:
 
 
 def memory_source(frame: pd.DataFrame) -> list[str]:
-    """How the memory was taken, in a sentence; nothing where no row has any."""
+    """A sentence on the source of the memory; [] without memory."""
     sources = [style.SOURCES.get(source, source) for source in sorted(set(frame.memory.dropna()))]
     return [f"Memory: measured, peak by the {', '.join(sources)}."] if sources else []
 
@@ -178,7 +176,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.set_xlim(_LOWEST, highest)
         axes.set_ylim(len(backends) - 0.5, -0.5)
         ticks = [tick for tick in _TICKS if tick < highest]
-        axes.xaxis.set_major_locator(FixedLocator(ticks if len(ticks) <= 6 else ticks[::2]))  # they would overlap
+        axes.xaxis.set_major_locator(FixedLocator(ticks if len(ticks) <= 6 else ticks[::2]))  # more would overlap
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         if column == 0:
@@ -212,7 +210,7 @@ def _drawn(frame: pd.DataFrame) -> list[float]:
 
 
 def _head(axes: Axes, key: tuple[Any, ...], own: pd.DataFrame, with_size: bool) -> None:
-    """The model, what its ordinary training takes, and the headings of the numbers."""
+    """The model, its ordinary training's time and memory, and the headings of the numbers."""
     model, size, batch_size = key
     base: Any = next(own[own.backend == "nonprivate"].itertuples(index=False), None)
     if base is None or missing(base.step_seconds):

@@ -1,4 +1,4 @@
-"""A private step taken apart: time, launches and waits of each part, beside the plain step."""
+"""The parts of a private step: time, launches and waits of each, against the plain step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: its largest operations, by backend."""
+"""The largest operations of a step, by backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time, memory and their growth against the size of the images."""
+"""Time, memory and their growth against image size."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The scorecard: conformance case × backend, each exact, refused or wrong, with a mark of its own beside a colour.
+"""The scorecard: conformance case × backend, each exact, refused or wrong, by mark and colour.
 
-Beneath, where it was measured: how far one hard record moves the sum of each backend, by dtype.
+Beneath it, if measured: how far one hard record moves the sum of each backend, by dtype.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _TOTAL = "in all"
 
 
 def applies(records: Sequence[Record]) -> bool:
-    """Whether there is any case to be judged."""
+    """True if any case was judged."""
     return any(record.kind == "conformance" for record in records)
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row a case, a column a backend; then a row that counts, and one for each dtype of hard records."""
+    """A row a case, a column a backend; then a row of counts, and one for each dtype of hard records."""
     ran = [record for record in records if record.result.get("rows")]
     left_out.update(f"{r.trial['backend']}: {r.outcome}" for r in records if not r.result.get("rows"))
     ran.sort(key=lambda record: style.backend_key(record.trial["backend"]))
@@ -41,23 +41,23 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def cases(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that are cases."""
+    """The rows for cases."""
     return frame[: list(frame["case"]).index(_TOTAL)]
 
 
 def moves(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that say how far a record moves the sum."""
+    """The rows for moves of the sum by hard records."""
     return frame[frame["case"].str.startswith(sensitivity.FURTHEST)]
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table with the backends' names; what is exact says so in a letter, for what is not to stand out."""
+    """The table with the backends' names; "exact" is one letter, so that other results stand out."""
     short = frame.replace({"exact": "·", "refuses": "refuses", "wrong": "**wrong**"})
     return short.rename(columns={name: style.backend(name).name for name in frame.columns[1:]})
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What was asked, and of whom."""
+    """The cases and backends judged."""
     said = [
         f"{len(cases(frame))} cases: small models in float64 and float32, clipping functions, batches, side effects.",
         "Exact: norms and clipped sums are the microbatch oracle's. Refuses: says so, with a reason. Wrong: neither;",

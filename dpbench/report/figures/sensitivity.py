@@ -31,7 +31,7 @@ LOOKS = {
     "float16": ("#AA4499", "v", 5.4),
 }
 NUMBER, REFUSED, UNSUPPORTED = "not a number", "refused", "unsupported"
-#: What stands in words at the right: cases in which a record met it -> (heading, colour)
+#: Outcome, counted by cases in a column at the right -> (heading, colour)
 COLUMNS = {
     NUMBER: ("not a\nnumber", style.FAILURE),
     REFUSED: ("record\nrefused", style.INK),
@@ -39,7 +39,7 @@ COLUMNS = {
 }
 _KEPT = "#E7F1E7"
 _LEAST = 0.35
-"""In units of C: what moves the sum by less stands here."""
+"""In units of C: smaller moves are drawn here."""
 _TOP, _LANE, _GAP, _NAMES, _WORDS = 0.78, 0.08, 0.1, 2.7, 0.56
 _ROW = _LANE * len(DTYPES) + _GAP
 
@@ -62,7 +62,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row for each backend and dtype: the furthest, by which case and record, and what else there was."""
+    """A row for each backend and dtype: the largest move, its case and record, and the other outcomes."""
     rows = [part for _, part in frame.groupby(["backend", "dtype"], sort=False)]
     furthest = [(part, _furthest(part)) for part in rows]
     return pd.DataFrame(
@@ -86,7 +86,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What was asked, what is right, and what the columns say."""
+    """The question, the right result, and the columns."""
     said = [
         "How far the sum of clipped gradients moves when one record is added, ‖S(D ∪ x) - S(D)‖ / C of the sums as"
         " computed, differences in float64: DP-SGD's noise hides C and no more. A mark is the worst record of one of",
@@ -99,7 +99,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """The furthest of each library."""
+    """The largest move of each library."""
     told = []
     for backend, part in frame.groupby("backend", sort=False):
         most = _furthest(part)
@@ -110,7 +110,7 @@ def finding(frame: pd.DataFrame) -> str:
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
-    """A row a backend, in it a lane a dtype; the furthest case is named beneath the backend."""
+    """A row a backend, in it a lane a dtype; the case with the largest move is named beneath the backend."""
     backends = list(dict.fromkeys(frame.backend))
     depth = _ROW * max(len(backends), 1)
     figure, height = sheet(_TOP + depth + AXIS, caption)
@@ -145,7 +145,7 @@ def _title(frame: pd.DataFrame) -> str:
 
 
 def _scale(axes: Axes, most: float, depth: float) -> None:
-    """Logarithmic, from what keeps C to the furthest of all."""
+    """A logarithmic axis, from moves within C to the largest."""
     axes.set_xscale("log")
     axes.set_xlim(0.25, 10 ** (math.ceil(math.log10(most)) + 0.15))
     axes.set_ylim(depth, 0)
@@ -172,7 +172,7 @@ def _power(value: float, _: int) -> str:
 
 
 def _row(axes: Axes, part: pd.DataFrame, top: float) -> None:
-    """The marks of one backend; what is too far stands out, the rest lies on the green ground."""
+    """The marks of one backend; moves beyond C stand out from the green background."""
     first = part.backend.iloc[0] == PEERS[0] and top > 0
     axes.axhline(top, color=style.INK if first else style.GRID, linewidth=0.8, zorder=1)
     for lane, dtype in enumerate(DTYPES):
@@ -187,7 +187,7 @@ def _row(axes: Axes, part: pd.DataFrame, top: float) -> None:
 
 
 def _names(axes: Axes, part: pd.DataFrame, top: float) -> None:
-    """The backend, and its furthest case."""
+    """The backend, and its case with the largest move."""
     most = _furthest(part)
     far = most is not None and most.outcome in FAILURES
     _beside(axes, 0, top + 0.34 * _ROW, -72 * (_NAMES - 0.12), style.backend(part.backend.iloc[0]).name, fontsize=9.5)
@@ -206,12 +206,12 @@ def _furthest(part: pd.DataFrame) -> Any:
 
 
 def _cases(part: pd.DataFrame, name: str) -> int:
-    """In how many cases a record met it."""
+    """Number of cases with a record of this outcome."""
     return int((part.outcome == UNSUPPORTED).sum()) if name == UNSUPPORTED else int((part[name] > 0).sum())
 
 
 def _beside(axes: Axes, x: float, y: float, points: float, words: str, **looks: Any) -> None:
-    """Words in a row, so many points from the left (x = 0) or the right edge."""
+    """Words in a row, `points` from the left (x = 0) or the right edge."""
     place: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
     axes.annotate(words, (x, y), xytext=(points, -0.5), va="center", annotation_clip=False, **place, **looks)
 

@@ -1,4 +1,4 @@
-"""Time, memory and their growth against the length of the sequences."""
+"""Time, memory and their growth against sequence length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput, and time and memory beside ordinary training, against the batch size."""
+"""Throughput, and time and memory relative to ordinary training, against batch size."""
 
 from __future__ import annotations
 

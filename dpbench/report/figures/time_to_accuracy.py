@@ -1,7 +1,7 @@
-"""Time to accuracy: epochs and seconds until a model is as good as it is to be, by budget and by backend.
+"""Time to accuracy: epochs and seconds until a model reaches a goal, by budget and by backend.
 
-The accuracy to be reached is the same for all trainings of a model on a data set: the largest multiple of 5 % that is
-no more than 0.95 of what ordinary training ends at. Epochs do not depend on the machine; seconds are of training alone.
+All trainings of a model on a data set share the goal: the largest multiple of 5 % that is at most 0.95 of ordinary
+training's final accuracy. Epochs do not depend on the machine; seconds are of training alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpbench.report.drawing.bars import Bar, Panel, Row, bars
 from dpbench.report.parts import FigureKind
 
 _SAME = ["data", "network", "clip", "backend", "target_epsilon"]
-#: The backend that budgets and clipping functions are compared with.
+#: The backend used to compare budgets and clipping functions.
 _REFERENCE = "bk_mixed"
 _COLUMNS = [
     "by",
@@ -39,10 +39,9 @@ _COLUMNS = [
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each setting: of its seeds those that reached the goal, and their median epochs and seconds to it.
+    """A row for each setting: the seeds that reached the goal, and their median epochs and seconds to it.
 
-    `by`: "budget" for a setting with all its seeds; "backend" for one beside other backends, with the seeds that all of
-    them were run with.
+    `by`: "budget" for a setting with all its seeds; "backend" for a comparison of backends, with their common seeds.
     """
     groups: dict[tuple[Any, ...], list[Record]] = {}
     ordinary: dict[tuple[str, str], list[float]] = {}
@@ -97,18 +96,18 @@ def _rank(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _epoch(curve: Sequence[dict[str, float]]) -> float:
-    """Median seconds of an epoch: the first one also pays for what happens once."""
+    """Median seconds of an epoch: the first one includes one-time costs."""
     ends = [0.0, *(point["seconds"] for point in curve)]
     return median(b - a for a, b in itertools.pairwise(ends))
 
 
 def applies(records: Sequence[Record]) -> bool:
-    """Whether there is ordinary training to compare with."""
+    """True if there is ordinary training to compare with."""
     return any(record.trial["target_epsilon"] is None and "accuracy" in record.result for record in records)
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """For people."""
+    """The table for people."""
     budget = ["" if pd.isna(value) else f"{value:g}" for value in frame.target_epsilon]
     return pd.DataFrame(
         {

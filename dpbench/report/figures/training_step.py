@@ -1,4 +1,4 @@
-"""What whole private training steps cost beside the plain step of the same optimizer: drawn as `overhead` is."""
+"""The cost of whole private training steps relative to the plain step of the same optimizer, drawn as `overhead`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KIND = "training_step"
 
 
 def cell(record: Record) -> tuple[Any, ...]:
-    """What is of one version: as of `overhead`, and the engines, for ours and the others' are two trials."""
+    """As for `overhead`, plus the engines, since ours and the others' are two trials."""
     return *overhead.cell(record), *record.trial["backends"]
 
 
@@ -27,7 +27,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What the ratios are of."""
+    """The meaning of the ratios."""
     optimizer = ", ".join(sorted({str(record.trial["optimizer"]) for record in records}))
     energy = sorted({str(record.result["energy"]) for record in records if "energy" in record.result})
     said = [

@@ -1,4 +1,4 @@
-"""Accuracy against ε: a panel a network, a line a clipping function, ordinary training as a band across."""
+"""Accuracy against ε: a panel a network, a line a clipping function, ordinary training as a band."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
 from dpbench.report.drawing.curves import box
 from dpbench.report.parts import FigureKind
 
-#: clipping function -> (colour, marker, where beside ε it is drawn)
+#: clipping function -> (colour, marker, factor that moves it beside ε)
 LOOKS = {"flat": ("#0077BB", "o", 1.0), "automatic": ("#EE7733", "s", 1.035), "per_layer": ("#009988", "^", 0.965)}
 _TOP, _DEPTH, _LEFT, _GAP = 0.36, 2.3, 0.62, 0.3
 _SAME = ["data", "network", "clip", "backend", "target_epsilon"]
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each setting: the median, least and greatest accuracy of its seeds, and what the training took."""
+    """A row for each setting: median, least and greatest accuracy of its seeds, and the training's cost."""
     rows = []
     for record in records:
         if "accuracy" not in record.result:
@@ -71,7 +71,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table to be read: accuracies in per cent."""
+    """The table for people: accuracies in per cent."""
     shown = frame.copy()
     for name in ("accuracy", "least", "greatest"):
         shown[name] = [f"{100 * value:.1f} %" for value in frame[name]]
@@ -83,7 +83,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """How ε was come by, and what it leaves out."""
+    """The source of ε, and what it excludes."""
     trials = [record.trial for record in records]
     deltas = sorted({trial["delta"] for trial in trials})
     sizes = sorted({trial["batch_size"] for trial in trials})
@@ -123,7 +123,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.set_title(f"{network} on {data.partition(':')[0]}", fontsize=9)
         axes.grid(color=style.GRID, linewidth=0.5)
         if i > 0:
-            axes.tick_params(labelleft=False)  # one scale
+            axes.tick_params(labelleft=False)  # they share one scale
         else:
             axes.set_ylabel("accuracy")
         if i == 0 and axes.get_legend_handles_labels()[0]:

@@ -1,4 +1,4 @@
-"""Training as it went: accuracy against epochs by ε, and how far the exact backends are from the oracle on the way."""
+"""Accuracy during training against epochs by ε, and the difference of exact backends from the oracle."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
 from dpbench.report.drawing.curves import box
 from dpbench.report.parts import FigureKind
 
-#: Of budgets, from the smallest; more than these begin anew.
+#: Colours of budgets, from the smallest, repeated if needed.
 _COLORS = ("#CC3311", "#EE7733", "#DDAA33", "#117733", "#2266AA")
 _TOP, _DEPTH, _LEFT, _GAP, _BETWEEN = 0.36, 2.1, 0.72, 0.62, 0.92
 _SAME = ["data", "network", "clip", "backend", "target_epsilon"]
-#: Where two trajectories have not differed yet, for a logarithmic axis.
+#: Drawn for equal trajectories on a logarithmic axis.
 _NONE = 1e-9
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each setting and epoch: accuracies of the seeds, and the test loss beside microbatch's of that seed.
+    """A row for each setting and epoch: accuracies of the seeds, and the difference from microbatch's test loss.
 
-    `loss_difference`: relative, the largest of the seeds that microbatch was run with; None where it was not.
+    `loss_difference`: relative, for equal seeds, the largest of those with a microbatch run; None without one.
     """
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
@@ -67,7 +67,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """Each setting half-way and at the end; the largest difference up to there."""
+    """Each setting half-way and at the end; the largest difference so far."""
     rows = []
     for _, part in frame.groupby(_SAME, dropna=False, sort=False):
         for at in sorted({max(0, len(part) // 2 - 1), len(part) - 1}):
@@ -84,7 +84,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """What the lines are."""
+    """The meaning of the lines."""
     said = [
         "Above: accuracy on held-out images after each epoch, median and range of the seeds; flat clipping, bk_mixed;",
         "grey is ordinary training of the same model on the same batches.",
@@ -101,7 +101,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
-    """A column for each data set and model: accuracy, and beneath it the differences, if there are any."""
+    """A column for each data set and model: accuracy, with the differences, if any, beneath."""
     columns = list(dict.fromkeys(zip(frame.data, frame.network, strict=True)))
     rows = 2 if frame.loss_difference.notna().any() else 1
     figure, height = sheet(_TOP + rows * _DEPTH + (rows - 1) * _BETWEEN + AXIS, caption)
