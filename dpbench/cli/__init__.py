@@ -1,10 +1,9 @@
-"""The command line. One module a command, imported when that command is chosen: `add_arguments(parser)` and
-`run(args) -> exit code`.
+"""The command line: one module a command, with `add_arguments(parser)` and `run(args) -> exit code`.
 
-A command module imports at its top only what is light; what is heavy it imports in `run`.
+A module is imported when its command is chosen. It imports light modules at its top and heavy ones in `run`.
 
 Functions take:
-    parser, args: of the command; what was typed, parsed by it.
+    parser, args: the command's parser, and the parsed arguments.
 """
 
 from dpbench.cli.command_line import main

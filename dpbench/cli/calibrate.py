@@ -1,4 +1,4 @@
-"""``dpbench calibrate``: the noise that each accountant asks for at a target ε, or the steps, epochs or sample rate."""
+"""``dpbench calibrate``: noise, steps, epochs or sample rate for a target ε, by each accountant."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dpbench.cli.privacy import Row, number
 from dpbench.errors import UsageError, one_of
 from dpbench.trials.json_text import to_json
 
-#: What must be given for each unknown.
+#: Unknown -> the settings that it requires.
 _GIVEN = {
     "noise_multiplier": ("sample_rate", "steps"),
     "steps": ("sample_rate", "noise_multiplier"),
     "epochs": ("sample_rate", "noise_multiplier"),
     "sample_rate": ("noise_multiplier", "steps"),
 }
-#: Which way a printed value of the unknown is rounded, so that it is safe.
+#: Unknown -> the safe direction to round it (True for up, None for none).
 _UP = {"noise_multiplier": True, "steps": None, "epochs": False, "sample_rate": False}
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a row for each accountant; 0, or 1 if none has an answer.
 
     Raises:
-        UsageError: for something missing, an unknown accountant, or a value outside its domain.
+        UsageError: for a missing setting, an unknown accountant, or a value outside its domain.
     """
     unknown = one_of("what to solve for", args.solve.replace("-", "_"), UNKNOWNS)
     scheme = privacy.scheme(args)
@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> tuple[dict[str, float], str]:
-    """(the arguments of `calibrate` that say it, words).
+    """(the target as arguments of `calibrate`, and in words).
 
     Raises:
-        UsageError: none, or several.
+        UsageError: no target, or several.
     """
     signs = {"target_epsilon": "ε", "target_advantage": "advantage", "target_tpr": "true positives"}
     named = [name for name in signs if getattr(args, name) is not None]
@@ -91,10 +91,10 @@ def _target(args: argparse.Namespace) -> tuple[dict[str, float], str]:
 
 
 def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
-    """The settings that are not solved for.
+    """The settings other than the unknown.
 
     Raises:
-        UsageError: one is missing, or given although it is the unknown.
+        UsageError: one is missing, or the unknown is given.
     """
     texts = {**privacy.length(args), "noise_multiplier": args.noise_multiplier, "epochs": None}
     if args.epochs is not None and unknown != "noise_multiplier":
@@ -108,7 +108,7 @@ def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
 
 
 def _row(name: str, args: argparse.Namespace, unknown: str, given: dict[str, Any]) -> Row:
-    """One accountant's answer; where it has none, the unknown and `epsilon` are None, and `detail` says why."""
+    """One accountant's answer; without one, the unknown and `epsilon` are None, and `detail` has the reason."""
     known = {field: given.get(field) for field in ("noise_multiplier", "sample_rate", "steps")}
     row: Row = {"accountant": name, **known, "epochs": None, "epsilon": None, "kind": None}
     try:

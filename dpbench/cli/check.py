@@ -1,9 +1,13 @@
-"""``dpbench check``: are the backends exact? Norms and gradients beside the microbatch oracle, on awkward batches.
+"""``dpbench check``: compare backends with the microbatch oracle on difficult batches.
 
-Every (model, backend) is a trial of its own process (`dpbench.measure.check` runs there), and so are all conformance
-cases of a backend (`dpbench.conformance`), and all its hard records (`dpbench.conformance.sensitivity`). Standard
-output has the rows, in the order asked for; standard error says how far it is. Exit code 1 if any row is a mismatch or
-an error, or a hard record moves the sum too far; what a backend refuses, with its reason, is no failure.
+Every (model, backend) is a trial in its own process (`dpbench.measure.check`). So are all conformance cases of a
+backend (`dpbench.conformance`), and all its hard records (`dpbench.conformance.sensitivity`). Standard output has the
+rows, in the requested order; standard error has the progress. The exit code is 1 if any row is a mismatch or an error,
+or a hard record moves the sum too far; a refusal with its reason is no failure.
+
+Functions take:
+    trial, answer: a trial that has ended, and its answer.
+    rows: as printed with ``--format json``.
 """
 
 from __future__ import annotations
@@ -39,14 +43,14 @@ AnyTrial = TypeVar("AnyTrial", bound=Trial)
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 AUTOCAST = "bfloat16-autocast"
-#: Samples of a batch; of the slowest models in float64, as few as can have a tie.
+#: Samples of a batch; SMALLER for the slowest models in float64: the fewest that can tie.
 BATCH_SIZE = 3
 SMALLER = dict.fromkeys(("resnet34", "resnet50", "resnet101", "resnet152"), 2)
-#: A check of the largest built-in model holds some gigabytes; beyond a few at once there is nothing left to wait for.
+#: A check of the largest built-in model takes some gigabytes, and more than a few at once gain nothing.
 BYTES_AT_ONCE = 4 * 2**30
 MOST_AT_ONCE = 8
 _STATUS = {Outcome.OK: "ok", Outcome.MISMATCH: "mismatch", Outcome.UNSUPPORTED: "unsupported"}
-#: What a trial ends with whose model cannot be built.
+#: The evidence of a trial begins with this if the model cannot be built.
 _MODEL_ERROR = "dpbench.models.workload.ModelError: "
 _HEADER = ("model", "backend", "status", "norms", "gradients", "coverage", "reason")
 
@@ -105,10 +109,10 @@ class UnusableModel(UsageError):
 
 
 def wanted(args: argparse.Namespace) -> list[CheckOf]:
-    """The trials that were asked for: models first, then conformance.
+    """The requested trials: models first, then conformance.
 
     Raises:
-        UsageError: an unknown model, backend or device, or options that do not go together.
+        UsageError: an unknown model, backend or device, or conflicting options.
     """
     backends = args.backend or list(BACKENDS)
     for model in args.model or ():
@@ -149,12 +153,11 @@ def hard_records(args: argparse.Namespace, backends: Sequence[str], device: str)
     """The trials of `--sensitivity`.
 
     Args:
-        args: what was typed.
-        backends: that were asked for, or all.
+        backends: the requested ones, or all.
         device: "cpu" or "cuda".
 
     Raises:
-        UsageError: options that do not go with it.
+        UsageError: conflicting options.
     """
     if args.model or args.conformance:
         expected = "--sensitivity without --model and --conformance: it brings small models of its own"
@@ -166,13 +169,13 @@ def hard_records(args: argparse.Namespace, backends: Sequence[str], device: str)
 
 
 def refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
-    """Import the files that backends are to come from, each in a process of its own.
+    """Import the files of backends, each in its own process.
 
     Args:
         trials: one for each file.
 
     Raises:
-        UsageError: what is wrong with the first that is no backend.
+        UsageError: for the first file without a valid backend.
     """
     for trial, answer in answers(trials):
         if answer.outcome is not Outcome.OK:
@@ -183,7 +186,7 @@ def refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
 
 
 def check(trials: Sequence[CheckOf]) -> list[Row]:
-    """Run the trials, as many at once as the machine has room for; their rows in the same order.
+    """Run as many trials at once as the machine has room for; their rows in the same order.
 
     Args:
         trials: in the order of the rows.
@@ -206,14 +209,14 @@ def check(trials: Sequence[CheckOf]) -> list[Row]:
 
 
 def _said(trial: CheckOf, rows: Sequence[Row]) -> str:
-    """What a trial came to, in a few words."""
+    """A trial's result, in a few words."""
     if isinstance(trial, SensitivityTrial):
         return sensitivity.count(rows)
     return rows[0]["status"] if isinstance(trial, CheckTrial) else count(RESULTS[row["status"]] for row in rows)
 
 
 def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
-    """Each trial with its answer, in the order in which they end.
+    """Each trial with its answer, in the order of completion.
 
     Args:
         trials: in any order.
@@ -237,12 +240,7 @@ def room() -> int:
 
 
 def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
-    """Rows of the contract; errors and coverage are None where there was nothing to compare.
-
-    Args:
-        trial: that ended.
-        answer: how.
-    """
+    """Rows of the result; errors and coverage are None if nothing was compared."""
     result = answer.result or {}
     if isinstance(trial, SensitivityTrial):
         return moved(trial, answer)
@@ -250,7 +248,7 @@ def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
         return [as_row(trial.backend, row) for row in result["rows"]]
     status = _STATUS.get(answer.outcome, "error")
     reason = answer.evidence
-    if status == "error":  # of a traceback, what was raised
+    if status == "error":  # the last line of a traceback
         reason = f"{answer.outcome}: {last_line(answer.evidence)}"
     row = {
         "model": _model(trial),
@@ -265,12 +263,7 @@ def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
 
 
 def moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
-    """Rows of `--sensitivity`, one a case; one for all where the trial did not come to an end.
-
-    Args:
-        trial: that ended.
-        answer: how.
-    """
+    """Rows of `--sensitivity`, one a case; a single row if the trial did not finish."""
     found = (answer.result or {}).get("rows")
     if found is None:
         supported = answer.outcome is not Outcome.UNSUPPORTED
@@ -284,7 +277,6 @@ def tables(rows: list[Row], models: set[str]) -> str:
     """Models as a table of measurements, conformance cases as the scorecard.
 
     Args:
-        rows: of the contract.
         models: names that are no cases.
     """
     measured = [row for row in rows if row["model"] in models]
@@ -297,11 +289,7 @@ def _model(trial: CheckOf) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows for a person: columns as wide as they need be, the reason last.
-
-    Args:
-        rows: of the contract.
-    """
+    """The rows as text: columns as wide as needed, the reason last."""
     lines = [_HEADER, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
     return "\n".join(
@@ -317,5 +305,5 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _error(value: float | str | None) -> str:
-    """1.2e-16; "nan" and "inf" as they are; "-" where there is none."""
+    """1.2e-16; "nan" and "inf" as they are; "-" for None."""
     return "-" if value is None else f"{float(value):.1e}"

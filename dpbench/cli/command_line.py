@@ -1,8 +1,8 @@
-"""The command line: finds the command, imports it, and turns what a person got wrong into one line.
+"""Finds and runs the command, and turns errors of use into one line.
 
-Exit codes: 0 fine; 1 a check or a verdict failed, or a run could not go on; 2 usage; 130 ended by Ctrl-C; 141 nobody
-reads what is printed any more. Only the module of the command that
-was chosen is imported, so that ``list``, ``plan`` and ``epsilon`` answer at once.
+Exit codes: 0 success; 1 a check or a verdict failed, or a run could not continue; 2 usage; 130 Ctrl-C; 141 the reader
+of standard output has gone. Only the chosen command's module is imported, so that ``list``, ``plan`` and ``epsilon``
+start at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpbench.cli.examples import EXAMPLES, QUESTIONS
 from dpbench.errors import RunEnded, UsageError, nearest, one_of
 from dpbench.records.environment import VERSION
 
-#: command -> (its module, what it does in a line)
+#: command -> (its module, its help in a line)
 COMMANDS = {
     "list": ("dpbench.cli.listing", "experiments, backends, models, accountants"),
     "plan": ("dpbench.cli.plan", "what of an experiment is done, what remains, what was pruned, time left"),
@@ -39,13 +39,13 @@ COMMANDS = {
     "epsilon": ("dpbench.cli.epsilon", "the privacy that a training run buys, by each accountant"),
     "calibrate": ("dpbench.cli.calibrate", "the noise, steps or sample rate for a target ε, by each accountant"),
 }
-#: The command that shows on a terminal by itself how far it is.
+#: The command that shows its own progress on a terminal.
 _OWN_PROGRESS = "dpbench.cli.run"
 _TYPES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are a `UsageError`: one line, with what was expected and what came."""
+    """A parser that raises `UsageError`: one line, with the expected and the given value."""
 
     def error(self, message: str) -> NoReturn:
         about, _, what = message.partition(": ")
@@ -91,7 +91,7 @@ def _describe_examples(name: str) -> str:
 
 
 def _with_commands(top: Parser) -> Parser:
-    """The parser with every command as a subparser, for whoever has to see them all."""
+    """The parser with every command as a subparser, for completion."""
     commands = top.add_subparsers()
     for name, (module, doc) in COMMANDS.items():
         importlib.import_module(module).add_arguments(commands.add_parser(name, help=doc))
@@ -99,7 +99,7 @@ def _with_commands(top: Parser) -> Parser:
 
 
 def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
-    """The command's module and its arguments; None if help or the version was asked for, and printed."""
+    """The command's module and its arguments; None after printing help or the version."""
     top = Parser(
         prog="dpbench",
         usage="dpbench COMMAND ...",
@@ -135,10 +135,10 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Without arguments: those of the process.
+    """Run one command and return its exit code.
 
     Args:
-        argv: without the program's name.
+        argv: without the program's name; None for the arguments of the process.
     """
     streams.prepare()
     try:

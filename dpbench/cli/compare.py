@@ -1,4 +1,4 @@
-"""``dpbench compare``: two runs beside each other, a verdict for each cell, and an exit code for a script."""
+"""``dpbench compare``: compare two runs, with a verdict for each cell and an exit code."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Limit:
-    """A verdict that fails, from a share `by` on."""
+    """A verdict that fails if the change is at least `by`."""
 
     verdict: str
     by: float
 
     def struck_by(self, verdict: str, ratio: float | None) -> bool:
-        """Whether a cell fails by this limit.
+        """True if a cell fails by this limit.
 
         Args:
             verdict: of the cell.
@@ -52,7 +52,7 @@ class Limit:
 
 
 def parse_limit(text: str) -> Limit:
-    """``slower:5%`` or ``slower``.
+    """Parse ``slower:5%`` or ``slower``.
 
     Args:
         text: after --fail-on.
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the comparison; 1 if a verdict fails, else 0.
 
     Raises:
-        UsageError: a path that does not exist, no records, nothing that both measured, a limit that cannot be.
+        UsageError: a path that does not exist, no records, no common cells, an invalid limit.
     """
     limits = [parse_limit(text) for text in args.fail_on]
     from dpbench.records.comparison import VERDICTS, compare_records
@@ -139,7 +139,7 @@ def _said(
     only_b: Sequence[str],
     left_out: dict[str, int],
 ) -> list[str]:
-    """What must be known beside the numbers, for standard error."""
+    """Notes on the numbers, for standard error."""
     lines = [f"the environments differ in {name}: A {a}; B {b}" for name, a, b in differ]
     lines += told
     for side, names in (("A", only_a), ("B", only_b)):

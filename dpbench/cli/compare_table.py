@@ -1,4 +1,4 @@
-"""A comparison as people read it."""
+"""Formats a comparison as a table for people."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LEFT = (0, 1, 3, 8)
 
 
 def table(rows: Sequence[Row], paths: Sequence[Path], failed: Sequence[Row]) -> list[str]:
-    """The lines: what is compared, a row each, what it comes to, and how to read it.
+    """The lines: the paths, a row each, the summary, and how to read it.
 
     Args:
-        rows: of the cells that both have.
+        rows: of the common cells.
         paths: of both runs.
-        failed: rows that a limit strikes.
+        failed: rows beyond a limit.
     """
     differing = _differing(rows)
     body = [_cells(row, differing) for row in rows]
@@ -60,7 +60,7 @@ def _change(row: Row) -> str:
 
 
 def _differing(rows: Sequence[Row]) -> list[str]:
-    """Names of the settings in which cells differ that have the same model, backend and batch size."""
+    """Names of settings that distinguish cells of the same model, backend and batch size."""
     alike: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         alike.setdefault((row.kind, row.device, row.model, row.backend, row.batch_size, row.quantity), []).append(row)

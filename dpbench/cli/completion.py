@@ -1,4 +1,4 @@
-"""``dpbench --print-completion SHELL``: a script by which a shell completes commands, options, names and files."""
+"""``dpbench --print-completion SHELL``: a shell script that completes commands, options, names and files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpbench.models.references import BUILTIN
 from dpbench.trials.packages import is_missing
 
 SHELLS = ("bash", "zsh", "tcsh")
-#: argument -> the names that it takes, beside files; what is not named here takes its choices, or files
+#: argument -> a function of its names, beside files; other arguments take their choices, or files
 NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "experiment": experiment_names,
     "source": experiment_names,
@@ -26,14 +26,14 @@ _FOLDERS, _FILES = ("output",), ("a", "b", "file")
 
 
 def script(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """The script for the shell that is named.
+    """The script for the given shell.
 
     Args:
-        words: what was typed after --print-completion.
+        words: typed after --print-completion.
         parser: of every command.
 
     Raises:
-        UsageError: no shell, or one that is not known; shtab is not installed.
+        UsageError: no shell, or an unknown one; shtab is not installed.
     """
     shell = one_of("a shell after --print-completion", words[0] if words else "", SHELLS)
     if is_missing("shtab"):

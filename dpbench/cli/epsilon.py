@@ -1,4 +1,4 @@
-"""``dpbench epsilon``: what each accountant says of a run, what that is worth, and what ε means."""
+"""``dpbench epsilon``: ε of a run by each accountant, and its meaning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpbench.errors import UsageError, one_of
 from dpbench.trials.json_text import to_json
 
 _HEADER = ("accountant", "epsilon", "kind", "seconds", "how")
-#: What `--output` can draw.
+#: Formats of `--output`.
 _PICTURES = ("png", "svg", "pdf")
 
 
@@ -70,7 +70,7 @@ def _suffix(args: argparse.Namespace) -> str:
 
 
 def _row(name: str, args: argparse.Namespace, parts: list[Part], delta: float) -> Row:
-    """One accountant's answer; where it has none, `epsilon` is None and the reason stands in `detail`."""
+    """One accountant's answer; without one, `epsilon` is None and `detail` has the reason."""
     kind = None
     try:
         accountant = privacy.asked(name, args)
@@ -114,17 +114,17 @@ def _table(rows: list[Row], parts: list[Part], delta: float, more: list[str]) ->
 
 
 def _best_first(row: Row) -> tuple[int, float]:
-    """Upper bounds, the smallest first; then what bounds nothing from above; then those without an answer."""
+    """A sort key: upper bounds, the smallest first; then other results; then failures."""
     if row["epsilon"] is None:
         return 2, 0.0
     return int(row["kind"] != "upper_bound"), row["epsilon"]
 
 
 def _draw(path: Path, suffix: str, parts: list[Part], rows: list[Row], delta: float) -> None:
-    """The trade-off curve, beside what the smallest ε says by itself."""
+    """Draw the trade-off curve, with the curve that the smallest ε alone implies."""
     from matplotlib import rc_context
 
-    from accounting.membership import trade_off  # scipy and matplotlib take their time
+    from accounting.membership import trade_off  # scipy and matplotlib are slow to import
     from dpbench.report import style
     from dpbench.report.drawing.trade_off_plot import draw  # as above
 

@@ -1,8 +1,8 @@
-"""What help shows: questions that people come with, and examples of every command. Tested to be taken as they stand."""
+"""Common questions and examples of every command, for help texts. A test parses each of them."""
 
 from __future__ import annotations
 
-#: question -> the command line that answers it, without "dpbench"
+#: question -> the command line for it, without "dpbench"
 QUESTIONS = (
     ("Which clipping should I take for this model, on this machine?", "recommend resnet18 --batch-size 32"),
     ("The same for a model of my own, built by a function in a file?", "recommend my/model.py:build --memory 24GiB"),
@@ -22,7 +22,7 @@ QUESTIONS = (
 
 _POINT = "--sample-rate 0.01 --steps 10000 --delta 1e-5"
 
-#: command -> (arguments, what they ask for)
+#: command -> (arguments, their meaning)
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "list": (("", "every name that the other commands take"), ("--format json", "for scripts")),
     "plan": (

@@ -1,6 +1,9 @@
-"""``dpbench explain``: for every use of every parameter, what decides the route of its norm, and what each costs.
+"""``dpbench explain``: how each use of each parameter gets its norm, what each route costs, and the plan of `bk_mixed`.
 
-And what `bk_mixed` plans for it. With ``--measure``, every route is timed on this device: how good the plan is.
+With ``--measure``, every route is timed on this device to judge the plan.
+
+Functions take:
+    rows, summary: of the trial's result.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _COSTS = ("bytes: ghost", "instantiate", "operations: ghost", "instantiate")
 _PLAN = ("plan of bk_mixed", "predicted")
 _ROUTES = ("ghost", "kept", "discarded")
 _NUMBERS = range(2, 7)
-#: Measuring takes as long as many steps.
+#: Seconds; measuring takes many steps.
 _MEASURING_TIMEOUT = 3600.0
 _STRATEGIES = {"ghost": "all ghost", "instantiate": "all instantiated", "mixed": "mixed"}
 _SHARES = {
@@ -57,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each use of each parameter; 0, or 1 if the model is refused (the problems, a line each).
+    """Print a row for each use of each parameter; 0, or 1 if the model is refused, with a line for each problem.
 
     Raises:
         UsageError: an unknown model or device, or a size below 1.
@@ -96,16 +99,15 @@ def _complain(lines: Sequence[str], code: int) -> int:
 
 
 def _last_words(answer: Answer) -> str:
-    """Of the evidence of a trial that failed: how it ended, and the line that says most."""
+    """The outcome of a failed trial, and the most telling line of its evidence."""
     return f"{answer.outcome}: {last_line(answer.evidence)}"
 
 
 def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
-    """The lines of the table: a title, the rows, what they come to, and what the columns mean.
+    """The lines of the table: a title, the rows, totals, and the meaning of the columns.
 
     Args:
         model: its reference.
-        rows, summary: of the trial's result.
     """
     reasons = list(dict.fromkeys(row["reason"] for row in rows if row["reason"]))
     measured = any(row["measured_seconds"] for row in rows)
@@ -143,7 +145,7 @@ def _cells(row: Row, reasons: list[str], measured: bool) -> tuple[str, ...]:
 
 
 def _of_plan(row: Row) -> float | None:
-    """Predicted seconds of the route that is planned, whose first word says which it is."""
+    """Predicted seconds of the planned route, named by its first word."""
     words = (row["plan"] or "").replace(",", " ").split()
     return (row["predicted_seconds"] or {}).get(words[0]) if words else None
 
@@ -153,27 +155,22 @@ def _inputs(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def totals(summary: dict[str, Any]) -> list[str]:
-    """Parameters by route, and the three strategies beside each other.
-
-    Args:
-        summary: of the trial's result.
-    """
+    """Parameters by route, and the three strategies compared."""
     shown = [f"{summary['share'][key]:.1%} {word}" for key, word in _SHARES.items() if summary["share"][key] > 0]
     found = summary["totals"]
     lines = [("", *_STRATEGIES.values())]
     for count, what in ((1, "one sample"), (summary["batch_size"], f"{summary['batch_size']} samples")):
         if count == 1 and lines[1:]:
-            break  # a batch of one
+            break  # the batch holds one sample
         lines.append((f"bytes, {what}", *(_bytes(count * found[key]["bytes"]) for key in _STRATEGIES)))
         lines.append((f"operations, {what}", *(_short(count * found[key]["flops"]) for key in _STRATEGIES)))
     return [f"parameters by the route of mixed_ghost: {', '.join(shown) or 'none'}", "", *aligned(lines, {1, 2, 3})]
 
 
 def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str]) -> list[str]:
-    """What the columns mean, and what is not in them.
+    """The meaning of the columns, and what they exclude.
 
     Args:
-        rows, summary: of the trial's result.
         reasons: that rows refer to by number.
     """
     lines = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]

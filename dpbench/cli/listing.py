@@ -1,4 +1,4 @@
-"""``dpbench list``: everything that has a name, and what it is."""
+"""``dpbench list``: all names, each with a description."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all that has a name; 0."""
+    """Print all names; 0."""
     listed = everything()
     if args.format == "json":
         print(json.dumps(listed, ensure_ascii=False, indent=1))
@@ -48,5 +48,5 @@ def everything() -> dict[str, list[dict[str, str]]]:
 def _experiment_doc(name: str) -> str:
     try:
         return load_experiment(name).doc
-    except UsageError as error:  # the rest of the list is still worth having
+    except UsageError as error:  # print the rest of the list all the same
         return str(error)

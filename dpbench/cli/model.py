@@ -1,4 +1,4 @@
-"""What `explain` and `recommend` share: which model, and of which size its images and classes are."""
+"""Options shared by `explain` and `recommend`: the model, and the size of its images and classes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import argparse
 from dpbench.errors import UsageError
 from dpbench.models.references import validate_reference
 
-#: No tensor has more in one dimension, on any device.
+#: The largest size of a tensor's dimension, on any device.
 _MOST = 2**31 - 1
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL."""
+    """Add MODEL."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -21,7 +21,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """--image-size and --num-classes."""
+    """Add --image-size and --num-classes."""
     parser.add_argument(
         "--image-size", metavar="S", type=int, help="default: 32 for built-ins and files, else 224 or what timm says"
     )
@@ -34,7 +34,7 @@ def validate_model(args: argparse.Namespace) -> None:
     """Check the model's reference, the sizes and --batch-size, without torch.
 
     Raises:
-        UsageError: an unknown model, or a size below 1 or beyond any tensor's.
+        UsageError: an unknown model, or a size below 1 or too large for a tensor.
     """
     validate_reference(args.model)
     for option in ("batch_size", "image_size", "num_classes"):

@@ -1,6 +1,6 @@
-"""A TOML file of phases: steps of different noise, sample rate, sampling or number, one after the other.
+"""Reads a TOML file of phases: successive steps of different noise, sample rate, sampling or number.
 
-delta = 1e-5             # what stands above the phases holds for all of them
+delta = 1e-5             # fields above the phases hold for all of them
 dataset_size = 60_000
 
 [[phase]]
@@ -25,7 +25,7 @@ from accounting.varying import Part
 from dpbench.cli import privacy
 from dpbench.errors import UsageError, one_of
 
-#: Of a phase; named as the options are.
+#: The fields of a phase, named as the options.
 FIELDS = (
     *("noise_multiplier", "sample_rate", "batch_size", "dataset_size", "max_batch_size", "steps", "epochs"),
     *("group_size", "sampling", "adjacency"),
@@ -33,14 +33,11 @@ FIELDS = (
 
 
 def read_phases(args: argparse.Namespace) -> tuple[list[Part], str | None]:
-    """(the parts, δ as it was typed: that of the command line goes before the file's).
-
-    Args:
-        args: as parsed, with `phases`.
+    """(the parts, δ as typed; the command line's δ overrides the file's).
 
     Raises:
-        UsageError: no such file, no TOML, no phases, a field that is none, or options beside the file.
-        ArgumentError: a value out of its domain.
+        UsageError: no such file, no TOML, no phases, an unknown field, or options beside the file.
+        ArgumentError: a value outside its domain.
     """
     beside = {name: None if name == "sampling" else getattr(args, name) for name in FIELDS}
     if given := [f"--{name.replace('_', '-')}" for name, value in beside.items() if value is not None]:
@@ -49,7 +46,7 @@ def read_phases(args: argparse.Namespace) -> tuple[list[Part], str | None]:
         found = tomllib.loads(Path(args.phases).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"a file of phases ({error.strerror})", args.phases) from error
-    except ValueError as error:  # of TOML, and of what is no UTF-8
+    except ValueError as error:  # invalid TOML or UTF-8
         raise UsageError(f"TOML in {args.phases}", " ".join(str(error).split())) from error
     phases = found.pop("phase", [])
     if not isinstance(phases, list) or not phases or not all(isinstance(phase, dict) for phase in phases):
@@ -67,5 +64,5 @@ def _defaults() -> dict[str, Any]:
 
 
 def _fields(table: dict[str, Any]) -> dict[str, str]:
-    """Every value as it would be typed after an option."""
+    """Every value as typed after an option."""
     return {one_of("a field of a phase", name, (*FIELDS, "delta")): str(value) for name, value in table.items()}

@@ -1,4 +1,4 @@
-"""``dpbench plan``: what of an experiment is done, what remains, what was pruned, and how long the rest will take."""
+"""``dpbench plan``: what an experiment has done, pruned and left, and how long the rest will take."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what is done and what remains; 0.
 
-    With --cluster, what it would take there.
+    With --cluster, print a prediction for it.
     """
     request = request_from(args)
     plan = make_plan(request, resolve_device(args.device))
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Row:
-    """One model under one backend: how many of its runs are where. `left` of a search is an estimate.
+    """Runs of one model under one backend by state. `left` of a search is an estimate.
 
-    `seconds`: that one of those that are left takes, if that is known.
+    `seconds`: of one remaining run, if known.
     """
 
     name: tuple[str, ...]
@@ -82,7 +82,7 @@ class Row:
 
 
 def survey(plan: Plan) -> list[Row]:
-    """A row for each kind, model and backend, in the order of their declaration.
+    """A row for each kind, model and backend, in the order of declaration.
 
     Args:
         plan: of one device.
@@ -130,7 +130,7 @@ def _survey_search(search: MaxBatch, plan: Plan, row: Row) -> None:
 
 
 def _survey_following(search: MaxBatch, plan: Plan, row: Row) -> None:
-    """What follows a search: known by its trial if the search has an answer (then it is among the runs)."""
+    """Add the trials that follow a search; if the search has finished, they are among the runs."""
     state = step_search(search, plan.schedule.history)
     if not state.ended:
         row.left += plan.schedule.rounds
@@ -154,7 +154,7 @@ def _note(row: Row, text: str) -> None:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows for a person, under a head.
+    """The rows as text, under a header.
 
     Args:
         rows: of `survey`.
@@ -183,7 +183,7 @@ def _justify(text: str, width: int, right: bool) -> str:
 
 
 def summary(plan: Plan, rows: Iterable[Row], minutes: float | None = None) -> str:
-    """What is done and left, in a line; `minutes`: and how many runs of so many it takes.
+    """A line with what is done and left, and with `minutes`, how many runs of that length remain.
 
     Args:
         plan: of one device.

@@ -1,4 +1,9 @@
-"""``dpbench plan EXPERIMENT --cluster FILE``: wall time, cost and efficiency on a cluster, predicted from records."""
+"""``dpbench plan EXPERIMENT --cluster FILE``: predict wall time, cost and efficiency on a cluster from records.
+
+Functions take:
+    request: what to run.
+    plan: of one device.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +39,6 @@ def show(request: Request, plan: Plan, file: Path, form: str) -> None:
     """Print the prediction.
 
     Args:
-        request: what is to be run.
-        plan: of one device.
         file: of the cluster's description.
         form: "table" or "json".
 
@@ -49,13 +52,11 @@ def show(request: Request, plan: Plan, file: Path, form: str) -> None:
 
 
 def predict(request: Request, plan: Plan, cluster: Cluster, records: Sequence[Record]) -> dict[str, Any]:
-    """{"cluster", "sweep", "efficiency", "published"}; "sweep" is None where no record says how long anything takes.
+    """{"cluster", "sweep", "efficiency", "published"}; "sweep" is None if no record has a time.
 
     Args:
-        request: what is to be run.
-        plan: of one device.
         cluster: as described.
-        records: that say how long trials take.
+        records: with times of trials.
     """
     jobs, likened = _jobs(request, plan, records)
     only = request.only
@@ -80,9 +81,9 @@ def _efficiency(step: Measured, cluster: Cluster) -> dict[str, Any]:
 
 
 def _jobs(request: Request, plan: Plan, records: Sequence[Record]) -> tuple[list[Job] | None, int]:
-    """The whole sweep, whatever is done here: records of another device count as nothing there.
+    """The whole sweep, even if done here: records of another device do not count there.
 
-    The second number is of runs whose like, and not they themselves, was recorded.
+    The second number is of runs estimated from similar recorded runs.
     """
     own: dict[str, list[float]] = {}
     for record in records:
@@ -139,7 +140,7 @@ def measured(records: Iterable[Record]) -> list[Measured]:
 
 
 def _steps(record: Record) -> dict[str, dict[Any, float]]:
-    """Backend -> round -> seconds of a step, of whatever kind of trial has them without communication."""
+    """Backend -> round -> seconds of a step, from any kind of trial without communication."""
     result = record.result
     if record.outcome != "ok" or "parameters" not in result:
         return {}

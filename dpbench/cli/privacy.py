@@ -1,4 +1,11 @@
-"""What `epsilon` and `calibrate` share: the options of a mechanism, who is asked, and how a number is rounded."""
+"""Shared by `epsilon` and `calibrate`: the options of a mechanism, the accountants, and rounding.
+
+Functions take:
+    sampling, adjacency: names of `accounting.sampling`.
+    detail: of the accountant's answer.
+    error: the error raised.
+    asked: typed after --accountant, or None.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +37,17 @@ from dpbench.errors import UsageError, one_of
 from dpbench.trials.reference import load_object, split_file
 
 Row = dict[str, Any]
-#: Who has a bound of tuned runs.
+#: The accountants with a bound for tuned runs.
 TUNES = ("rdp", "best")
 
-#: What keeps an accountant from answering, and is told in its row: it has no bound, or its library is missing or fails.
+#: Errors shown in an accountant's row: it has no bound, or its library is missing or fails.
 CANNOT = (NoAnswer, ImportError, MemoryError)
-#: Details that are in the heading, or in a column of their own.
+#: Details with a place in the heading, or with their own column.
 _ELSEWHERE = ("sampling", "adjacency", "seconds", "reason", "evaluations")
 
 
 def add_length(parser: argparse.ArgumentParser) -> None:
-    """The options that say how records are sampled, and how often."""
+    """Add the options for the sampling of records and the number of steps."""
     parser.add_argument(
         "--sample-rate", metavar="Q", help="chance of each record to be in a batch: a number, or 256/60000"
     )
@@ -50,13 +57,10 @@ def add_length(parser: argparse.ArgumentParser) -> None:
 
 
 def length(args: argparse.Namespace) -> dict[str, str | None]:
-    """Sample rate and steps as they were typed, or as batch size, data set and epochs give them; None for neither.
-
-    Args:
-        args: as parsed.
+    """Sample rate and steps as typed, or computed from batch size, data set and epochs; None for neither.
 
     Raises:
-        UsageError: two ways of saying the same, or a number that is none.
+        UsageError: conflicting options, or an invalid number.
     """
     rate, steps = args.sample_rate, args.steps
     if args.batch_size is not None:
@@ -79,8 +83,8 @@ def length(args: argparse.Namespace) -> dict[str, str | None]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of both commands."""
-    # -1e-5 is a value, to be refused as one, and not an option that argparse does not know (as it thinks before 3.14).
+    """Add the options of both commands."""
+    # -1e-5 is a value to refuse, not an unknown option (as for argparse before 3.14).
     parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
     parser.add_argument("--delta", metavar="D", help="δ")
     parser.add_argument("--sampling", metavar="NAME", default="poisson", help=f"{', '.join(SAMPLINGS)}")
@@ -114,14 +118,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def scheme(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `accounting.SubsampledGaussian` that say how batches are drawn, the adjacency named.
+    """The keyword arguments of `accounting.SubsampledGaussian` for the sampling and adjacency.
 
     Raises:
-        UsageError: for a name or a number that is none, or an adjacency that has no bound under the sampling.
+        UsageError: for an invalid name or number, or an adjacency without a bound under the sampling.
     """
     sizes = {name: getattr(args, name) for name in ("dataset_size", "max_batch_size", "group_size")}
     if args.batch_size is not None and args.sampling != "truncated_poisson":
-        sizes["dataset_size"] = None  # which has said the sample rate
+        sizes["dataset_size"] = None  # it was for the sample rate
     sampling = one_of("a sampling scheme", args.sampling, SAMPLINGS)
     adjacency = PROVED[sampling][0] if args.adjacency is None else one_of("an adjacency", args.adjacency, ADJACENCIES)
     if expected := unproved(sampling, adjacency):
@@ -134,14 +138,11 @@ def scheme(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def part(args: argparse.Namespace) -> Part:
-    """The mechanism of each step, and how many.
-
-    Args:
-        args: as parsed.
+    """The mechanism of each step, and the number of steps.
 
     Raises:
         UsageError: something is missing, or is no number.
-        ArgumentError: a value out of its domain.
+        ArgumentError: a value outside its domain.
     """
     found = length(args)
     wanted = {
@@ -160,14 +161,10 @@ def part(args: argparse.Namespace) -> Part:
 
 
 def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> list[str]:
-    """The names asked for, each once; by default all, and those made for the scheme.
-
-    Args:
-        asked: after --accountant, or None.
-        sampling, adjacency: names of `accounting.sampling`.
+    """The requested names, each once; the default is all, and those made for the scheme.
 
     Raises:
-        UsageError: for one that is not known.
+        UsageError: for an unknown name.
     """
     known = [*ACCOUNTANTS, *VARIANTS, *OF_SCHEMES]
     if asked:
@@ -184,7 +181,7 @@ def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> l
 
 
 def in_turn(names: Sequence[str]) -> Iterator[str]:
-    """The names one after the other; the terminal's last line says which is at work, for some take many seconds.
+    """Yield the names, and show the current one on the terminal's last line, since some take many seconds.
 
     Args:
         names: of accountants.
@@ -195,13 +192,13 @@ def in_turn(names: Sequence[str]) -> Iterator[str]:
 
 
 def load(name: str) -> Accountant:
-    """An accountant by its name, or one of a person's own, ``path/file.py:Class``.
+    """An accountant by its name, or the user's own, ``path/file.py:Class``.
 
     Args:
-        name: that was typed.
+        name: as typed.
 
     Raises:
-        UsageError: the file has none of that name, or it cannot be made without arguments.
+        UsageError: the file lacks the class, or the class needs arguments.
     """
     if ".py:" not in name:
         return load_accountant(name)
@@ -216,16 +213,15 @@ def load(name: str) -> Accountant:
 
 
 def asked(name: str, args: argparse.Namespace) -> Accountant:
-    """The accountant of a row: by its name, or of the best of several runs where that was asked for.
+    """The accountant of a row: by its name, or, if requested, for the best of several runs.
 
     Args:
-        name: that was typed.
-        args: as parsed.
+        name: as typed.
 
     Raises:
         UsageError: of `load`, or --tuned-by without --tuned.
-        ArgumentError: a number of runs that is none.
-        NoAnswer: tuned runs, and an accountant that has no bound of them.
+        ArgumentError: an invalid number of runs.
+        NoAnswer: tuned runs, and an accountant without a bound for them.
     """
     if args.tuned is None:
         if args.tuned_by is not None:
@@ -242,11 +238,11 @@ def asked(name: str, args: argparse.Namespace) -> Accountant:
 
 
 def number(option: str, text: str) -> float:
-    """An int where it is a whole number, as a float loses digits beyond 2**53.
+    """Parse a number; whole numbers become ints, since a float loses digits beyond 2**53.
 
     Args:
         option: its name, for the error.
-        text: that was typed.
+        text: as typed.
 
     Raises:
         UsageError: it is no number.
@@ -261,39 +257,23 @@ def number(option: str, text: str) -> float:
 
 
 def usage(error: ArgumentError) -> UsageError:
-    """The same complaint, of the option in place of the argument.
-
-    Args:
-        error: of `accounting`.
-    """
+    """The same error, with the option's name in place of the argument's."""
     return UsageError(f"--{error.argument.replace('_', '-')} {error.expected}", error.came)
 
 
 def failed(error: BaseException) -> dict[str, str]:
-    """The detail of a row without a number.
-
-    Args:
-        error: what the accountant raised.
-    """
+    """The detail of a row without a number."""
     text = " ".join(str(error).split()) or type(error).__name__
     return {"reason": text if isinstance(error, NoAnswer) else f"{type(error).__name__}: {text}"}
 
 
 def under(sampling: str, adjacency: str) -> str:
-    """The line over a table that says under what it holds.
-
-    Args:
-        sampling, adjacency: names of `accounting.sampling`.
-    """
+    """The line over a table with its sampling and adjacency."""
     return f"under {SAMPLINGS[sampling]}, {ADJACENCIES[adjacency]}, noise on the sum of clipped gradients"
 
 
 def more(args: argparse.Namespace) -> list[str]:
-    """Lines over a table that say what else was asked for: groups, and tuned runs.
-
-    Args:
-        args: as parsed.
-    """
+    """Lines over a table on further options: groups, and tuned runs."""
     lines = [] if args.group_size is None else [f"of {args.group_size} records at once"]
     if args.tuned is not None:
         lines.append(
@@ -304,7 +284,7 @@ def more(args: argparse.Namespace) -> list[str]:
 
 
 def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The heading's lines, then columns as wide as they need to be.
+    """The heading's lines, then columns as wide as needed.
 
     Args:
         heading: lines above the table.
@@ -318,29 +298,21 @@ def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence
 
 
 def seconds(detail: Mapping[str, Any]) -> str:
-    """Of an answer, with four digits after the point; "-" where it has none.
-
-    Args:
-        detail: of the accountant's answer.
-    """
+    """An answer's seconds, with four decimals; "-" without any."""
     return f"{detail['seconds']:.4f}" if "seconds" in detail else "-"
 
 
 def how(detail: Mapping[str, Any]) -> str:
-    """What the accountant adds, in a few words; the reason last.
-
-    Args:
-        detail: of the accountant's answer.
-    """
+    """The accountant's further details, in a few words; the reason last."""
     shown = [f"{name}={_value(value)}" for name, value in detail.items() if name not in _ELSEWHERE]
     return ", ".join([*shown, *([detail["reason"]] if "reason" in detail else [])])
 
 
 def risk_lines(rows: Sequence[Row]) -> list[str]:
-    """Lines below a table: what an attack on membership can reach at most, and what it certainly does.
+    """Lines below a table: the upper and lower limits of a membership attack.
 
     Args:
-        rows: of which some may have a `risk`.
+        rows: some with a `risk`.
     """
     risk = next((row["risk"] for row in rows if "risk" in row), None)
     if risk is None:

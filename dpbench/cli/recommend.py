@@ -1,7 +1,13 @@
-"""``dpbench recommend``: every backend on one model, on this machine, and which to take.
+"""``dpbench recommend``: compare every backend on one model, on this machine, and recommend one.
 
-Standard output has the rows and the advice; on a terminal, standard error says how far it is. Exit code 1 if no backend
-can be recommended.
+Standard output has the rows and the advice; on a terminal, standard error shows the progress. The exit code is 1 if no
+backend can be recommended.
+
+Functions take:
+    question: the user's request.
+    race: facts of the machine and the model (`dpbench.measure.recommend.run`).
+    found: of each backend.
+    advice: the recommended backend, and why.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from dpbench.records.environment import DEVICES, device_name, resolve_device
 from dpbench.trials.json_text import to_json
 from dpbench.trials.precision import PROFILES
 
-#: Samples if none are asked for: (images of 32 pixels, larger ones and text); so many times more on CUDA.
+#: Default number of samples: (images of 32 pixels, larger ones and text); multiplied on CUDA.
 BATCH_SIZES = (32, 8)
 ON_CUDA = 8
 SECONDS = 60.0
@@ -73,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a row for each backend, and the advice; 1 if there is none.
 
     Raises:
-        UsageError: an unknown model or device, a size that cannot be, or a model that cannot be built.
+        UsageError: an unknown model or device, an invalid size, or a model that cannot be built.
     """
     begun = time.monotonic()
     question = question_from(args)
@@ -91,10 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def question_from(args: argparse.Namespace) -> Question:
-    """What a person asks, with what is left open filled in.
+    """The user's request, with defaults filled in.
 
     Raises:
-        UsageError: for what cannot be asked.
+        UsageError: for an invalid request.
     """
     validate_model(args)
     if not _FEWEST_SECONDS <= args.seconds < float("inf"):
@@ -117,11 +123,11 @@ def question_from(args: argparse.Namespace) -> Question:
 
 
 def default_batch_size(model: str, image_size: int | None, device: str) -> int:
-    """What a step takes about a second on two CPU cores, for models of the usual sizes.
+    """A batch size with steps of about a second on two CPU cores, for models of the usual sizes.
 
     Args:
         model: its reference.
-        image_size: that was asked for, or None.
+        image_size: as requested, or None.
         device: "cpu" or "cuda".
     """
     small = split_reference(model)[0] in ("builtin", "file") if image_size is None else image_size <= 64
@@ -132,10 +138,10 @@ def parse_size(text: str) -> int:
     """Bytes of "16GiB", "500 MB", "2e9".
 
     Args:
-        text: that was typed.
+        text: as typed.
 
     Raises:
-        UsageError: for anything else, and for nothing at all.
+        UsageError: for any other text, including the empty one.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     try:
@@ -164,14 +170,10 @@ def size_in_words(size: int) -> str:
 def as_json(
     question: Question, race: Mapping[str, Any], found: Sequence[Finding], advice: Verdict, seconds: float
 ) -> dict[str, Any]:
-    """The answer of the contract, and what was asked.
+    """The request, the rows and the advice, as ``--format json`` prints them.
 
     Args:
-        question: what was asked.
-        race: what it has found of the machine and the model (`dpbench.measure.recommend.run`).
-        found: of each backend.
-        advice: which to take, and why.
-        seconds: that it took.
+        seconds: the time taken.
     """
     return {
         "model": question.model,
@@ -191,14 +193,7 @@ def as_json(
 
 
 def table(question: Question, race: Mapping[str, Any], found: Sequence[Finding], advice: Verdict) -> list[str]:
-    """For a person: what was asked, a row for each backend, the advice, and what the numbers are.
-
-    Args:
-        question: what was asked.
-        race: what it has found of the machine and the model (`dpbench.measure.recommend.run`).
-        found: of each backend.
-        advice: which to take, and why.
-    """
+    """The request, a row for each backend, the advice, and the meaning of the numbers, as text."""
     inputs = ", ".join("×".join(map(str, shape)) for shape in race.get("inputs", ()))
     size = f"{race['parameters'] / 1e6:.3g}M parameters, " if race.get("parameters") else ""
     budget = size_in_words(question.memory_budget)
@@ -220,7 +215,7 @@ def table(question: Question, race: Mapping[str, Any], found: Sequence[Finding],
 
 
 def _threads(question: Question, race: Mapping[str, Any]) -> str:
-    """By how many threads steps ran, if not by all."""
+    """The number of threads of the steps, if not all."""
     threads, busy = race.get("threads"), race.get("busy") or 0.0
     if question.device != "cpu" or not threads or threads == available_cpus():
         return ""
@@ -229,12 +224,7 @@ def _threads(question: Question, race: Mapping[str, Any]) -> str:
 
 
 def left_out(question: Question, found: Sequence[Finding]) -> list[str]:
-    """What there was no time for, in a line; no line if there was.
-
-    Args:
-        question: what was asked.
-        found: of each backend.
-    """
+    """A line on what the time did not allow; [] if it allowed all."""
     untimed = [each.backend for each in found if each.reason.startswith(LEFT_OUT)]
     sized = [each.backend for each in found if each.largest_note in (LEFT_OUT, NOT_FOUND) and each.status == "ok"]
     named = [f"{what} of {', '.join(names)}" for what, names in (("time", untimed), ("largest batch", sized)) if names]
@@ -264,7 +254,7 @@ def _time(found: Finding) -> str:
 
 
 def _rounds(found: Finding) -> str:
-    """How a time was taken, if not in enough rounds of the batch that was asked for."""
+    """How a time was measured, unless in enough rounds of the requested batch."""
     count = len(found.ratios)
     if found.backend == ORDINARY or found.ratio is None:
         return ""

@@ -1,4 +1,4 @@
-"""``dpbench report``: figures, tables and one page from records."""
+"""``dpbench report``: make figures, tables and one page from records."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: neither an experiment nor a folder; no records there; a folder that cannot be written.
     """
     source, figures, remedy = _source(args.source, args.output)
-    from dpbench.report import FIGURES, write_report  # pandas and matplotlib take their time
+    from dpbench.report import FIGURES, write_report  # pandas and matplotlib are slow to import
 
     elsewhere = args.output is not None and args.output not in source.parents
     output = _free(args.output, source) if elsewhere else source
@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _free(output: Path, source: Path) -> Path:
-    """`output`; or if the page in it is of other records, a folder in it that is named after these."""
-    from dpbench.report.output import page  # brings pandas
+    """`output`, or a subfolder named after `source` if the page in `output` is of other records."""
+    from dpbench.report.output import page  # imports pandas
 
     name = source.resolve().name
     for place in itertools.chain([output, output / name], (output / f"{name}-{n}" for n in itertools.count(2))):
@@ -71,7 +71,7 @@ def _free(output: Path, source: Path) -> Path:
 
 
 def _source(name: str, output: Path | None) -> tuple[Path, tuple[str, ...], str]:
-    """(folder with the records, figures to draw or () for all, what makes such records)."""
+    """(folder with the records, figures to draw or () for all, the command that makes such records)."""
     names = experiment_names()
     if name in names or is_reference(name):
         experiment = load_experiment(name)

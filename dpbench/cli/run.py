@@ -1,4 +1,4 @@
-"""``dpbench run``: measure what remains of an experiment, then draw its figures."""
+"""``dpbench run``: measure the rest of an experiment, then draw its figures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `run` and `plan` have in common: which part of which experiment, where."""
+    """Add the arguments of `run` and `plan`: which part of which experiment, where."""
     parser.add_argument("experiment", metavar="EXPERIMENT", help="its name, or my/file.py, or my/file.py:NAME")
     parser.add_argument(
         "--output", metavar="DIR", type=folder, default=Path("results"), help="records and figures lie here"
@@ -79,10 +79,10 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_from(args: argparse.Namespace) -> Request:
-    """The request that the arguments spell.
+    """The request given by the arguments.
 
     Raises:
-        UsageError: for any that cannot be.
+        UsageError: for invalid arguments.
     """
     retry = [name for name in args.retry.split(",") if name]
     if args.retry and not retry:
@@ -105,10 +105,10 @@ def request_from(args: argparse.Namespace) -> Request:
 
 
 def cluster_from(args: argparse.Namespace) -> Cluster | None:
-    """The cluster that the arguments name; None for this machine.
+    """The cluster named by the arguments; None for this machine.
 
     Raises:
-        UsageError: options that this executor does not take, or that cannot be.
+        UsageError: options that this executor does not take, or invalid ones.
     """
     options = {name: getattr(args, name) for name in OPTIONS}
     if args.executor == "local":
@@ -118,7 +118,7 @@ def cluster_from(args: argparse.Namespace) -> Cluster | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what remains and draw it; 0, or what a signal that ended it makes of the exit code."""
+    """Run the rest and draw it; 0, or the exit code of the signal that ended it."""
     from dpbench.execution.progress import Progress
     from dpbench.execution.runner import run as run_request
 
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     if request.experiment.figures:
         from dpbench.report import find_figures
 
-        find_figures(request.experiment.figures)  # before hours are spent on what they are drawn from
+        find_figures(request.experiment.figures)  # check names before hours of measuring
     done = run_request(request, Progress())
     if done.outcomes:
         where = done.path if len(done.paths) == 1 else f"{len(done.paths)} files of {request.folder}"

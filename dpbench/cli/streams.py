@@ -1,8 +1,8 @@
-"""Standard streams as they are found: closed, full, or read by somebody who has gone.
+"""Standard streams that may be closed, full, or without a reader.
 
-What a command says of its progress, on standard error, is lost without harm: nobody can read it any more, and the work
-goes on. What it prints on standard output is what it was asked for: not to be able to is an error. Both show control
-characters as escapes: much of what is printed stood in somebody's file.
+Progress on standard error may be lost without harm, and the work continues. Output on standard output is the purpose of
+the command, so a failure to write it is an error. Both show control characters as escapes, since much of the text comes
+from files of others.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any, TextIO, cast
 
 from dpbench.errors import printable
 
-#: Seconds before a command says on a terminal that it is at work.
+#: Seconds before a command shows its progress on a terminal.
 PATIENCE = 3.0
 
 
 class Waiting:
-    """The last line of a terminal while a command works: for how long, and at what. Wiped before anything is printed.
+    """A terminal's last line while a command works: the elapsed time and the task. Wiped before any output.
 
-    It is painted once a second by a timer, in the main thread: a thread of its own would be copied half into a fork.
+    A timer in the main thread paints it once a second: a thread of its own would be half copied into a fork.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Waiting:
         """Paint the line during the block, from `PATIENCE` seconds on, if standard error is a terminal.
 
         Args:
-            words: what is being done, until `tell` says more.
+            words: the task, until `tell` changes it.
         """
         if not sys.stderr.isatty() or threading.current_thread() is not threading.main_thread():
             yield
@@ -57,7 +57,7 @@ class Waiting:
             self.wipe()
 
     def wipe(self) -> None:
-        """Take the line away, if it is there."""
+        """Remove the line, if it is there."""
         if self._shown:
             self._shown = False
             self._write("\r\x1b[K")
@@ -68,7 +68,7 @@ class Waiting:
         self._write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # not by the stream: the timer may strike while that is being written to
+        with contextlib.suppress(OSError):  # not by the stream: the timer may interrupt a write to it
             os.write(self._descriptor, text.encode(errors="replace"))
 
 
@@ -76,7 +76,7 @@ waiting = Waiting()
 
 
 def tell(words: str) -> None:
-    """Say on the terminal's last line what is being done now.
+    """Show the current task on the terminal's last line.
 
     Args:
         words: a few.
@@ -85,17 +85,17 @@ def tell(words: str) -> None:
 
 
 class Shown:
-    """A stream for people: control characters are shown as escapes.
+    """A stream for people that shows control characters as escapes.
 
     Args:
-        terminal: the stream underneath, for whoever moves its cursor.
+        terminal: the stream underneath, for code that moves its cursor.
     """
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
 
     def write(self, text: str) -> int:
-        """All of it.
+        """Write all of it.
 
         Args:
             text: any.
@@ -109,7 +109,7 @@ class Shown:
 
 
 class Patient:
-    """Standard error that may be closed, full or a pipe without a reader: what cannot be written is left out.
+    """Standard error that may be closed, full or a pipe without a reader: drops text that it cannot write.
 
     Args:
         stream: the one underneath.
@@ -119,7 +119,7 @@ class Patient:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """All of it, as far as whoever calls is concerned.
+        """Write the text, and report it as written in any case.
 
         Args:
             text: any.
@@ -128,11 +128,11 @@ class Patient:
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written, as far as it can be."""
+        """Flush as far as possible."""
         self._quietly(self._stream.flush)
 
     def isatty(self) -> bool:
-        """Not where it is closed: an experiment's file can do that."""
+        """False if closed, which an experiment's file may do."""
         return not self._stream.closed and self._stream.isatty()
 
     def _quietly(self, action: Any) -> None:
@@ -146,10 +146,10 @@ class Patient:
 
 
 def discard(stream: TextIO) -> None:
-    """What is still to be written goes nowhere: or the interpreter would complain of it when it ends.
+    """Discard further output, or the interpreter would report an error at exit.
 
     Args:
-        stream: that nobody reads any more.
+        stream: without a reader.
     """
     try:
         descriptor = stream.fileno()
@@ -162,20 +162,20 @@ def discard(stream: TextIO) -> None:
 
 
 def prepare() -> None:
-    """Give each standard stream that was closed a descriptor, or the next file that is opened would be taken for it.
+    """Give each closed standard stream a descriptor, or the next opened file would take its place.
 
-    Nothing can be written to what stands in for standard output: whoever prints there is told so.
+    Writing to the substitute for standard output raises an error.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # the lowest free number is the one that is opened
+        except OSError:  # opening takes the lowest free number
             os.set_inheritable(os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY), True)
     if sys.stdout is None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
-    for stream in (sys.stdout, sys.stderr):  # a path may have bytes, and a record halves of a pair, that are no text
+    for stream in (sys.stdout, sys.stderr):  # a path may have invalid bytes, and a record lone surrogates
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stdout, Shown):

@@ -1,4 +1,4 @@
-"""``dpbench template FILE``: a file with a model of one's own, for `recommend`, `explain`, `check` and experiments."""
+"""``dpbench template FILE``: write a model file for `recommend`, `explain`, `check` and experiments."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file, and say what takes it; 0.
+    """Write the file, and print the commands that take it; 0.
 
     Raises:
-        UsageError: it is there already, is no name of Python's, or cannot be written.
+        UsageError: the file exists, its name is no Python name, or it cannot be written.
     """
     path = Path(args.file)
     if path.suffix != ".py":

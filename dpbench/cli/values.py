@@ -1,4 +1,4 @@
-"""Values of options that several commands take."""
+"""Parses values of options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dpbench.errors import UsageError
 
 
 def folder(text: str) -> Path:
-    """A folder's path, such as comes after --output.
+    """A folder's path, as after --output.
 
     Args:
-        text: that was typed.
+        text: as typed.
 
     Raises:
-        UsageError: it is empty, as "$OUT" is where OUT is not set: that would mean the current folder.
+        UsageError: it is empty, as "$OUT" is if OUT is not set: that would mean the current folder.
     """
     if not text:
         raise UsageError("a folder after --output", text)

@@ -11,11 +11,11 @@ with the baseline as in `dpbench.measure.memory`. Views, aliases and in-place re
 by autograd count because their storages live. The backward pass runs on the calling thread, which has the modes
 (`set_multithreading_enabled(False)`).
 
-**Inside an operation** a kernel allocates and frees memory that no mode sees. On a CPU it is added by formula
+**Inside an operation** a kernel allocates and frees memory that no mode sees. For a CPU, formulas add it
 (`temporaries`): copies of a convolution's operands in oneDNN's layout (`measure.convolution_memory`), a softmax's
-dense copy of its input, a group norm's sums, a wide copy of what is added to a wider sum. Workspaces of cuDNN and
-cuBLAS, rounding by the allocator and fragmentation are not known: on CUDA, or for a device that this machine lacks,
-none are added. The experiment `memory_accuracy` compares.
+dense copy of its input, a group norm's sums, a wide copy of a term added to a wider sum. Workspaces of cuDNN and
+cuBLAS, rounding by the allocator and fragmentation are unknown: nothing is added on CUDA, or for a device that this
+machine lacks. The experiment `memory_accuracy` compares.
 
 **Where branches join** (a residual connection) autograd adds one gradient to the other in place if it holds the only
 reference, but never under a mode. The tracker subtracts the difference: a sum made by the autograd engine that directly
