@@ -1,15 +1,15 @@
-"""Two sets of records beside each other: which cells they share, and what became of each.
+"""Compares two sets of records: the cells they share, and the change in each.
 
-A cell is what was measured: kind, device, model, backend (the engine, of a `training_step`), and every setting that
+A cell is what was measured: kind, device, model, backend (or the engine of a `training_step`), and every setting that
 changes the number (batch size, precision, threads, ...), but not how often it was measured. Its quantities are
 
-- `time`: seconds a step, of one run and of the other. Both may have been taken on a machine in another state.
-- `time ratio`: the same beside ordinary training of the same rounds, where both have it: the machine's state cancels.
-- `peak`: bytes; of `peak` probes, over all batch sizes that both have tried.
-- `outcome`: only where it is `ok` on one side and not on the other.
+- `time`: seconds a step, of either run. The machine's state may have differed between them.
+- `time ratio`: the same relative to ordinary training in the same rounds, if both have it: the machine's state cancels.
+- `peak`: bytes; for `peak` probes, over all common batch sizes.
+- `outcome`: only if it is `ok` on one side and not on the other.
 
-Devices that differ, numbers of threads that differ, memory that was simulated and memory that was measured are
-different cells, and never meet.
+Different devices, different numbers of threads, and simulated and measured memory make different cells, which are never
+compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dpbench.trials import canonical_json
 from dpbench.trials.outcome import DOES_NOT_FIT, Outcome
 
 KINDS = ("step", *PAIRED, "peak")
-#: How often and for how long, and who else was measured: no part of what was measured.
+#: Fields that say how much was measured, and not what.
 _EFFORT = ("timeout", "steps", "max_seconds", "rounds", "backends", "kind", "device")
 _MEMORY_WORDS = {"slower": "larger", "faster": "smaller"}
 VERDICTS = ("faster", "slower", "same", "inconclusive", "smaller", "larger", "failed", "fixed")
@@ -34,9 +34,9 @@ VERDICTS = ("faster", "slower", "same", "inconclusive", "smaller", "larger", "fa
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity of one cell. `a` and `b` in seconds, bytes or as ratios; None, as the interval, for an outcome.
+    """One quantity of one cell. `a` and `b` are seconds, bytes, ratios, or names of outcomes (without interval).
 
-    `verdict` is one of `VERDICTS`: faster and slower of times, smaller and larger of memory, failed and fixed of
+    `verdict` is one of `VERDICTS`: faster and slower for times, smaller and larger for memory, failed and fixed for
     outcomes. `rounds` and `outliers` are those of a and of b.
     """
 
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass
 class Cell:
-    """What one side has of a cell: times by round, in how many processes, peaks, and how its trials ended."""
+    """One side's data of a cell: times by round, number of processes, peaks, and outcomes of its trials."""
 
     identity: Mapping[str, Any]
     base: str
@@ -85,11 +85,10 @@ class Cell:
 def compare_records(
     a: Sequence[Record], b: Sequence[Record], left_out: LeftOut
 ) -> tuple[list[Row], list[str], list[str]]:
-    """(rows of the cells that both have, names of those that a alone has, and b alone).
+    """(rows of the common cells, names of cells only in a, and only in b).
 
     Args:
         a, b: records of both sides.
-        left_out: counts, by reason, what takes no part; changed in place.
     """
     sides = [cells_of(records, left_out) for records in (a, b)]
     rows: list[Row] = []
@@ -102,12 +101,7 @@ def compare_records(
 
 
 def cells_of(records: Sequence[Record], left_out: LeftOut) -> dict[str, Cell]:
-    """The cells of one side by their key; of each, the newest records of the newest version of what they measure.
-
-    Args:
-        records: of one side.
-        left_out: counts, by reason, what takes no part; changed in place.
-    """
+    """The cells of one side by their key, each with the newest records of its newest version."""
     known = [r for r in records if r.kind in KINDS]
     left_out["of kinds that hold no time and no memory"] += len(records) - len(known)
     latest = newest(known, left_out)
@@ -124,7 +118,7 @@ def cells_of(records: Sequence[Record], left_out: LeftOut) -> dict[str, Cell]:
 
 
 def _identity(record: Record) -> dict[str, Any]:
-    """What makes the record's cell. A search's probes are one cell, whatever their batch size."""
+    """The record's cell. A search's probes are one cell, at any batch size."""
     fields = {name: value for name, value in record.trial.items() if name not in _EFFORT}
     if record.kind == "peak":
         del fields["batch_size"]
@@ -150,7 +144,7 @@ def _add(cell: Cell, record: Record) -> None:
 
 
 def name_of(cell: Cell) -> str:
-    """A cell's kind, model, backend and batch size, as far as it has them.
+    """A cell's kind, model, backend and batch size, if it has them.
 
     Args:
         cell: of one side.
@@ -183,7 +177,7 @@ def _rows(a: Cell, b: Cell, bases: Sequence[Cell | None], left_out: LeftOut) -> 
 
 
 def _probe_rows(a: Cell, b: Cell, left_out: LeftOut) -> Iterable[Row]:
-    """Of a search: its peaks at the batch sizes that both have tried, and a batch that fits no longer."""
+    """For a search: peaks at the common batch sizes, and a batch that no longer fits."""
     rows = []
     for source in a.peaks.keys() & b.peaks.keys():
         first, second = ({size: peak for (_, size), peak in cell.peaks[source].items()} for cell in (a, b))
@@ -225,7 +219,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:
-    """Verdict -> how many rows, in the order of `VERDICTS`.
+    """Verdict -> number of rows, in the order of `VERDICTS`.
 
     Args:
         rows: of a comparison.

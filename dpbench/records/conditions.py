@@ -1,5 +1,4 @@
-"""Under which conditions measurements were taken, and whether they spoil them: load, stolen time, drift, environments
-that differ.
+"""Warns of conditions that spoil measurements: load, stolen time, drift, differing environments.
 
 Every warning says what is wrong, by how much, and what to do.
 """
@@ -15,11 +14,11 @@ from typing import Any
 from dpbench.records.reader import PAIRED, Record, from_line, grouped
 from dpbench.records.statistics import MUCH_DRIFT, Series, shared_drift, trend
 
-#: What a trial that has every CPU to itself makes of the load average is the number of CPUs; so much more is others'.
+#: A trial on all CPUs raises the load average to their number; a load above this multiple comes from other programs.
 LOAD_MARGIN = 1.25
-#: Share of a virtual machine's CPU time that its host may give to others before a trial is called disturbed.
+#: A trial is disturbed if the host gives more than this share of the virtual machine's CPU time to others.
 MUCH_STOLEN = 0.05
-#: Bits of nvidia-smi's clocks_throttle_reasons.active (NVML) that slow a step; idle and chosen clocks are none.
+#: Bits of nvidia-smi's clocks_throttle_reasons.active (NVML) that slow a step; excludes idle and chosen clocks.
 _THROTTLES = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -27,7 +26,7 @@ _THROTTLES = {
     0x40: "thermal by hardware",
     0x80: "power brake",
 }
-#: Facts that differ from run to run and say nothing of what was measured.
+#: Facts that differ from run to run and do not affect measurements.
 _PASSING = frozenset(
     {
         "utc",
@@ -42,17 +41,17 @@ _PASSING = frozenset(
         "results_folder",
     }
 )
-#: What the name of a run's file begins with.
+#: The beginning of the name of a run's file.
 _STAMP = re.compile(r"\d{8}T\d{6}Z")
 
 Difference = tuple[str, str, str]
 
 
 def overload(load: float | None, cpus: int | None) -> str | None:
-    """What is wrong if the load average exceeds the CPUs by a quarter; None if it does not, or is not known.
+    """A warning if the load average exceeds the CPUs by a quarter; None if it does not, or is not known.
 
     Args:
-        load, cpus: the load average, and how many CPUs there are; None where not known.
+        load, cpus: the load average, and the number of CPUs; None if not known.
     """
     if load is None or not cpus or load <= LOAD_MARGIN * cpus:
         return None
@@ -63,7 +62,7 @@ def overload(load: float | None, cpus: int | None) -> str | None:
 
 
 def theft(stolen: float | None) -> str | None:
-    """What is wrong if a host kept its CPUs from this virtual machine; None if it did not, or is not known.
+    """A warning if a host kept its CPUs from this virtual machine; None if it did not, or is not known.
 
     Args:
         stolen: a share of the CPUs' time, or None.
@@ -78,11 +77,7 @@ def theft(stolen: float | None) -> str | None:
 
 
 def gpu_trouble(environment: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the GPU as the run found it: throttled, or shared.
-
-    Args:
-        environment: of a run.
-    """
+    """Warnings if the GPU was throttled or shared at the beginning of the run."""
     found = []
     if reasons := _throttles(environment):
         found.append(
@@ -98,21 +93,21 @@ def gpu_trouble(environment: Mapping[str, Any]) -> list[str]:
 
 
 def _throttles(environment: Mapping[str, Any]) -> list[str]:
-    """What slowed the GPU as the run began."""
+    """Reasons that slowed the GPU at the beginning of the run."""
     try:
         active = int((environment.get("gpu_state") or {}).get("clocks_throttle_reasons.active", "0"), 16)
-    except ValueError:  # "[N/A]" where the driver does not say
+    except ValueError:  # "[N/A]" if the driver does not know
         active = 0
     return [name for bit, name in _THROTTLES.items() if active & bit]
 
 
 def _others(environment: Mapping[str, Any]) -> int:
-    """How many other processes were on the machine's GPUs as the run began."""
+    """Number of other processes on the machine's GPUs at the beginning of the run."""
     return len(environment.get("gpu_processes") or []) // 2  # each is a pid and its memory
 
 
 def series_of(record: Record) -> dict[str, Series]:
-    """Backend -> round -> seconds of its steps, as far as a `step` or `overhead` record has them.
+    """Backend -> round -> seconds of its steps, for a `step` or `overhead` record with times.
 
     The rounds of an overhead record are (round of the run, round within the trial).
 
@@ -135,21 +130,17 @@ def series_of(record: Record) -> dict[str, Series]:
 
 
 def drift_of(records: Sequence[Record]) -> dict[Any, float]:
-    """Round -> by which factor its times stand above those of the other rounds, over all cells that `records` time.
-
-    Args:
-        records: of one run.
-    """
+    """Round -> factor by which its times exceed those of the other rounds, over all timed cells of one run."""
     cells: dict[tuple[str, str], dict[Any, Any]] = {}
     for record in records:
-        if record.outcome == "ok" or record.kind in PAIRED:  # there each backend has an outcome of its own
+        if record.outcome == "ok" or record.kind in PAIRED:  # in a PAIRED record each backend has its own outcome
             for backend, series in series_of(record).items():
                 cells.setdefault((record.id, backend), {}).update(series)
     return shared_drift(list(cells.values()))
 
 
 def _drift(records: Sequence[Record]) -> tuple[float, Any] | None:
-    """(by which share the slowest round stands above the fastest one, the slowest round) if that is much."""
+    """(share by which the slowest round exceeds the fastest, the slowest round) if that is much."""
     factors = drift_of(records)
     if not factors or (by := max(factors.values()) / min(factors.values()) - 1) <= MUCH_DRIFT:
         return None
@@ -157,7 +148,7 @@ def _drift(records: Sequence[Record]) -> tuple[float, Any] | None:
 
 
 def drifting(seconds: Sequence[float]) -> str | None:
-    """What is wrong if the steps of one trial grow or shrink from its first half to its second; None if they do not.
+    """A warning if the steps of one trial grow or shrink from its first half to its second; else None.
 
     Args:
         seconds: of its steps, in order.
@@ -172,19 +163,16 @@ def drifting(seconds: Sequence[float]) -> str | None:
 
 
 def warnings(records: Sequence[Record]) -> list[str]:
-    """What a reader of these records must be told of how they were taken: a sentence for each kind of trouble.
+    """Warnings on the conditions of one device's records: a sentence for each kind.
 
-    It says how often the trouble was met and where it was worst, what holds all the same, and what to do.
-
-    Args:
-        records: of one device.
+    Each says how often and where it was worst, what still holds, and what to do.
     """
     timed = [r for r in records if series_of(r)]
     return [*shared_warnings(timed), *_gpu_warnings(timed), *_round_warnings(timed), *_turn_warnings(timed)]
 
 
 def shared_warnings(timed: Sequence[Record]) -> list[str]:
-    """What a reader must be told of who else had the CPUs while these records were taken: programs, or other guests.
+    """Warnings of other users of the CPUs during these records: programs, or other guests.
 
     Args:
         timed: records that hold times.
@@ -193,7 +181,7 @@ def shared_warnings(timed: Sequence[Record]) -> list[str]:
 
 
 def _load_warnings(timed: Sequence[Record]) -> list[str]:
-    """Whether other programs had the CPUs while these records were taken; a sentence if so."""
+    """A sentence if other programs used the CPUs."""
     loads = [(r, load, _cpus(r.environment)) for r in timed for load in (r.load, r.environment.get("load_average"))]
     over = [(load / cpus, load, cpus, r) for r, load, cpus in loads if overload(load, cpus) and load and cpus]
     if not over:
@@ -207,7 +195,7 @@ def _load_warnings(timed: Sequence[Record]) -> list[str]:
 
 
 def _theft_warnings(timed: Sequence[Record]) -> list[str]:
-    """Whether the host kept its CPUs from the machine while these records were taken; a sentence if so."""
+    """A sentence if the host kept its CPUs from the machine."""
     shares = [(r.stolen, r) for r in timed if r.stolen is not None and theft(r.stolen)]
     if not shares:
         return []
@@ -220,7 +208,7 @@ def _theft_warnings(timed: Sequence[Record]) -> list[str]:
 
 
 def _gpu_warnings(timed: Sequence[Record]) -> list[str]:
-    """Whether runs found the GPU throttled, and whether they found others on it; a sentence each if so."""
+    """A sentence each if runs found the GPU throttled or shared."""
     runs = {r.run: r.environment for r in timed}
     found = []
     if throttled := {run: reasons for run, facts in runs.items() if (reasons := _throttles(facts))}:
@@ -242,7 +230,7 @@ def _gpu_warnings(timed: Sequence[Record]) -> list[str]:
 
 
 def _round_warnings(timed: Sequence[Record]) -> list[str]:
-    """Whether the machine was slower in some rounds of a run than in others; a sentence if so."""
+    """A sentence if the machine was slower in some rounds of a run."""
     runs = grouped(timed, lambda r: r.run)
     drifts = {run: drift for run, part in runs.items() if (drift := _drift(part))}
     if not drifts:
@@ -256,7 +244,7 @@ def _round_warnings(timed: Sequence[Record]) -> list[str]:
 
 
 def _turn_warnings(timed: Sequence[Record]) -> list[str]:
-    """Whether steps that were timed one after the other grew or shrank; a sentence if so."""
+    """A sentence if successive steps grew or shrank."""
     turns = [
         (trend(seconds), r.run, number)
         for r in timed
@@ -274,7 +262,7 @@ def _turn_warnings(timed: Sequence[Record]) -> list[str]:
 
 
 def _of(count: int, total: int, noun: str) -> str:
-    """'3 of 5 runs', 'all 5 runs', or 'the run' where there is no other."""
+    """'3 of 5 runs', 'all 5 runs', or 'the run' if it is the only one."""
     if total == 1:
         return f"the {noun}"
     return f"all {total} {noun}s" if count == total else f"{count} of {total} {noun}s"
@@ -285,7 +273,7 @@ def _up_to(cases: Sized, single: str = "") -> str:
 
 
 def _at(run: str, timed: Sequence[Record], number: Any = None) -> str:
-    """' (round 3 of 20261122T232648Z)': where the worst was met. A run goes by its time if no other has that."""
+    """' (round 3 of 20261122T232648Z)': the place of the worst case. A run is named by its time if that is unique."""
     told = []
     if number is not None:
         own = [r for r in timed if r.run == run]
@@ -297,11 +285,11 @@ def _at(run: str, timed: Sequence[Record], number: Any = None) -> str:
 
 
 class Watch:
-    """Says, while a run goes on, what spoils its times: once of each kind in full, and at the end how often it was so.
+    """Prints warnings during a run: the first of each kind in full, and at the end how often it occurred.
 
     Args:
         environment: of the run.
-        say: takes a warning.
+        say: receives a warning.
     """
 
     def __init__(self, environment: Mapping[str, Any], say: Callable[[str], None]) -> None:
@@ -310,16 +298,16 @@ class Watch:
         self._troubles: Counter[str] = Counter()
 
     def begin(self) -> None:
-        """Before the first trial: the load that the run finds."""
+        """Check the load before the first trial."""
         load = overload(self._environment.get("load_average"), _cpus(self._environment))
         for wrong in [*([load] if load else []), *gpu_trouble(self._environment)]:
             self._say(f"warning: before the first trial {wrong}")
 
     def ended(self, line: Mapping[str, Any], label: str) -> None:
-        """A trial that must run alone has ended with this record.
+        """Check the record of a trial that must run alone.
 
         Args:
-            line, label: the record, as it is stored, and the trial in words.
+            line, label: the record, as stored, and the trial in words.
         """
         record = from_line(line, self._environment, "")
         self._records.append(record)
@@ -335,7 +323,7 @@ class Watch:
                 self._say(f"warning: {where} {wrong}")
 
     def end(self) -> None:
-        """After the last trial: how many were disturbed, and whether the rounds drifted."""
+        """After the last trial, report how many were disturbed, and whether rounds drifted."""
         met = self._troubles
         if max(met.values(), default=0) > 1:
             self._say(
@@ -355,7 +343,7 @@ def _cpus(environment: Mapping[str, Any]) -> int | None:
 
 
 def _round(number: Any, numbers: Iterable[Any]) -> str:
-    """'round 3', and 'round 3 of trial 2' if `numbers`, all that there are, are of several trials. Counted from one."""
+    """'round 3', or 'round 3 of trial 2' if `numbers` come from several trials. Counted from one."""
     if not isinstance(number, tuple):
         return f"round {number + 1}"
     several = len({other[0] for other in numbers if isinstance(other, tuple)}) > 1
@@ -363,7 +351,7 @@ def _round(number: Any, numbers: Iterable[Any]) -> str:
 
 
 def differences(a: Iterable[Record], b: Iterable[Record]) -> list[Difference]:
-    """(fact, in a, in b) for all in which the environments of two sets of records differ; 'none' where not known.
+    """(fact, in a, in b) for all facts in which two environments differ; 'none' if not known.
 
     Args:
         a, b: records of both sets.
@@ -375,11 +363,7 @@ def differences(a: Iterable[Record], b: Iterable[Record]) -> list[Difference]:
 
 
 def pooled(records: Iterable[Record]) -> list[tuple[str, str]]:
-    """(fact, its values) for all in which the runs differ that these records come from.
-
-    Args:
-        records: of one device.
-    """
+    """(fact, its values) for all facts in which the runs of these records differ."""
     return [(name, ", ".join(sorted(values))) for name, values in sorted(_facts(records).items()) if len(values) > 1]
 
 

@@ -1,7 +1,7 @@
-"""Where a run took place: what must be known to read its numbers, and to tell whether two of them can be compared.
+"""Records where a run took place: the facts needed to read and compare its numbers.
 
-The parent reads what it can without torch (`host_facts`); what only torch knows, a process of its own is asked for
-(`TorchFacts`, run like a trial), so that the parent never takes a CUDA context.
+The parent reads facts that need no torch (`host_facts`). A separate process, run like a trial, reads those from torch
+(`TorchFacts`), so that the parent never creates a CUDA context.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ VERSION = "0.1.0"
 """Of dpbench; `dpbench.__version__`."""
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ("auto", "cpu", "cuda")
-#: What stands among the versions of libraries for the compiler of the kernels in C; it is None where torch's own
-#: operations run in their place.
+#: Name of the C kernels' compiler among the versions of libraries; its version is None if torch's operations replace
+#: the kernels.
 KERNELS = "kernels in C"
-#: Says which commit runs where git does not.
+#: Environment variable with the commit, used without git.
 COMMIT = "DPBENCH_COMMIT"
 _PACKAGES = ("torchvision", "timm", "transformers", "opacus", "dp-accounting", "numpy", "scipy")
 _VARIABLES = (
@@ -57,7 +57,7 @@ _GPU_STATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts(Trial):
-    """What torch says of itself and of `device`; run as a trial, recorded as part of the environment."""
+    """Facts of torch and of `device`; run as a trial, recorded as part of the environment."""
 
     kind: ClassVar[str] = "facts"
     body: ClassVar[str] = f"{__name__}:torch_facts"
@@ -69,11 +69,7 @@ class TorchFacts(Trial):
 
 
 def torch_facts(trial: TorchFacts) -> dict[str, Any]:
-    """The body of `TorchFacts`; takes a CUDA context if `device` is cuda and there is one.
-
-    Args:
-        trial: which asks.
-    """
+    """The body of `TorchFacts`; creates a CUDA context if `device` is cuda and there is one."""
     import torch
 
     facts: dict[str, Any] = {
@@ -89,7 +85,7 @@ def torch_facts(trial: TorchFacts) -> dict[str, Any]:
     }
     if trial.device == "cuda" and facts["cuda_available"]:
         properties = torch.cuda.get_device_properties(0)
-        torch.zeros(1, device="cuda")  # a device that gives no memory is told of here, once, and not by every trial
+        torch.zeros(1, device="cuda")  # a device without free memory fails here once, rather than in every trial
         facts |= {
             "allocator": next((os.environ[name] for name in ALLOCATOR if name in os.environ), ""),
             "device_name": properties.name,
@@ -107,16 +103,15 @@ def torch_facts(trial: TorchFacts) -> dict[str, Any]:
 
 
 def gather(device: str, isolation: Isolation, *, with_torch: bool = True) -> dict[str, Any]:
-    """The environment of a run on `device` ("cpu" or "cuda"); `with_torch`: of one that uses torch.
+    """The environment of a run on `device`.
 
     Args:
-        device: "cpu" or "cuda".
-        isolation: where torch is asked.
-        with_torch: whether it is asked.
+        isolation: runs torch.
+        with_torch: whether the run uses torch.
 
     Raises:
-        UsageError: cuda is asked for, and torch finds none; or torch cannot be used at all.
-        RunEnded: the process that was to ask torch was killed.
+        UsageError: torch finds no cuda although requested, or torch cannot be used at all.
+        RunEnded: the process that runs torch was killed.
     """
     facts = host_facts(device)
     return facts | _checked(device, isolation.run(TorchFacts(device=device))) if with_torch else facts
@@ -136,11 +131,7 @@ def _checked(device: str, answer: Answer) -> dict[str, Any]:
 
 
 def host_facts(device: str) -> dict[str, Any]:
-    """What can be known without torch.
-
-    Args:
-        device: "cpu" or "cuda".
-    """
+    """Facts that need no torch."""
     facts: dict[str, Any] = {
         "utc": utc_now(),
         "dpbench": VERSION,
@@ -170,13 +161,13 @@ def host_facts(device: str) -> dict[str, Any]:
 
 
 def resolve_device(asked: str) -> str:
-    """ "cpu" or "cuda" for "auto", by what lies in /proc: at once, and without touching the device.
+    """ "cpu" or "cuda" for "auto", read from /proc: at once, and without touching the device.
 
     Args:
         asked: "auto", "cpu" or "cuda".
 
     Raises:
-        UsageError: cuda is asked for, and there is no GPU.
+        UsageError: cuda is requested, and there is no GPU.
     """
     found = _gpu_name() is not None
     if asked == "cuda" and not found:
@@ -185,25 +176,17 @@ def resolve_device(asked: str) -> str:
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, or the CPU's with the number of CPUs that may be used: "AMD EPYC, 2 CPUs".
-
-    Args:
-        device: "cpu" or "cuda".
-    """
+    """The GPU's name, or the CPU's with the number of usable CPUs: "AMD EPYC, 2 CPUs"."""
     return (_gpu_name() or "unknown GPU") if device == "cuda" else f"{_cpu_name()}, {available_cpus()} CPUs"
 
 
 def device_label(environment: Mapping[str, Any]) -> str:
-    """What the figures of a device are named after, and its records kept together by: "cpu AMD EPYC, 2 CPUs".
-
-    Args:
-        environment: of a run.
-    """
+    """The key of records and figures of a device: "cpu AMD EPYC, 2 CPUs"."""
     return f"{environment['device']} {environment['device_name']}"
 
 
 def seal(sources: Mapping[str, str], versions: Mapping[str, str | None], *machine: str) -> str:
-    """16 hex digits over the sources' hashes, what the machine is called, and the versions of the libraries.
+    """16 hex digits over the sources' hashes, the machine's names, and the versions of the libraries.
 
     Args:
         sources: glob or path -> hash.
@@ -215,12 +198,9 @@ def seal(sources: Mapping[str, str], versions: Mapping[str, str | None], *machin
 
 
 def sources_of(trial: Trial) -> dict[str, str]:
-    """What the trial measures, as globs under the project's root or absolute paths of files -> the hash of each.
+    """The trial's sources, as globs under the project's root or absolute paths of files -> the hash of each.
 
-    A trial, a body, a model or a backend of one's own is a file beside the project's.
-
-    Args:
-        trial: to be measured.
+    The user's own trial, body, model or backend is a file beside the project's.
     """
     backends = (getattr(trial, "backend", ""), *getattr(trial, "backends", ()))
     named = (str(each).rpartition(":")[0] for each in (trial.body, getattr(trial, "model", ""), *backends))
@@ -228,12 +208,12 @@ def sources_of(trial: Trial) -> dict[str, str]:
     return hashes_of([*trial.sources, *sorted(own)])
 
 
-#: In a job of a cluster: the hashes where the run was started. A node whose sources differ answers with an error.
+#: In a job of a cluster: the hashes where the run began. A node with other sources returns an error.
 _given: dict[str, str] = {}
 
 
 def take_sources(hashes: Mapping[str, str]) -> None:
-    """Have fingerprints made of these hashes, and not of what the files of this machine have.
+    """Use these hashes for fingerprints, in place of those of this machine's files.
 
     Args:
         hashes: glob or path -> hash.
@@ -242,7 +222,7 @@ def take_sources(hashes: Mapping[str, str]) -> None:
 
 
 def hashes_of(patterns: Iterable[str]) -> dict[str, str]:
-    """The hash of what each glob or path stands for.
+    """The hash of each glob or path.
 
     Args:
         patterns: globs under the project's root, and absolute paths.
@@ -254,20 +234,15 @@ def hashes_of(patterns: Iterable[str]) -> dict[str, str]:
 
 
 def libraries_of(trial: Trial) -> set[str]:
-    """The libraries whose versions make a measurement of this trial another one.
-
-    Args:
-        trial: to be measured.
-    """
+    """The libraries with versions that affect this trial's measurement."""
     kernels = [KERNELS] if any(source.endswith(".c") for source in trial.sources) else []
     return {"torch", *kernels, *(module.partition(".")[0] for module in trial.modules())}
 
 
 def kernels_missing(device: str, trials: Iterable[Trial]) -> str | None:
-    """Why trials that would use the kernels in C go without, in a line; None if they have them, or no use for them.
+    """Why trials cannot use the C kernels, in a line; None if they can, or do not need to.
 
     Args:
-        device: "cpu" or "cuda".
         trials: to be measured.
     """
     uses = device == "cpu" and any(KERNELS in libraries_of(trial) for trial in trials)
@@ -276,7 +251,7 @@ def kernels_missing(device: str, trials: Iterable[Trial]) -> str | None:
 
 @functools.cache
 def version_of(distribution: str) -> str | None:
-    """The version installed; None if it is not. Imports nothing of it. Kernels in C are compiled, if need be.
+    """The installed version, or None. Does not import the library; compiles the C kernels if needed.
 
     Args:
         distribution: its name, or `KERNELS`.
@@ -291,7 +266,7 @@ def version_of(distribution: str) -> str | None:
 
 @functools.cache
 def hash_of(pattern: str) -> str:
-    """Of the files that match a glob under the project's root, or of one absolute path.
+    """Hash of the files that match a glob under the project's root, or of one absolute path.
 
     Args:
         pattern: a glob under the project's root, or an absolute path.
@@ -307,7 +282,7 @@ def hash_of(pattern: str) -> str:
 
 @functools.cache
 def _gpu_name() -> str | None:
-    """The name of the first GPU that may be seen; None if there is none."""
+    """The name of the first visible GPU; None without one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if visible in ("", "-1"):
         return None
@@ -317,7 +292,7 @@ def _gpu_name() -> str | None:
 
 
 def _gpus_in_proc() -> list[str]:
-    """What the driver says at once, in the order of the bus; empty where it is not asked in this way."""
+    """GPUs listed by the driver in /proc, in bus order; empty if not available."""
     return [
         line.partition(":")[2].strip()
         for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
@@ -327,7 +302,7 @@ def _gpus_in_proc() -> list[str]:
 
 
 def _nvidia_smi(query: str) -> list[str]:
-    """The fields that nvidia-smi answers; empty where there is none, or it does not answer."""
+    """The fields that nvidia-smi returns; empty without nvidia-smi, or if it fails."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -338,7 +313,7 @@ def _nvidia_smi(query: str) -> list[str]:
 
 @functools.cache
 def _cpu_name() -> str:
-    """With family and model where virtual machines call processors of several generations by one name."""
+    """The CPU's name, with family and model if virtual machines use one name for several generations."""
     name = _cpu_facts().get("model name") or platform.processor() or platform.machine()
     numbers = _cpu_numbers({"cpu family": "family", "model": "model"})
     return f"{name} ({numbers})" if numbers and not any(map(str.isdigit, name)) else name
@@ -355,7 +330,7 @@ def _cpu_numbers(names: Mapping[str, str]) -> str:
 
 
 def _cpu_facts() -> dict[str, str]:
-    """What Linux says of the first CPU."""
+    """Linux's facts of the first CPU."""
     lines = (line.partition(":") for line in (_read("/proc/cpuinfo") or "").split("\n\n")[0].splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
 
@@ -376,7 +351,7 @@ def _read(path: str) -> str | None:
 
 
 def _git() -> tuple[str | None, bool | None]:
-    """(commit, whether sources differ from it) of the clone that runs; where it is no clone, what DPBENCH_COMMIT says.
+    """(commit, whether sources differ from it) of the running clone; without a clone, from DPBENCH_COMMIT.
 
     That is a commit, with "-dirty" after it if sources differ.
     """

@@ -1,4 +1,4 @@
-"""What this machine is called in records: by the environment variable DPBENCH_HOST, else as the network calls it."""
+"""Names this machine in records: by the environment variable DPBENCH_HOST, else by its network name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VARIABLE = "DPBENCH_HOST"
 
 
 def named_host() -> str | None:
-    """The name that a person gave this machine; None without one."""
+    """The name given by the user, or None."""
     return os.environ.get(VARIABLE, "").strip() or None
 
 

@@ -1,6 +1,6 @@
-"""Records as their readers need them: each with the environment of its run, the newest of each, by device.
+"""Reads records with the environments of their runs, and selects the newest, by device.
 
-Imports neither pandas nor matplotlib. Nothing is dropped in silence: what does not enter is counted by its reason.
+Imports neither pandas nor matplotlib. No record is dropped silently: records left out are counted by reason.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dpbench.trials.outcome import FINAL
 
 K = TypeVar("K", bound=Hashable)
 
-#: Kinds of trial in which several backends take turns, and each has an entry.
+#: Kinds of trial with several interleaved backends, each with an entry.
 PAIRED = ("overhead", "training_step")
-#: A reason for leaving records out of a figure -> how many.
+#: Reason for leaving records out of a figure -> their number.
 LeftOut = Counter[str]
 
 
 @dataclass(frozen=True)
 class Record:
-    """A trial's record together with the environment of the run that wrote it, and the name of that run.
+    """A trial's record, with the environment and the name of its run.
 
-    `seconds` the whole trial took; `load` is the machine's load average (1 minute) at its end, None where not recorded.
-    `stolen` is the share of the CPUs' time that went to other guests of the same host while it ran.
-    `version` is the hash of the sources and libraries alone.
+    `seconds`: of the whole trial; `load`: the machine's load average (1 minute) at its end, None if not recorded;
+    `stolen`: the share of CPU time that went to other guests of the same host meanwhile; `version`: the hash of the
+    sources and libraries alone.
     """
 
     device: str
@@ -54,26 +54,26 @@ class Record:
 
     @property
     def node(self) -> str:
-        """The machine that measured it."""
+        """The machine of the measurement."""
         return str(self.environment.get("host", ""))
 
     @property
     def place(self) -> tuple[int, str]:
-        """(round, node): two times of one place make a ratio."""
+        """(round, node): only times of the same place make a ratio."""
         return self.round, self.node
 
     @property
     def edition(self) -> str:
-        """Which version of the sources and libraries was measured, and where: two editions are no one measurement.
+        """The version of sources and libraries, and the machine: records of two editions do not mix.
 
-        On one machine its fingerprint; the nodes of a sweep that run the same are one edition.
+        On one machine it is the fingerprint; nodes of a sweep with the same sources and libraries share one edition.
         """
         sweep = self.environment.get("executor")
         return f"{sweep['cluster']} {self.version}" if sweep and self.version else self.fingerprint
 
     @property
     def kind(self) -> str:
-        """Of the trial: "step", "epsilon" and so on."""
+        """The trial's kind: "step", "epsilon" and so on."""
         return str(self.trial["kind"])
 
     @property
@@ -82,7 +82,7 @@ class Record:
         return self.trial["model"], self.trial["backend"]
 
     def setting(self, name: str) -> Any:
-        """A field of the trial, or what the run made of it where the trial left it open; None where it has none.
+        """A field of the trial, or the run's default for an open field; None without such a field.
 
         Args:
             name: of a field.
@@ -95,7 +95,7 @@ class Record:
 
 
 def read(source: Path) -> list[Record]:
-    """All records of a file or below a folder; smoke runs (in folders ``*-smoke``) count only if it is one itself.
+    """All records of a file or below a folder; smoke runs (folders ``*-smoke``) count only if `source` is one.
 
     Args:
         source: a folder or a file.
@@ -118,7 +118,6 @@ def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str)
 
     Args:
         line: a trial's, of today's schema.
-        environment: of its run.
         run: the name of its file.
     """
     return Record(
@@ -142,11 +141,11 @@ def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str)
 
 
 def locate(text: str, results: Path = Path("results")) -> Path:
-    """Where the records lie that a person means: those of an experiment in `results`, or a folder or file of records.
+    """The path of the named records: an experiment in `results`, or a folder or file of records.
 
     Args:
-        text: what was typed.
-        results: where experiments have their folders.
+        text: as typed.
+        results: the folder of experiments.
 
     Raises:
         UsageError: in one line, if there are none.
@@ -167,23 +166,14 @@ def locate(text: str, results: Path = Path("results")) -> Path:
 
 
 def by_device(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records by device label, the one that was measured last first: a CPU's and a GPU's never share a figure.
-
-    Args:
-        records: of any devices.
-    """
+    """Records by device label, the latest measured first: a CPU and a GPU never share a figure."""
     groups = grouped(records, lambda record: record.device)
     newest_first = sorted(groups, key=lambda device: (max(r.utc for r in groups[device]), device), reverse=True)
     return {device: groups[device] for device in newest_first}
 
 
 def newest(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
-    """The newest record of each (trial id, round); the file's order decides between equal times.
-
-    Args:
-        records: in the files' order.
-        left_out: counts, by reason, what takes no part; changed in place.
-    """
+    """The newest record of each (trial id, round); for equal times, the last in the file."""
     kept: dict[tuple[str, int], Record] = {}
     for record in records:
         old = kept.get((record.id, record.round))
@@ -194,7 +184,7 @@ def newest(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
 
 
 def _supersedes(record: Record, old: Record) -> bool:
-    """What has ended for good is not run again: whatever the clock said, it is the last of its fingerprint."""
+    """A final outcome is not run again, so it is the last of its fingerprint, whatever its time."""
     ended = record.outcome in FINAL
     if record.fingerprint == old.fingerprint and ended != (old.outcome in FINAL):
         return ended
@@ -202,14 +192,12 @@ def _supersedes(record: Record, old: Record) -> bool:
 
 
 def newest_version(records: Sequence[Record], cell: Callable[[Record], Hashable], left_out: LeftOut) -> list[Record]:
-    """Of each cell, the records that come from the source version of its newest one.
+    """For each cell, the records with the source version of its newest one.
 
-    A cell whose rounds or probes come from two versions of the code is no measurement of either.
+    Rounds or probes from two versions of the code measure neither.
 
     Args:
-        records: of any cells.
-        cell: from a record to what it belongs to.
-        left_out: counts, by reason, what takes no part; changed in place.
+        cell: from a record to its cell.
     """
     kept = []
     for group in grouped(records, cell).values():
@@ -220,12 +208,9 @@ def newest_version(records: Sequence[Record], cell: Callable[[Record], Hashable]
 
 
 def entries(records: Iterable[Record]) -> list[Record]:
-    """Records of several backends as records of one each, with its outcome, evidence and result; others as they are.
+    """Split records of several backends into one each, with outcome, evidence and result; keep others.
 
-    A trial that ended as a whole (a timeout, a crash) ended so for each of its backends.
-
-    Args:
-        records: of any kinds.
+    A trial that ended as a whole (a timeout, a crash) counts for each of its backends.
     """
     found = []
     for record in records:
@@ -241,12 +226,7 @@ def entries(records: Iterable[Record]) -> list[Record]:
 
 
 def newest_trial(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
-    """Of the records of one cell, the rounds of the trial that was measured last.
-
-    Args:
-        records: of one cell.
-        left_out: counts, by reason, what takes no part; changed in place.
-    """
+    """Among the records of one cell, the rounds of the latest trial."""
     latest = max(records, key=lambda record: record.utc).id
     kept = [record for record in records if record.id == latest]
     left_out["of an older declaration of the same cell"] += len(records) - len(kept)
@@ -257,7 +237,6 @@ def grouped(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, li
     """Records by `key(record)`, in the order of first appearance.
 
     Args:
-        records: to be sorted into groups.
         key: of a record's group.
     """
     groups: dict[K, list[Record]] = {}

@@ -1,30 +1,29 @@
-"""What two measurements of one thing say of each other: ratio, interval, verdict. numpy alone, and scipy's t.
+"""Compares two measurements: ratio, interval, verdict. Needs only numpy, and scipy's t.
 
-A `Series` is what was measured in one cell: round -> the raw samples of that round, in order. Its level is the median
-of the medians of its rounds. Nothing is dropped: an outlier counts, and is counted.
+A `Series` has one cell's measurements: round -> the raw samples of that round, in order. Its level is the median of the
+medians of its rounds. Nothing is dropped: outliers are included, and counted.
 
-**Intervals** (95 %, of the ratio b/a). With five rounds and more on both sides: a hierarchical bootstrap (rounds are
-drawn with replacement, and within each the samples). With fewer: the range, from the lowest round of b over the highest
-of a to the highest over the lowest.
+**Intervals** (95 %, of the ratio b/a). With at least five rounds on both sides: a hierarchical bootstrap (resample
+rounds, and the samples within each). With fewer: the range, from the lowest round of b over the highest of a to the
+highest over the lowest.
 
-**Verdicts.** `slower` (`faster`) needs all of: a level that differs by MIN_EFFECT or more, an interval that lies beyond
+**Verdicts.** `slower` (`faster`) needs all of: a difference of levels of at least MIN_EFFECT, an interval that excludes
 1, and a difference of the mean logarithms beyond Student's t at LEVEL for the scatter between rounds. `same`: the
 interval lies within MIN_EFFECT of 1. Everything else is `inconclusive`, for too few or too noisy rounds.
 
-The scatter that the difference d must stand out of, with s² the pooled variance of the rounds' log medians:
+The difference d is compared with this scatter, where s² is the pooled variance of the rounds' log medians:
 
     var d = s² (1/n_a + 1/n_b)  +  c s²  +  τ² (1/p_a + 1/p_b)
 
-- c = DRIFT for times that no ordinary training of the same rounds stands beside: two runs lie apart in time, and a
-  machine that drifts within a run has drifted between them too. A ratio that is taken within rounds has c = 0.
-- τ = PROCESS, what one process or one hour differs from the next by for all rounds it holds. It counts for such times
-  (p = 1), and for ratios where a side's rounds were taken in p processes, not each in one of its own.
+- c = DRIFT for times without ordinary training in the same rounds: two runs are apart in time, and a machine that
+  drifts within a run has drifted between them too. For ratios within rounds, c = 0.
+- τ = PROCESS, the difference between processes or hours that is common to all their rounds. It applies to such times
+  (p = 1), and to ratios if p processes measured a side's rounds, rather than one each.
 
-c and τ are assumptions. With them a null comparison of such times, under an autoregressive drift (correlation 0.8 from
-round to round, 3 % in size) errs in 0.5 to 0.9 % of cases; with c = 1 and τ = 0 it erred in 4.7 %. A drift that hardly
-shows within a run cannot be known from it: with a correlation of 0.9 it errs in 2.5 %. Ratios within rounds: 0.2 %.
-
-How often the verdicts err is shown by simulation in tests/records/test_stats.py.
+c and τ are assumptions. With them, a null comparison of such times under an autoregressive drift (correlation 0.8
+between rounds, size 3 %) errs in 0.5 to 0.9 % of cases; with c = 1 and τ = 0, in 4.7 %. A drift that hardly shows
+within a run cannot be estimated from it: a correlation of 0.9 gives 2.5 %. Ratios within rounds: 0.2 %.
+tests/records/test_stats.py simulates these error rates.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ from typing import Any
 
 import numpy as np
 
-#: The smallest difference that is called one, as a share.
+#: The smallest relevant difference, as a share.
 MIN_EFFECT = 0.02
-#: Rounds on either side from which on an interval is bootstrapped.
+#: The fewest rounds on either side for a bootstrap.
 FEWEST_FOR_BOOTSTRAP = 5
 #: Two-sided level of Student's t.
 LEVEL = 0.008
 CONFIDENCE = 0.95
 DRIFT = 1.5
 PROCESS = 0.01
-#: Drift that is warned of, as a share.
+#: The least drift to warn of, as a share.
 MUCH_DRIFT = 0.1
 _RESAMPLES, _POOL = 1000, 200
-#: Samples so many interquartile ranges from the box are outliers (hyperfine's and Tukey's "far out").
+#: Outliers are this many interquartile ranges from the box (hyperfine's and Tukey's "far out").
 _FAR_OUT = 3.0
 
 Series = Mapping[Hashable, Sequence[float]]
@@ -59,9 +58,9 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """b beside a. `ratio` is b's level over a's, or the median of such ratios; `low` and `high` are its interval.
+    """`ratio` is b's level over a's, or the median of such ratios; `low` and `high` are its interval.
 
-    `interval` says what kind: "bootstrap", "range", or "exact" where the values do not scatter.
+    `interval` is its kind: "bootstrap", "range", or "exact" for values without scatter.
     """
 
     a: float
@@ -76,19 +75,15 @@ class Comparison:
 
 
 def level(series: Series) -> float:
-    """The median of the medians of the rounds.
-
-    Args:
-        series: round -> samples.
-    """
+    """The median of the medians of the rounds."""
     return median(median(samples) for samples in series.values())
 
 
 def compare(a: Series, b: Series) -> Comparison:
-    """Times of two runs, with nothing of the same rounds beside them.
+    """Compare times of two runs, without ordinary training in the same rounds.
 
     Args:
-        a, b: positive samples by round; the rounds of the two have nothing to do with each other.
+        a, b: positive samples by round; rounds of the two are unrelated.
     """
     logs = _logs(a), _logs(b)
     return _compare(logs, lambda: (_medians(0, a), _medians(1, b)), (level(a), level(b)), DRIFT, (1, 1))
@@ -97,12 +92,12 @@ def compare(a: Series, b: Series) -> Comparison:
 def compare_paired(
     a: Series, a_base: Series, b: Series, b_base: Series, *, processes: tuple[int, int] | None = None
 ) -> Comparison:
-    """Times of two runs, each beside a base that was measured in the same rounds: drift of a round cancels.
+    """Compare times of two runs, each relative to a base in the same rounds: a round's drift cancels.
 
     Args:
         a, b: of the two runs: round -> samples, in seconds.
         a_base, b_base: of their bases, likewise.
-        processes: in how many each was measured; None for as many as rounds.
+        processes: numbers of processes that measured a and b; None for one a round.
 
     Raises:
         ValueError: a side has no round in common with its base.
@@ -127,7 +122,7 @@ def compare_paired(
 
 
 def compare_exact(a: Sequence[float], b: Sequence[float]) -> Comparison:
-    """Numbers that do not scatter, such as bytes: the range is the interval, and one round is enough.
+    """Compare numbers without scatter, such as bytes: the range is the interval, and one round is enough.
 
     Args:
         a, b: of the two runs, at least one each, above 0.
@@ -156,7 +151,7 @@ def _compare(
     else:
         kind = "range"
         low, high = (math.exp(x) for x in (logs[1].min() - logs[0].max(), logs[1].max() - logs[0].min()))
-    # one round on either side has no spread to judge by
+    # a single round on either side has no spread
     several = min(map(len, logs)) > 1
     verdict = _verdict(ratio, low, high, _significant(*logs, drift, processes)) if several else "inconclusive"
     return Comparison(*levels, ratio, low, high, kind, verdict, *map(len, logs))
@@ -171,7 +166,7 @@ def _verdict(ratio: float, low: float, high: float, significant: bool) -> str:
 
 
 def _significant(a: Array, b: Array, drift: float, processes: tuple[int, int] | None) -> bool:
-    """Whether the mean logarithms differ by more than the rounds' own scatter allows; see the module's docstring."""
+    """True if the mean logarithms differ by more than the rounds' scatter explains; see the module's docstring."""
     freedom = len(a) + len(b) - 2
     pooled = sum(float(((x - x.mean()) ** 2).sum()) for x in (a, b)) / freedom
     variance = pooled * (1 / len(a) + 1 / len(b) + drift)
@@ -215,9 +210,9 @@ def _draws(count: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _indices(rounds: int, paired: bool, side: int) -> tuple[Any, Any, Any]:
-    """Which rounds, and which of their resampled medians, each resample takes. [_RESAMPLES, rounds] each
+    """Indices of the rounds, and of their resampled medians, for each resample. [_RESAMPLES, rounds] each
 
-    Never seeded by the clock: the same records give the same verdicts. The sides differ, or equal ones would cancel.
+    The seed is fixed: the same records give the same verdicts. The sides differ, or equal ones would cancel.
     """
     generator = np.random.default_rng([rounds, paired, side])
     shape = (_RESAMPLES, rounds)
@@ -226,13 +221,7 @@ def _indices(rounds: int, paired: bool, side: int) -> tuple[Any, Any, Any]:
 
 
 def outliers(series: Series) -> int:
-    """How many samples lie far out: beyond three interquartile ranges of the box, all rounds brought to one median.
-
-    They are counted, and stay.
-
-    Args:
-        series: round -> samples.
-    """
+    """Number of samples beyond three interquartile ranges of the box, with all rounds scaled to one median."""
     values = np.concatenate([np.asarray(samples) / median(samples) for samples in series.values()])
     if len(values) < 4:
         return 0
@@ -242,7 +231,7 @@ def outliers(series: Series) -> int:
 
 
 def shared_drift(cells: Sequence[Series]) -> dict[Hashable, float]:
-    """Round -> the factor by which its times stand above the cells' own levels, as the median over the cells.
+    """Round -> the factor by which its times exceed the cells' own levels, as the median over the cells.
 
     Args:
         cells: of each, round -> samples.
@@ -257,7 +246,7 @@ def shared_drift(cells: Sequence[Series]) -> dict[Hashable, float]:
 
 
 def trend(samples: Sequence[float]) -> float:
-    """By which share the later half of the samples is above the earlier one, by their medians; 0 for fewer than six.
+    """Share by which the median of the later half of the samples exceeds the earlier one's; 0 for fewer than six.
 
     Args:
         samples: in order.

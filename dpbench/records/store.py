@@ -1,11 +1,10 @@
-"""The records: JSON lines that are only ever appended to.
+"""Stores records as append-only JSON lines, one file a run.
 
-One file a run, ``RESULTS/<experiment>/<utc>-<host>-<pid>.jsonl``; its first line is the environment, each further
-line one trial. A line is on the disk (fsync) before the next trial starts, so that a run can be killed at any instant.
-A file comes into being with its first trial, and is never rewritten. Raw samples are stored in order; derived numbers
-never.
+The file is ``RESULTS/<experiment>/<utc>-<host>-<pid>.jsonl``. Its first line is the environment, each further line one
+trial. A line is on the disk (fsync) before the next trial starts, so that a run can be killed at any instant. The first
+trial creates the file, and nothing rewrites it. It has raw samples in order, and no derived numbers.
 
-What is too large for a line lies in files beside it, of the same stem: a result's ``files``, name -> base64 of the
+Content too large for a line is in files beside it, with the same stem: a result's ``files``, name -> base64 of the
 content, becomes name -> the file's name in this folder.
 """
 
@@ -35,24 +34,24 @@ from dpbench.trials.precision import with_profile
 
 # The schema of a line, and its history:
 #   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
-#      fingerprint, trial, outcome, evidence, seconds, utc, result}. Floats that are not finite are strings.
+#      fingerprint, trial, outcome, evidence, seconds, utc, result}. Infinities and NaN are strings.
 #   2  a trial line has `load`: the machine's load average over a minute when the trial ended; null if not known.
 #   3  a trial line has `version`: the hash of its sources and libraries, which is the same on every machine (the
 #      fingerprint is not); null if not known. The environment of a run on a cluster has `executor`.
-#   4  a trial line has `stolen`: the share of the CPUs' time that other guests of the same host had while it ran, of
-#      that in which there was something to run; null if not known.
-#   5  a line of type `cut` {id, round, fingerprint, trial, seconds, utc}: how long a trial had run when the time given
-#      to its run was over. It is no record of the trial, which is run again.
-#   6  the trial of a kind in `STEPS` has `precision`, a profile, and no `dtype` any more (`dpbench.trials.precision`).
-# The form of `result` belongs to the kind of trial, and its body's docstring has it: a new kind is no new schema.
+#   4  a trial line has `stolen`: the share of busy CPU time that went to other guests of the same host while it ran;
+#      null if not known.
+#   5  a line of type `cut` {id, round, fingerprint, trial, seconds, utc}: how long a trial had run when its run's time
+#      was over. It is no record of the trial, which runs again.
+#   6  the trial of a kind in `STEPS` has `precision`, a profile, in place of `dtype` (`dpbench.trials.precision`).
+# The docstring of a trial's body gives the form of `result`: a new kind of trial is no new schema.
 SCHEMA = 6
 
 Line = dict[str, Any]
-#: So many lines of a file that are no records are named; the rest is counted.
+#: The most invalid lines of a file to name; the rest is counted.
 _NAMED = 10
-#: Part of a file's name, which may have 255 bytes.
+#: The longest part of a file's name, which may have 255 bytes.
 _LONGEST_NAME = 80
-#: From schema n to n + 1: a function of one line. An old file is upgraded as it is read, never on the disk.
+#: Schema n -> a function that upgrades one line to n + 1. Old files are upgraded when read, never on the disk.
 UPGRADES: dict[int, Callable[[Line], Line]] = {
     1: lambda line: line | {"load": None} if line["type"] == "trial" else line,
     2: lambda line: line | {"version": None} if line["type"] == "trial" else line,
@@ -63,12 +62,12 @@ UPGRADES: dict[int, Callable[[Line], Line]] = {
 
 
 def utc_now() -> str:
-    """The time, as it stands in a record: ISO 8601, microseconds, Z."""
+    """The time in a record's format: ISO 8601, microseconds, Z."""
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def slug(text: str) -> str:
-    """`text` as part of a file's name: lower case, with hyphens, no way to another folder, and not too long for one.
+    """`text` as part of a file's name: lower case, with hyphens, without path separators, and short.
 
     Args:
         text: any.
@@ -80,15 +79,15 @@ def slug(text: str) -> str:
 
 
 class Store:
-    """The file of one run: `append` to it.
+    """The file of one run.
 
     Args:
-        folder: where the records of the experiment lie; made if missing.
+        folder: for the records of the experiment; created if missing.
         environment: of this run, written as the first line.
-        host: of the machine that measures; this one if not given.
+        host: the measuring machine; default: this one.
 
     Raises:
-        OSError: if the folder cannot be made or written to. Asked before anything is measured.
+        OSError: if the folder cannot be created or written to. Checked before anything is measured.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, Any], host: str | None = None) -> None:
@@ -102,18 +101,18 @@ class Store:
         self.path = folder / f"{stamp}-{slug(host or host_name())}-{os.getpid()}.jsonl"
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one trial's record, or a line with a `type` of its own; when this returns, it is on the disk.
+        """Write one trial's record, or a line with its own `type`; returns when it is on the disk.
 
         Args:
             record: of today's schema.
 
         Raises:
-            OSError: it cannot be written, and names the file; `save_again` writes it elsewhere.
-            RunEnded: the file is not where it was; see `require_there`.
+            OSError: it cannot be written, with the file's name; `save_again` writes it elsewhere.
+            RunEnded: the file has moved; see `require_there`.
         """
         if self._file is None:
             stem, number = self.path.stem, 1
-            while self.path.exists():  # a process may run twice within a second
+            while self.path.exists():  # a process may start two runs within a second
                 number += 1
                 self.path = self.path.with_name(f"{stem}-{number}.jsonl")
             head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
@@ -121,22 +120,22 @@ class Store:
         line: Line = {"type": "trial", "schema": SCHEMA, **record}
         try:
             detached = self._detached(line)
-        except OSError:  # of its files; the numbers can still be saved
+        except OSError:  # a file of the result failed; the numbers can still be saved
             self._lines.append(_text(line | {"result": line["result"] | {"files": {}}}))
             raise
         self._lines.append(_text(detached))
         try:
             self._write()
         except OSError as error:
-            error.filename = str(self.path)  # of a descriptor it is not told
+            error.filename = str(self.path)  # errors of a descriptor lack the name
             raise
         self.require_there()
 
     def require_there(self) -> None:
-        """What was written lies where its name says, all of it.
+        """Check that the whole file is still under its name.
 
         Raises:
-            RunEnded: somebody has removed, moved, replaced or cut the file. What is in no file any more is in another.
+            RunEnded: the file was removed, moved, replaced or cut. Lost lines are written to another file.
         """
         if self._file is None:
             return
@@ -152,7 +151,7 @@ class Store:
         raise RunEnded(f"expected {self.path} to stay where it is while it is written to, and {what}; {told}")
 
     def save_again(self) -> str:
-        """Write what the file lacks to another one, beside it or in a temporary folder; where, in words."""
+        """Write the missing lines to another file, beside it or in a temporary folder; returns where, in words."""
         left: list[bytes] = []
         if self._file is not None and (found := os.fstat(self._file)).st_nlink:
             left = os.pread(self._file, found.st_size, 0).splitlines(keepends=True)
@@ -172,22 +171,22 @@ class Store:
         return "what it held could not be saved again"
 
     def _detached(self, record: Mapping[str, Any]) -> Line:
-        """The record with its files on the disk, and their names in place of what they hold."""
+        """Write the record's files to the disk, and replace their content by their names."""
         files = (record.get("result") or {}).get("files")
         if not files:
             return dict(record)
         stem = f"{self.path.stem}-{record['id']}-{record['round']}"
         names: dict[str, str] = {}
         for number, (name, content) in enumerate(files.items()):
-            part = slug(name).replace(".jsonl", "-jsonl")  # it is no file of records
-            alike = f"{stem}-{part}" in names.values()  # two names may come to one
+            part = slug(name).replace(".jsonl", "-jsonl")  # must not look like a file of records
+            alike = f"{stem}-{part}" in names.values()  # two names may have one slug
             names[name] = f"{stem}-{number}-{part}" if alike else f"{stem}-{part}"
             write_file(self.path.with_name(names[name]), base64.b64decode(content))
         sync_folder(self.path.parent)
         return dict(record) | {"result": record["result"] | {"files": names}}
 
     def _write(self) -> None:
-        """The last line, and the first one before it where there is no file yet."""
+        """Write the last line, after the first one in a new file."""
         if self._file is None:
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
             _write_synced(self._file, self._lines[0])
@@ -195,7 +194,7 @@ class Store:
         _write_synced(self._file, self._lines[-1])
 
     def close(self) -> None:
-        """Close the file, if one was written."""
+        """Close the file, if open."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -213,15 +212,15 @@ def _write_synced(file: int, data: bytes) -> None:
 
 
 def write_file(path: Path, data: bytes, flags: int = 0) -> None:
-    """All that a file holds, on the disk; its name is there when its folder is synced.
+    """Write the content of a file to the disk; its name is there once its folder is synced.
 
     Args:
-        path: of the file; what is there is replaced.
-        data: what it is to hold.
-        flags: of `os.open`, beside those to write.
+        path: of the file; replaced if it exists.
+        data: its content.
+        flags: for `os.open`, in addition to those for writing.
 
     Raises:
-        OSError: it cannot be written, or with a flag of `os.O_EXCL` is there.
+        OSError: it cannot be written, or exists although `flags` has `os.O_EXCL`.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | flags, 0o644)
     try:
@@ -234,13 +233,13 @@ def write_file(path: Path, data: bytes, flags: int = 0) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder and those above it; what was missing is on the disk, or a power loss would take what lies in it.
+    """Create the folder and its parents, and sync them, or a power loss would remove their content.
 
     Args:
-        folder: to be made.
+        folder: to be created.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -249,10 +248,10 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A new file's name is on the disk only when its folder is; where a file system syncs none, that is its affair.
+    """Sync a folder to put a new file's name on the disk; ignores file systems that cannot sync folders.
 
     Args:
-        folder: that a file was written in.
+        folder: of the new file.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -266,7 +265,7 @@ def sync_folder(folder: Path) -> None:
 
 @dataclass
 class Run:
-    """What one file holds."""
+    """The content of one file."""
 
     path: Path
     environment: Line
@@ -279,14 +278,14 @@ def _say(warning: str) -> None:
 
 
 def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
-    """All runs recorded in a folder, in the order of their files' names (which begin with the time); or one file's.
+    """All runs of a folder, in the order of their files' names (which begin with the time); or of one file.
 
-    A torn last line is what a killed run leaves, and is passed over. Anything else that is no record of a schema known
-    here is passed over too, with a warning that names file and line.
+    Skips a torn last line, which a killed run leaves. Also skips any other invalid line, with a warning that names file
+    and line.
 
     Args:
         source: a folder or a file.
-        warn: told what is passed over.
+        warn: receives warnings.
     """
     runs = []
     for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
@@ -311,7 +310,7 @@ def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]
 
     Args:
         folder: of one experiment.
-        warn: told what is passed over.
+        warn: receives warnings.
     """
     return [record for run in read_runs(folder, warn) for record in run.records]
 
@@ -329,7 +328,7 @@ def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]
         try:
             line = _whole(text)
         except (ValueError, RecursionError) as error:
-            if number < len(raw):  # the last piece has no newline after it: torn by a kill, and to be expected
+            if number < len(raw):  # a last piece without newline was torn by a kill, as expected
                 bad += 1
                 if bad <= _NAMED:
                     warn(f"{path}:{number}: not a record ({error}); passed over")
@@ -340,13 +339,13 @@ def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]
 
 
 def content_of(path: Path) -> bytes:
-    """What an ordinary file holds. A pipe of that name would be waited for, a folder has no lines.
+    """The content of an ordinary file. Rejects pipes, which would block, and folders.
 
     Args:
         path: of the file.
 
     Raises:
-        OSError: it is none, or cannot be read.
+        OSError: it is no ordinary file, or cannot be read.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -355,11 +354,11 @@ def content_of(path: Path) -> bytes:
 
 
 def _whole(text: bytes) -> Line:
-    """A line of any schema known here as one of today's.
+    """Upgrade a line of any known schema to today's.
 
     Raises:
-        ValueError: it is no whole record, and why.
-        RecursionError: brackets in brackets without end.
+        ValueError: it is no complete record; with the reason.
+        RecursionError: endlessly nested brackets.
     """
     line = json.loads(text, parse_constant=_refuse)
     if b"\\ud" in text.lower():
@@ -373,7 +372,7 @@ def _whole(text: bytes) -> Line:
 
 
 def _shown(value: Any) -> Any:
-    """The same with control characters as escapes: in a figure they are no XML, on a terminal they are orders."""
+    """The same with control characters as escapes: they are invalid in a figure's XML, and commands to a terminal."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
