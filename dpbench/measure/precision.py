@@ -103,9 +103,7 @@ def autocasting(workload: Workload, dtype: str, device: torch.device) -> Workloa
     model = workload.model
     around = functools.partial(_under, device.type, getattr(torch, dtype))
     own = model.forward
-    if isinstance(
-        own, MethodType
-    ):  # keep it a method: in a copy of the model (Opacus copies models) it is bound to the copy
+    if isinstance(own, MethodType):  # keep it a method, which a copy of the model (as by Opacus) binds to the copy
         model.forward = MethodType(around(own.__func__), model)
     else:
         model.forward = around(own)

@@ -1,10 +1,10 @@
-"""What is changed in a model so that each sample has a gradient of its own, and every backend sees the same function.
+"""Changes models so that each sample has its own gradient, and every backend sees the same function.
 
-- BatchNorm makes one sample's loss depend on the others, so a per-sample gradient does not exist: GroupNorm instead
-  (as De et al. 2022, arXiv:2204.13650, and every DP-SGD library recommend), in ordinary training too, or the comparison
-  would not be one.
-- Dropout draws a mask in each forward pass. Backends differ in how many passes they make and in what order, so their
-  gradients could not be compared; a mask of probability 0 costs nothing and draws nothing.
+- BatchNorm makes one sample's loss depend on the others, so a per-sample gradient does not exist. GroupNorm replaces it
+  (as De et al. 2022, arXiv:2204.13650, and every DP-SGD library recommend), also in ordinary training, for a fair
+  comparison.
+- Dropout draws a mask in each forward pass. Backends differ in the number and order of passes, so their gradients could
+  not be compared. With probability 0 it costs nothing and draws nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def group_norm(channels: int) -> nn.GroupNorm:
     """GroupNorm in min(32, channels) groups, for the built-in models.
 
     Args:
-        channels: of what is normalised.
+        channels: of its input.
 
     Raises:
         ValueError: channels is above 32 and no multiple of it.
@@ -33,13 +33,13 @@ def group_norm(channels: int) -> nn.GroupNorm:
 
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:
-    """Exchange every BatchNorm for a GroupNorm, in place; returns the model, which is new if it was a BatchNorm itself.
+    """Replace every BatchNorm by a GroupNorm, in place; returns the model, which is new if it was a BatchNorm itself.
 
     The groups are the largest divisor of the channels that is at most 32. BatchNorm1d becomes one group, since on
     [B, C] a group of one channel would turn every value into zero. The affine parameters have the old shapes and start
     at 1 and 0, never at the old values: a BatchNorm that starts at zero, as the last one of a residual branch often
-    does, gives that branch zero gradients, on which no check could fail. A subclass that also drops out and activates
-    (timm's BatchNormAct2d) keeps doing so. A module used twice stays one module.
+    does, gives that branch zero gradients, which no check could find wrong. A subclass that includes dropout and
+    activation (timm's BatchNormAct2d) keeps both. A module used twice stays one module.
 
     Args:
         model: any module.
@@ -79,7 +79,7 @@ def _as_group_norm(old: nn.modules.batchnorm._BatchNorm) -> nn.Module:
 def remove_dropout(model: nn.Module) -> None:
     """Set the probability of every dropout and stochastic-depth module to 0, in place.
 
-    Knows torch's Dropout* and MultiheadAttention, and what timm, torchvision and transformers hand to F.dropout.
+    Handles torch's Dropout* and MultiheadAttention, and modules of timm, torchvision and transformers with F.dropout.
 
     Args:
         model: any module.
@@ -93,13 +93,13 @@ def remove_dropout(model: nn.Module) -> None:
 
 
 def adapt(model: nn.Module) -> nn.Module:
-    """Both changes, and train mode. Referenced models all pass through here; the built-in ones need no change.
+    """Apply both changes, and set train mode, for all referenced models; the built-in ones need no change.
 
     Args:
         model: any module, changed in place.
 
     Raises:
-        ModelError: a lazy module, whose parameters do not exist yet.
+        ModelError: a lazy module, with parameters that do not exist yet.
     """
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
     if lazy:
@@ -110,14 +110,14 @@ def adapt(model: nn.Module) -> nn.Module:
 
 
 def to_fake(model: nn.Module, mode: object) -> nn.Module:
-    """Exchange every real parameter and buffer for its fake counterpart, in place, if `mode` is a FakeTensorMode.
+    """Replace every real parameter and buffer by its fake counterpart, in place, if `mode` is a FakeTensorMode.
 
-    For models that have to be built of real tensors even under FakeTensorMode: the constructors of timm and others
-    read values (`torch.linspace(...).tolist()`), which fake tensors have not.
+    For models that need real tensors to build even under FakeTensorMode: constructors of timm and others read values
+    (`torch.linspace(...).tolist()`), which fake tensors lack.
 
     Args:
         model: of real tensors.
-        mode: the fake mode that was left to build it, or None.
+        mode: the fake mode suspended for building, or None.
     """
     if isinstance(mode, FakeTensorMode):
         with unset_fake_temporarily():
@@ -126,11 +126,10 @@ def to_fake(model: nn.Module, mode: object) -> nn.Module:
 
 
 def place(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
-    """model.to(device, dtype), which also does for fake tensors (torch's own refuses to change their device).
+    """model.to(device, dtype) that also works for fake tensors (torch's own cannot change their device).
 
     Args:
         model: of real or of fake tensors.
-        device: "cpu" or "cuda".
         dtype: of all parameters and floating-point buffers.
     """
     if not any(isinstance(p, FakeTensor) for p in model.parameters()):
@@ -140,7 +139,7 @@ def place(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _exchange(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put convert(tensor) in place of every parameter and buffer; what was shared stays shared."""
+    """Replace every parameter and buffer by convert(tensor); shared tensors stay shared."""
     new: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

@@ -1,4 +1,4 @@
-"""What a person's model or file raises, in one line, with what would have worked."""
+"""Turns errors of a user's model or file into one line with a working example."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from dpbench.models.workload import ModelError
 
-#: A function that works, whole, in a line.
+#: A complete working function, in a line.
 EXAMPLE = "def build(): return nn.Linear(20, 3), (torch.randn(16, 20), torch.randint(0, 3, (16,)))"
 HINT = (
     f"what works: `{EXAMPLE}`, a model and (inputs, targets) of a few records, perhaps a loss after them; "
@@ -21,7 +21,7 @@ HINT = (
 
 @contextmanager
 def hinting() -> Iterator[None]:
-    """A ModelError of the body's says how to hand in any other model."""
+    """Add to a ModelError raised in the body how to use any other model."""
     try:
         yield
     except ModelError as error:
@@ -31,11 +31,11 @@ def hinting() -> Iterator[None]:
 
 @contextmanager
 def one_line(expected: str, path: Path | None = None) -> Iterator[None]:
-    """Turn what the body raises into a ModelError; with the line of `path` where it happened.
+    """Turn an error raised in the body into a ModelError, with the line of `path` where it happened.
 
     Args:
         expected: for the error.
-        path: a person's file, or None.
+        path: the user's file, or None.
     """
     try:
         yield
@@ -56,5 +56,5 @@ def describe(error: BaseException) -> str:
     Args:
         error: of any kind.
     """
-    text = str(error.msg if isinstance(error, SyntaxError) else error).strip()  # a SyntaxError's text has its line, too
+    text = str(error.msg if isinstance(error, SyntaxError) else error).strip()  # a SyntaxError's text has its line
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

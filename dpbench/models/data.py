@@ -3,16 +3,16 @@
 =================  ================================================================================================
 ``digits``         scikit-learn's 1797 handwritten digits, 8x8 grey, ten classes; part of its installation
 ``cifar10:ROOT``   CIFAR-10's training set, in the python form, as torchvision reads it from ROOT/cifar-10-batches-py
-``cifar100:ROOT``  the same of CIFAR-100, from ROOT/cifar-100-python
-``folder:ROOT``    images in one subfolder of ROOT a class
+``cifar100:ROOT``  the same for CIFAR-100, from ROOT/cifar-100-python
+``folder:ROOT``    images in subfolders of ROOT, one a class
 ``synthetic``      normal pixels, uniform labels: no information in them, and the same cost
 =================  ================================================================================================
 
-Images are resized to S x S (bilinear), given three channels and normalised; labels are taken modulo `num_classes`.
-The order of the samples is a permutation seeded by `seed`, and a batch beyond the data set's size cycles through it.
-A batch of B starts with the samples of every smaller batch, synthetic ones excepted.
+Images are resized to S x S (bilinear), given three channels and normalised; labels are taken modulo `num_classes`. The
+order of the samples is a permutation seeded by `seed`; a batch larger than the data set cycles through it. A batch of B
+starts with the samples of every smaller batch, except for synthetic ones.
 
-torch is imported by the functions that need it: `validate_data` serves the parent process, which must not.
+Functions that need torch import it: `validate_data` serves the parent process, which must not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ IMAGENET_STATISTICS: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images that are read when a batch asks for them.
+    """Images read on demand.
 
     read: (indices, S) -> pixels [n, C, S, S] in [0, 1], float32, with one or three channels, and labels [n], int64.
     """
@@ -55,10 +55,7 @@ class ImageSet:
 
 
 def validate_data(spec: str) -> None:
-    """Check what can be checked of `data` without torch: the name, and that ROOT is a folder.
-
-    Args:
-        spec: KIND or KIND:ROOT, as a trial has it.
+    """Check `data` as far as possible without torch: the name, and that ROOT is a folder.
 
     Raises:
         UsageError: one line.
@@ -69,10 +66,9 @@ def validate_data(spec: str) -> None:
 
 
 def refuse_images(spec: str, reader: str) -> None:
-    """Raise a UsageError if `spec` names images that a person has to have asked for; `digits` is only the default.
+    """Raise a UsageError if `spec` explicitly names images; the default `digits` passes.
 
     Args:
-        spec: KIND or KIND:ROOT, as a trial has it.
         reader: the model, in words.
     """
     if spec not in ("digits", "synthetic"):
@@ -84,16 +80,8 @@ def images(
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     """batch(B) -> (images [B, 3, S, S] of `dtype`, labels [B] int64), both on `device`.
 
-    Args:
-        spec: KIND or KIND:ROOT, as a trial has it.
-        image_size: S, in pixels.
-        num_classes: labels are below it.
-        device: "cpu" or "cuda".
-        dtype: of the images.
-        seed: of what is drawn.
-
     Raises:
-        UsageError: the data set is missing or truncated (also in batch(B), for images that are read then).
+        UsageError: the data set is missing or truncated (also in batch(B), for images read then).
     """
     import torch
 
@@ -101,9 +89,8 @@ def images(
     if kind == "synthetic":
 
         def synthetic(batch_size: int) -> tuple[Tensor, Tensor]:
-            # drawn on the CPU: the same values on every device, and a generator of a device that FakeTensorMode only
-            # pretends to have does not exist
-            generator = torch.Generator().manual_seed(seed + 1)  # not `seed`: those numbers are the weights already
+            # drawn on the CPU: the same values on every device, and FakeTensorMode's devices may have no generator
+            generator = torch.Generator().manual_seed(seed + 1)  # not `seed`, which gives the weights
             labels = torch.randint(num_classes, (batch_size,), generator=generator)
             pixels = torch.randn(batch_size, 3, image_size, image_size, dtype=dtype, generator=generator)
             return pixels.to(device), labels.to(device)
@@ -126,14 +113,9 @@ def images(
 
 
 def split(spec: str, *, image_size: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(images [n, C, S, S] float32, labels [n]) to train on, and to test on, each image once; C is 1 or 3.
+    """(images [n, C, S, S] float32, labels [n]) for training, and for testing, each image once; C is 1 or 3.
 
-    CIFAR has a test set of its own. Of any other data a fifth is held out, by a permutation that is always the same;
-    of `synthetic` there are 1000.
-
-    Args:
-        spec: KIND or KIND:ROOT, as a trial has it.
-        image_size: S, in pixels.
+    CIFAR has its own test set. Other data holds out a fifth, by a fixed permutation; `synthetic` has 1000 images.
 
     Raises:
         UsageError: the data set is missing or truncated.
@@ -161,15 +143,13 @@ def tokens(
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     """batch(B) -> (token ids [B, length], targets), int64, uniformly random.
 
-    Targets are labels [B] below `num_classes`, or, where that is None, the next tokens [B, length]. The first ten ids
-    are left out: padding is among them, and tokenizers' other special marks.
+    Targets are labels [B] below `num_classes`, or, if that is None, the next tokens [B, length]. The first ten ids are
+    left out: they include padding and other special tokens.
 
     Args:
         vocabulary: ids are below it.
         length: of a sequence, in tokens.
         num_classes: labels are below it; None for the next tokens.
-        device: "cpu" or "cuda".
-        seed: of what is drawn.
     """
     import torch
 
@@ -215,7 +195,7 @@ def _digits(root: Path | None) -> ImageSet:
     if package is None or package.origin is None:
         raise UsageError("scikit-learn to be installed, for data 'digits'", "no such package")
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    if file.is_file():  # read as scikit-learn reads it, without the second that importing it takes in every trial
+    if file.is_file():  # read as scikit-learn does, without its import, which takes a second in every trial
         with gzip.open(file, "rt") as lines:
             table = np.loadtxt(lines, delimiter=",", dtype=np.uint8)
         values, labels = table[:, :-1], table[:, -1]
@@ -251,7 +231,7 @@ def _cifar(root: Path | None, classes: int, train: bool = True) -> ImageSet:
 
 
 def _cifar_fault(form: Any, root: Path) -> str | None:
-    """Why torchvision refuses the folder, which its own message does not say."""
+    """The reason why torchvision refuses the folder, which its own message lacks."""
     from torchvision.datasets.utils import check_integrity
 
     folder = root / form.base_folder
@@ -280,7 +260,7 @@ def _folder(root: Path | None) -> ImageSet:
         path, label = data.samples[row]
         try:
             pixels = np.array(data.loader(path))  # RGB, [H, W, 3]
-        except (OSError, SyntaxError) as error:  # what PIL raises for truncated and for malformed files
+        except (OSError, SyntaxError) as error:  # PIL's errors for truncated and malformed files
             raise UsageError(f"a readable image in {path}", str(error).splitlines()[0]) from error
         return _resized(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255, image_size), label
 

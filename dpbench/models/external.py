@@ -1,7 +1,7 @@
-"""Image models from elsewhere: timm, torchvision, and a function in a person's own file.
+"""Image models from elsewhere: timm, torchvision, and a function in the user's own file.
 
-Whatever these raise while they build a model, or while it sees its first image, becomes a `ModelError` of one line with
-the original as its cause: most often the images are smaller than the architecture allows.
+Any error while such a model is built, or processes its first image, becomes a `ModelError` of one line with the
+original as its cause: most often the images are smaller than the architecture allows.
 """
 
 from __future__ import annotations
@@ -31,19 +31,17 @@ from dpbench.trials.reference import load_module, split_file
 
 @dataclass
 class Classifier:
-    """A model over images [B, 3, S, S] with logits [B, K], K >= classes; labels are to be 0 .. classes-1."""
+    """A model over images [B, 3, S, S] with logits [B, K], K >= classes; labels must be 0 .. classes-1."""
 
     model: nn.Module
     classes: int
 
 
 def timm_model(reference: str, *, num_classes: int, image_size: int) -> Classifier:
-    """`timm.create_model` of NAME?options, with random weights; img_size is passed to the architectures that take one.
+    """`timm.create_model` of NAME?options, with random weights; img_size is passed to architectures that take it.
 
     Args:
         reference: NAME?options.
-        num_classes: logits.
-        image_size: S, in pixels.
 
     Raises:
         ModelError: timm is missing, has no such model or no such option, or cannot build it for such images.
@@ -52,7 +50,7 @@ def timm_model(reference: str, *, num_classes: int, image_size: int) -> Classifi
         import timm
     name, options = split_options(reference)
     refuse_taken(f"timm:{name}", options, ("pretrained", "num_classes", "img_size", "in_chans"))
-    if not timm.is_model(name):  # asked first: create_model would take "hf-hub:..." for a download
+    if not timm.is_model(name):  # checked first: create_model would download "hf-hub:..."
         raise ModelError("a model that timm knows", name, nearest(name, timm.list_models()))
 
     def make() -> nn.Module:
@@ -71,8 +69,6 @@ def torchvision_model(reference: str, *, num_classes: int, image_size: int) -> C
 
     Args:
         reference: NAME?options.
-        num_classes: logits.
-        image_size: S, in pixels.
 
     Raises:
         ModelError: torchvision is missing, has no such model or no such option, or cannot build it for such images.
@@ -89,7 +85,7 @@ def torchvision_model(reference: str, *, num_classes: int, image_size: int) -> C
     elif name.startswith("maxvit"):
         ours["input_size"] = (image_size, image_size)
     elif name in ("googlenet", "inception_v3"):
-        ours |= {"aux_logits": False, "init_weights": False}  # one output, as everywhere; their own init is slow
+        ours |= {"aux_logits": False, "init_weights": False}  # one output, as for all models; their own init is slow
     refuse_taken(f"torchvision:{name}", options, ours)
     return classifier(
         f"torchvision:{name}",
@@ -101,15 +97,14 @@ def torchvision_model(reference: str, *, num_classes: int, image_size: int) -> C
 
 
 def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | Workload:
-    """What ``factory()`` of ``path/file.py:factory`` returns: an nn.Module over images, a `Workload`, or a tuple of a
-    model, (inputs, targets) and perhaps a loss function (`dpbench.models.own`).
+    """Call ``factory()`` of ``path/file.py:factory``.
 
-    The file can import its neighbours. A model with fewer than `num_classes` logits gets labels below their number.
+    It returns an nn.Module over images, a `Workload`, or a tuple of a model, (inputs, targets) and perhaps a loss
+    function (`dpbench.models.own`). The file can import its neighbours. A model with fewer than `num_classes` logits
+    gets labels below their number.
 
     Args:
         ref: ``path/file.py:factory``.
-        num_classes: logits, at most.
-        image_size: S, in pixels.
 
     Raises:
         ModelError: no such function; the file or the function raises, or returns something else.
@@ -139,12 +134,12 @@ def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | W
 
 
 def _asks(factory: Callable[..., Any]) -> bool:
-    """Whether a function has arguments that it cannot be called without."""
+    """True if a function has required arguments."""
     try:
         inspect.signature(factory).bind()
     except TypeError:
         return True
-    except ValueError:  # in C, and says nothing of them
+    except ValueError:  # a C function without a signature
         pass
     return False
 
@@ -152,17 +147,15 @@ def _asks(factory: Callable[..., Any]) -> bool:
 def classifier(
     ref: str, make: Callable[[], nn.Module], options: Collection[str] = (), *, num_classes: int, image_size: int
 ) -> Classifier:
-    """Build with make(), adapt, and try on one image. `make` runs on real tensors even under FakeTensorMode.
+    """Build a model, adapt it, and try it on one image.
 
     Args:
         ref: the reference, for errors.
-        make: builds the model.
-        options: names of those that the reference gave.
-        num_classes: logits.
-        image_size: S, in pixels.
+        make: builds the model; runs on real tensors even under FakeTensorMode.
+        options: names of the reference's options.
 
     Raises:
-        ModelError: it cannot be built, knows one of the `options` not, or fails on an image of this size.
+        ModelError: it cannot be built, lacks one of the `options`, or fails on an image of this size.
     """
     with unset_fake_temporarily() as mode:
         with one_line(f"{ref} to build for {image_size}x{image_size} images"):
@@ -177,7 +170,7 @@ def classifier(
 
 
 def _count_logits(ref: str, model: nn.Module, image_size: int) -> int:
-    """K of the logits [1, K] for one image; the parameters' dtype and device are as they were built."""
+    """K of the logits [1, K] for one image, with the model's own dtype and device."""
     first = next(model.parameters(), torch.empty(0))
     with one_line(f"{ref} to take {image_size}x{image_size} images"), torch.no_grad():
         outputs = model(torch.zeros(1, 3, image_size, image_size, dtype=first.dtype, device=first.device))
@@ -190,7 +183,7 @@ def _count_logits(ref: str, model: nn.Module, image_size: int) -> int:
 
 @contextmanager
 def needs(package: str) -> Iterator[None]:
-    """Say in one line that `package` is missing, and how to have it, if the body cannot import it.
+    """If the body cannot import `package`, raise an error of one line that says how to install it.
 
     Args:
         package: its name to import.

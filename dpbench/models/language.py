@@ -1,9 +1,8 @@
-"""Models of transformers, built from a configuration: random weights, no download.
+"""Builds transformers models from a configuration: random weights, no download.
 
-Which head a model gets follows from its type: causal language modelling for decoders (gpt2, llama), sequence
-classification for encoders (bert, roberta: those that also model masked tokens), image classification for vision
-models. The type's default configuration is used, except for the names in `SIZES`. Dropout is off (see
-`dpbench.models.adapt`).
+The type determines the head: causal language modelling for decoders (gpt2, llama), sequence classification for encoders
+(bert, roberta: types with a masked language model), image classification for vision models. The configuration is the
+type's default, except for the names in `SIZES`. Dropout is off (see `dpbench.models.adapt`).
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from dpbench.models.external import Classifier, classifier, needs
 from dpbench.models.options import refuse_taken, split_options
 from dpbench.models.workload import ModelError
 
-LENGTH = 128  # tokens in a sequence, unless the reference says `@T`
-MAX_PARAMETERS = 2_000_000_000  # a default of 7 billion (llama, mistral) would end the process, not the trial
+LENGTH = 128  # default number of tokens in a sequence
+MAX_PARAMETERS = 2_000_000_000  # a default of 7 billion (llama, mistral) would kill the process
 
 _ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 
-# name -> (model type, what differs from the type's default configuration)
+# name -> (model type, changes to the type's default configuration)
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-medium": ("gpt2", {"n_layer": 24, "n_head": 16, "n_embd": 1024}),
     "gpt2-large": ("gpt2", {"n_layer": 36, "n_head": 20, "n_embd": 1280}),
     "gpt2-xl": ("gpt2", {"n_layer": 48, "n_head": 25, "n_embd": 1600}),
     "bert-large": ("bert", _LARGE),
-    "roberta": ("roberta", _ROBERTA),  # the published model's sizes, which the default configuration only approximates
+    "roberta": ("roberta", _ROBERTA),  # the published model's exact sizes
     "roberta-large": ("roberta", _ROBERTA | _LARGE),
-    # Llama's default is 7B: here its architecture in the size of GPT-2 small, 134M parameters
+    # Llama's architecture in the size of GPT-2 small, 134M parameters; its default is 7B
     "llama": (
         "llama",
         {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048},
@@ -46,7 +45,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class TextModel:
-    """A model over token ids [B, length], below `vocabulary`: classes is None for causal language modelling."""
+    """A model over token ids [B, length], below `vocabulary`; `classes` is None for causal language modelling."""
 
     model: nn.Module
     vocabulary: int
@@ -59,12 +58,10 @@ def transformers_model(reference: str, *, num_classes: int, image_size: int) -> 
 
     Args:
         reference: NAME?options@T.
-        num_classes: labels of a model that reads text to classify it.
-        image_size: S, in pixels, of a model that reads images.
 
     Raises:
-        ModelError: transformers is missing or does not know the name or an option; the model is an encoder-decoder, or
-            of another modality, or larger than `MAX_PARAMETERS`; T is no length that it can read.
+        ModelError: transformers is missing or does not know the name or an option; the model is an encoder-decoder, of
+            another modality, or larger than `MAX_PARAMETERS`; or it cannot read T tokens.
     """
     with needs("transformers"):
         from transformers import AutoConfig
@@ -104,7 +101,7 @@ def transformers_model(reference: str, *, num_classes: int, image_size: int) -> 
     language = causal and not (is_encoder and sequence)
     length = int(length_text) if at else LENGTH
     longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and 0 < longest < length:  # -1 stands for no limit
+    if isinstance(longest, int) and 0 < longest < length:  # -1 means no limit
         raise ModelError(f"at most {longest} tokens for transformers:{plain}", length)
     build = (auto.AutoModelForCausalLM if language else auto.AutoModelForSequenceClassification).from_config
     _refuse_large(plain, build, config, options)
@@ -114,9 +111,9 @@ def transformers_model(reference: str, *, num_classes: int, image_size: int) -> 
 
 
 def without_dropout(config: Any) -> None:
-    """Every probability of dropping something, whatever the type calls it (attn_pdrop, layerdrop, ...).
+    """Set every dropout probability to 0, whatever the type's name for it (attn_pdrop, layerdrop, ...).
 
-    Some types read it from the configuration in each forward pass, where `remove_dropout` does not see it.
+    Some types read it from the configuration in each forward pass, where `remove_dropout` cannot see it.
 
     Args:
         config: a configuration, changed in place.
@@ -128,7 +125,7 @@ def without_dropout(config: Any) -> None:
 
 @contextmanager
 def built(name: str) -> Iterator[None]:
-    """What the body raises about a configuration, in one line.
+    """Turn an error of the body about a configuration into one line.
 
     Args:
         name: of the model, for the error.
@@ -137,16 +134,16 @@ def built(name: str) -> Iterator[None]:
         yield
     except (ModelError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a field of the wrong type has an exception of its own in newer versions
+    except Exception as error:  # newer versions have their own exception for a field of the wrong type
         said = " ".join(str(error).split())[:300]
         expected = f"transformers:{name} to build from its configuration"
         raise ModelError(expected, f"{type(error).__name__}: {said}") from error
 
 
 def _checked(name: str, default: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, each a field of the `default` configuration; a configuration itself would take any.
+    """The options, after checking that each is a field of the `default` configuration, which itself would accept any.
 
-    Marks of a beginning and an end that a smaller vocabulary does not hold are left out.
+    Removes begin and end tokens beyond a smaller vocabulary.
     """
     known = {*default.to_dict(), *default.attribute_map}
     for key in options:

@@ -1,4 +1,4 @@
-"""From a reference to a `Workload`: build the model, put it on the device, give it a loss and batches."""
+"""Turns a reference into a `Workload`: builds the model, moves it to the device, adds loss and batches."""
 
 from __future__ import annotations
 
@@ -33,32 +33,29 @@ def load_workload(
 ) -> Workload:
     """Build the model and its data.
 
-    The weights and the batches are functions of `seed` alone; the global random state is left as it was. Referenced
-    models are changed in two ways, alike for every backend and for ordinary training (see `dpbench.models.adapt`):
-    BatchNorm becomes GroupNorm, and dropout is off.
+    Weights and batches depend on `seed` alone; the global random state is restored. Referenced models are changed for
+    all backends and for ordinary training alike (see `dpbench.models.adapt`): BatchNorm becomes GroupNorm, and dropout
+    is off. Under ``FakeTensorMode`` only data="synthetic" works.
 
     Args:
         ref: see `dpbench.models`.
-        image_size: height and width of the images; the constructor is told where it asks.
+        image_size: height and width of the images, passed to constructors that take it.
         num_classes: labels are 0 .. num_classes-1.
-        data: see `dpbench.models.data`. Text models read seeded random tokens whatever `data` says, except that real
-            images for a text model are refused.
-        device: where the model and the batches lie.
+        data: see `dpbench.models.data`. Text models always read seeded random tokens; explicit images are an error.
+        device: of the model and the batches.
         dtype: "float32", "float64", "bfloat16" or "float16", of the parameters and floating inputs; tokens and labels
             stay int64.
         seed: of the weights, of the order of the samples, and of synthetic values.
 
-    Under ``FakeTensorMode`` it works with data="synthetic" alone.
-
     Raises:
-        UsageError: an unknown name, a missing or truncated data set, a dtype that is none.
-        ModelError: (a UsageError and a ValueError) a model that cannot be built so.
+        UsageError: an unknown name, a missing or truncated data set, an unknown dtype.
+        ModelError: (a UsageError and a ValueError) the model cannot be built so.
     """
     scheme, name = split_reference(ref)
     kind = DTYPES[one_of("a dtype", dtype, DTYPES)]
-    datasets.validate_data(data)  # before minutes go into a model
+    datasets.validate_data(data)  # checked before minutes of building
     with torch.random.fork_rng(devices=[]):
-        # not torch.manual_seed: it would seed CUDA too, and models are built on the CPU
+        # not torch.manual_seed, which also seeds CUDA; models are built on the CPU
         torch.default_generator.manual_seed(seed)
         built = _build(scheme, name, num_classes=num_classes, image_size=image_size)
     if isinstance(built, Workload):
@@ -95,7 +92,7 @@ def _build(scheme: str, name: str, *, num_classes: int, image_size: int) -> Clas
 
 
 def _moved(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Every tensor in nested tuples, lists and dicts on `device`, the floating ones in `dtype`."""
+    """Move every tensor in nested tuples, lists and dicts to `device`, floating-point ones to `dtype`."""
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype if value.is_floating_point() else value.dtype)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Losses of samples, without a reduction over them: (what a model gives, targets) -> [B]."""
+"""Per-sample losses without reduction: (outputs, targets) -> [B]."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from torch import Tensor
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Transformers wrap them, most often under this name, else as the first of what they give.
-
-    Args:
-        outputs: of a model.
-    """
+    """The logits in transformers' output objects: usually of this name, else the first field."""
     found = getattr(outputs, "logits", outputs)
     return found if isinstance(found, Tensor) else found[0]
 
 
 def classification_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """Cross entropy of each sample: logits [B, K] (or an object that has them as `logits`), labels [B] -> [B].
+    """Cross entropy of each sample: logits [B, K] (or an object with `logits`), labels [B] -> [B].
 
     Args:
-        outputs: of the model.
         targets: labels, int64.
     """
     return F.cross_entropy(logits_of(outputs), targets, reduction="none")
@@ -32,11 +27,10 @@ def classification_loss(outputs: Any, targets: Tensor) -> Tensor:
 def token_loss(outputs: Any, targets: Tensor) -> Tensor:
     """Mean cross entropy over the tokens of each sample: logits [B, T, V], tokens [B, T] -> [B].
 
-    The mean, not the sum, as in ordinary training: the clipping norm then does not depend on T. Of a model that reads
-    more or fewer places, those that have both logits and a token.
+    The mean, not the sum, as in ordinary training: the clipping norm then does not depend on T. If logits and tokens
+    differ in length, only positions with both count.
 
     Args:
-        outputs: of the model.
         targets: tokens, int64.
     """
     logits = logits_of(outputs)
@@ -51,8 +45,7 @@ def alignment_loss(outputs: Any, targets: Tensor) -> Tensor:
     """-log of the probability of the labels under every alignment: logits [B, T, V], targets [B, L] -> [B].
 
     Args:
-        outputs: of the model.
-        targets: labels, int64, none of them 0, the blank.
+        targets: labels, int64, without 0, the blank.
     """
     logits = logits_of(outputs)
     frames, labels = (torch.full((len(logits),), length) for length in (logits.shape[1], targets.shape[1]))

@@ -1,7 +1,7 @@
-"""Options in a model's reference: ``NAME?option=value&option=value``, and after them ``@T`` where the scheme knows it.
+"""Parses options in a model's reference: ``NAME?option=value&option=value``, then ``@T`` if the scheme has it.
 
-Values are what they look like: ``6``, ``0.1``, ``true``, ``false``, ``none``, ``(3,3,9,3)`` or ``[3,3,9,3]`` (both give
-a tuple); all else is text. No torch here: the parent process checks the form with it.
+Values are ``6``, ``0.1``, ``true``, ``false``, ``none``, ``(3,3,9,3)`` or ``[3,3,9,3]`` (both give a tuple), or else
+text. Imports no torch, for the parent process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def split_options(name: str) -> tuple[str, dict[str, Any]]:
         name: of a model, with its options.
 
     Raises:
-        ModelError: an option without a name or a value, or named twice.
+        ModelError: an option without a name or a value, or given twice.
     """
     plain, mark, rest = name.partition("?")
     text, at, length = rest.partition("@")
@@ -63,8 +63,8 @@ def refuse_taken(model: str, options: Collection[str], taken: Collection[str]) -
 
     Args:
         model: its name, for the error.
-        options: names of those that were given.
-        taken: names of those that the trial sets.
+        options: names of the given options.
+        taken: names of options that the trial sets.
 
     Raises:
         ModelError: naming the first.
@@ -77,12 +77,12 @@ def refuse_taken(model: str, options: Collection[str], taken: Collection[str]) -
 
 
 def refuse_unknown(model: str, error: TypeError, options: Collection[str]) -> None:
-    """Say in one line what a constructor says of an option that it does not take; return if `error` is of another kind.
+    """Raise a one-line error if a constructor rejected an option; return if `error` is of another kind.
 
     Args:
         model: its name, for the error.
-        error: what the constructor raised.
-        options: names of those that were given.
+        error: raised by the constructor.
+        options: names of the given options.
 
     Raises:
         ModelError: naming the option.

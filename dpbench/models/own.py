@@ -1,4 +1,4 @@
-"""A model of a person's own, with a few records and a loss, as a `Workload`; and the file that shows how."""
+"""Makes a `Workload` of the user's own model, a few records and a loss; and holds the template file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dpbench.models.workload import ModelError, Workload
 
 
 def own_workload(where: str, returned: tuple[Any, ...]) -> Workload:
-    """Of (model, (inputs, targets)) or (model, (inputs, targets), loss_fn).
+    """The workload of (model, (inputs, targets)) or (model, (inputs, targets), loss_fn).
 
     Args:
         where: the function, for errors.
-        returned: what it gave.
+        returned: its result.
 
     Raises:
         ModelError: it is something else, or the tensors disagree about the number of records.
@@ -51,7 +51,9 @@ def own_workload(where: str, returned: tuple[Any, ...]) -> Workload:
 
 
 def loss_of_targets(outputs: Any, targets: Tensor) -> Tensor:
-    """By the targets' kind: cross entropy for classes [B], pixels [B, ...] and tokens [B, T], else squared errors; [B].
+    """The loss [B] by kind of targets.
+
+    Cross entropy for classes [B], pixels [B, ...] and tokens [B, T], else squared errors.
 
     Args:
         outputs: of the model: scores [B, K], [B, K, ...] or [B, T, V], or numbers of the targets' shape.

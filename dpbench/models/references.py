@@ -1,4 +1,4 @@
-"""References to models, checked without torch. Their forms: `dpbench.models`."""
+"""Checks references to models without torch. For their forms see `dpbench.models`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def split_reference(ref: str) -> tuple[str, str]:
 
 
 def split_builtin(ref: str) -> tuple[str, dict[str, bool]]:
-    """(name, options) of a built-in. All but cnn, which has no ReLU, know ``in_place``: whether their ReLUs work so.
+    """(name, options) of a built-in. All but cnn, which has no ReLU, take ``in_place``: whether ReLUs work in place.
 
     Args:
         ref: of a built-in model.
@@ -74,16 +74,16 @@ def split_builtin(ref: str) -> tuple[str, dict[str, bool]]:
 
 
 def validate_reference(ref: str) -> None:
-    """Check what can be checked of a reference without torch: the built-in, the scheme, the file, the form of options.
+    """Check a reference as far as possible without torch: the built-in, the scheme, the file, the form of options.
 
-    Whether timm, torchvision or transformers know the name and the options, and whether the file has such a function,
-    shows when the model is built (`dpbench.models.loading.load_workload`).
+    Building the model (`dpbench.models.loading.load_workload`) checks whether timm, torchvision or transformers know
+    the name and the options, and whether the file has such a function.
 
     Args:
         ref: of a model.
 
     Raises:
-        UsageError: with the nearest known name where there is one.
+        UsageError: with the nearest known name, if any.
     """
     scheme, name = split_reference(ref)
     if scheme == "file":

@@ -2,12 +2,13 @@
 
 ResNet-18 to -152: He et al. 2016, arXiv:1512.03385; stages of 64, 128, 256, 512 channels, stride 2 at the 3x3.
 WRN-16-4: Zagoruyko & Komodakis 2016, arXiv:1605.07146, pre-activation; the size that De et al. 2022 (arXiv:2204.13650)
-train with DP-SGD on CIFAR-10. They add weight standardisation, which is left out here.
-ResNeXt-29 32x4d: Xie et al. 2017, arXiv:1611.05431, three stages, 3x3 convolutions in 32 groups; 32x4d and not the
-paper's 8x64d, which needs seven times the parameters to say the same about grouped convolutions.
+train with DP-SGD on CIFAR-10, here without their weight standardisation.
+ResNeXt-29 32x4d: Xie et al. 2017, arXiv:1611.05431, three stages, 3x3 convolutions in 32 groups; 32x4d rather than the
+paper's 8x64d, which needs seven times the parameters for the same grouped convolutions.
 
-Every ReLU works in place, as in torchvision and timm, unless `in_place` is False. It is a module, for libraries whose
-backward hooks forbid that to switch it off; a sum (`out + shortcut`) could not be, and makes a new tensor.
+Every ReLU works in place, as in torchvision and timm, unless `in_place` is False. Libraries with backward hooks that
+forbid in-place operations can switch it off since it is a module. They could not for a sum, so `out + shortcut`
+allocates a new tensor.
 """
 
 from __future__ import annotations
@@ -140,65 +141,37 @@ def _resnet(
 
 
 def resnet18(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """11,173,962 parameters with ten classes. Every image_size will do, here and below.
-
-    Args:
-        num_classes, image_size, in_place: logits; S, in pixels; whether ReLUs work in place.
-    """
+    """11,173,962 parameters with ten classes. Any image size works, also for the other networks here."""
     return _resnet(BasicBlock, (2, 2, 2, 2), num_classes, in_place)
 
 
 def resnet34(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """21,282,122 parameters with ten classes.
-
-    Args:
-        num_classes, image_size, in_place: as those of `resnet18`.
-    """
+    """21,282,122 parameters with ten classes."""
     return _resnet(BasicBlock, (3, 4, 6, 3), num_classes, in_place)
 
 
 def resnet50(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """23,520,842 parameters with ten classes.
-
-    Args:
-        num_classes, image_size, in_place: as those of `resnet18`.
-    """
+    """23,520,842 parameters with ten classes."""
     return _resnet(Bottleneck, (3, 4, 6, 3), num_classes, in_place)
 
 
 def resnet101(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """42,512,970 parameters with ten classes.
-
-    Args:
-        num_classes, image_size, in_place: as those of `resnet18`.
-    """
+    """42,512,970 parameters with ten classes."""
     return _resnet(Bottleneck, (3, 4, 23, 3), num_classes, in_place)
 
 
 def resnet152(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """58,156,618 parameters with ten classes.
-
-    Args:
-        num_classes, image_size, in_place: as those of `resnet18`.
-    """
+    """58,156,618 parameters with ten classes."""
     return _resnet(Bottleneck, (3, 8, 36, 3), num_classes, in_place)
 
 
 def wide_resnet(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> WideResNet:
-    """WRN-16-4.
-
-    Args:
-        num_classes, image_size, in_place: as those of `resnet18`.
-    """
+    """WRN-16-4."""
     return WideResNet(16, 4, num_classes, in_place)
 
 
 def resnext(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """ResNeXt-29 32x4d: widths 128, 256, 512 in 32 groups, doubled by the last 1x1 convolution.
-
-    Args:
-        num_classes, image_size, in_place: as those of `resnet18`.
-    """
+    """ResNeXt-29 32x4d: widths 128, 256, 512 in 32 groups, doubled by the last 1x1 convolution."""
 
     def block(inputs: int, width: int, stride: int, in_place: bool) -> Bottleneck:
         return Bottleneck(inputs, width, stride, in_place, expansion=2, groups=32)

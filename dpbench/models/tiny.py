@@ -1,21 +1,25 @@
-"""Models of transformers made small: ``tiny:HEAD/TYPE``, every model type under every head that a person trains.
+"""Small models of transformers: ``tiny:HEAD/TYPE``, every model type under every common training head.
 
-A type's default configuration is shrunk by one rule (`shrunk`): each field of a known name gets a small value, in the
-configurations within it too, and a few types whose fields have to fit each other say how (`FITTING`). Random weights,
-no download. What cannot be built so, or does not take a batch, is a `ModelError` with the reason.
-TYPE may be followed by options, fields of the configuration: ``tiny:causal/mixtral?experts_implementation=eager``.
+One rule (`shrunk`) shrinks a type's default configuration: each field of a known name gets a small value, also in
+nested configurations; a few types with interdependent fields have entries in `FITTING`. Random weights, no download. A
+model that does not build, or does not accept a batch, is a `ModelError` with the reason. TYPE may be followed by
+options, fields of the configuration: ``tiny:causal/mixtral?experts_implementation=eager``.
 
 ========  ==================================================  =================================================
 `HEAD`    inputs                                              loss of a sample
 ========  ==================================================  =================================================
 causal    tokens [B, 16]                                      mean cross entropy of the next token
 masked    tokens [B, 16]                                      mean cross entropy of a token at each place
-sequence  tokens [B, 16], the last one the mark of the end    cross entropy of 5 classes
-seq2seq   tokens [B, 16] and the decoder's, as many           mean cross entropy of a token at each place
+sequence  tokens [B, 16], the last one the end token          cross entropy of 5 classes
+seq2seq   tokens [B, 16] for encoder and decoder each         mean cross entropy of a token at each place
 image     pixels [B, channels, 64, 64]                        cross entropy of 5 classes
 audio     wave [B, 4000] or spectrum                          cross entropy of 5 classes
 ctc       the same                                            `torch.nn.functional.ctc_loss` of two labels
 ========  ==================================================  =================================================
+
+Functions take:
+    head: one of `HEADS`.
+    model: of transformers.
 """
 
 from __future__ import annotations
@@ -49,19 +53,19 @@ from dpbench.models.workload import ModelError, Workload
 
 MAX_PARAMETERS = 120_000_000
 END = 2
-"""The mark of the end, as `dpbench.models.tiny_config.marks` sets it."""
+"""The end token, as `dpbench.models.tiny_config.marks` sets it."""
 OF_TOKENS = ("causal", "masked", "seq2seq")
 
 
 def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload:
-    """The model and its batches, of HEAD/TYPE. `num_classes` and `image_size` are its own.
+    """The model and its batches for HEAD/TYPE.
 
     Args:
         reference: HEAD/TYPE?options.
-        num_classes, image_size: not looked at.
+        num_classes, image_size: ignored; tiny models have their own.
 
     Raises:
-        ModelError: transformers is missing, no such head or type, it does not build, or does not take a batch.
+        ModelError: transformers is missing, no such head or type, it does not build, or does not accept a batch.
     """
     del num_classes, image_size
     with needs("transformers"):
@@ -93,15 +97,13 @@ def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload
 
 
 def taken(reference: str, head: str, model: nn.Module) -> Callable[[int], tuple[Any, Any]]:
-    """batch(B) of the first form of inputs that the model takes.
+    """batch(B) with the first form of inputs that the model accepts.
 
     Args:
         reference: of the model, for the error.
-        head: one of `HEADS`.
-        model: to be tried.
 
     Raises:
-        ModelError: it takes none; the reason is that of the first form.
+        ModelError: it accepts none; the reason is that of the first form.
     """
     reasons: list[str] = []
     for inputs in forms(head, model):
@@ -127,12 +129,7 @@ Inputs = Callable[[int, torch.Generator], dict[str, Tensor]]
 
 
 def forms(head: str, model: nn.Module) -> Iterator[Inputs]:
-    """The forms that a model's inputs may have, the likeliest first.
-
-    Args:
-        head: one of `HEADS`.
-        model: of transformers.
-    """
+    """Possible forms of a model's inputs, the likeliest first."""
     if head == "image":
         yield from of_images(model)
     elif head in ("audio", "ctc"):
@@ -142,12 +139,7 @@ def forms(head: str, model: nn.Module) -> Iterator[Inputs]:
 
 
 def of_text(head: str, model: nn.Module) -> Inputs:
-    """Tokens; the last one is the mark of the end where a label is read from it, and the decoder has as many.
-
-    Args:
-        head: one of `HEADS`.
-        model: of transformers.
-    """
+    """Tokens; if a label is read from the last one, it is the end token; the decoder gets as many."""
     name = "input_ids" if "input_ids" in parameters_of(model) else "inputs"
 
     def inputs(b: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -162,11 +154,7 @@ def of_text(head: str, model: nn.Module) -> Inputs:
 
 
 def of_images(model: nn.Module) -> Iterator[Inputs]:
-    """Pixels; patches, where a model cuts none itself; or a token for each pixel.
-
-    Args:
-        model: of transformers.
-    """
+    """Pixels; patches, for models that do not cut them; or a token for each pixel."""
     taken: Any = parameters_of(model)
     vision = getattr(model.config, "vision_config", model.config)
     name = next((name for name in ("pixel_values", "inputs") if name in taken), "input_ids")
@@ -187,11 +175,7 @@ def of_images(model: nn.Module) -> Iterator[Inputs]:
 
 
 def of_sound(model: nn.Module) -> Iterator[Inputs]:
-    """A wave, or a spectrum in one of three shapes.
-
-    Args:
-        model: of transformers.
-    """
+    """A wave, or a spectrum in one of three shapes."""
     config: Any = model.config
     name = str(model.main_input_name)
     bands = getattr(config, "num_mel_bins", getattr(getattr(config, "encoder_config", config), "num_mel_bins", 80))
@@ -214,29 +198,24 @@ def noise(name: str, *shape: int) -> Inputs:
 
 
 def tokens(b: int, generator: torch.Generator) -> Tensor:
-    """[b, LENGTH], none of them a mark.
+    """Ids [b, LENGTH] without special tokens.
 
     Args:
-        b: how many sequences.
+        b: number of sequences.
         generator: of the ids.
     """
     return torch.randint(FIRST_TOKEN, VOCABULARY, (b, LENGTH), generator=generator)
 
 
 def parameters_of(model: nn.Module) -> Container[str]:
-    """The names of what its forward takes.
-
-    Args:
-        model: any module.
-    """
+    """The argument names of its forward method."""
     return inspect.signature(model.forward).parameters
 
 
 def targets(head: str, batch_size: int, generator: torch.Generator) -> Tensor:
-    """Tokens [B, T], labels [B] of `CLASSES`, or two labels [B, 2] that a blank (0) is not among.
+    """Tokens [B, T], labels [B] of `CLASSES`, or two labels [B, 2] without the blank (0).
 
     Args:
-        head: one of `HEADS`.
         batch_size: B.
         generator: of the labels.
     """
@@ -248,9 +227,5 @@ def targets(head: str, batch_size: int, generator: torch.Generator) -> Tensor:
 
 
 def loss_of(head: str) -> Callable[[Any, Any], Tensor]:
-    """loss_fn(outputs, targets) -> [B] of the head; see the module's docstring.
-
-    Args:
-        head: one of `HEADS`.
-    """
+    """loss_fn(outputs, targets) -> [B] of the head; see the module's docstring."""
     return token_loss if head in OF_TOKENS else alignment_loss if head == "ctc" else classification_loss

@@ -1,8 +1,11 @@
-"""The rule by which a configuration of transformers is made small, whatever its type. No torch here.
+"""Shrinks any transformers configuration by one rule. Imports no torch.
 
-Each field of a known name gets a small value (`SMALL`), in the configurations within it too; lists of widths are
-divided, those of depths become ones; marks that a small vocabulary does not hold move below it. A few types whose
-fields have to fit each other say how (`FITTING`).
+Each field of a known name gets a small value (`SMALL`), also in nested configurations; lists of widths are divided,
+lists of depths become ones, and special tokens beyond a small vocabulary move into it. A few types with interdependent
+fields have entries in `FITTING`.
+
+Functions take:
+    default: a configuration of transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-#: Head -> what `transformers.models.auto.modeling_auto` calls its mapping of model types, and the class that builds.
+#: Head -> the name of its mapping of model types in `transformers.models.auto.modeling_auto`, and the auto class.
 HEADS = {
     "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
     "masked": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
@@ -23,7 +26,7 @@ HEADS = {
 LENGTH, CLASSES, IMAGE, WAVE, FRAMES = 16, 5, 64, 4000, 64
 VOCABULARY = 99
 FIRST_TOKEN = 10
-"""Tokens of a batch begin here: below are the marks, of padding, of an image's place and so on."""
+"""The first ordinary token; special tokens (padding, an image's place, ...) are below."""
 
 _SMALL = (
     (
@@ -107,10 +110,10 @@ _SMALL = (
     (FRAMES, "max_length"),
 )
 SMALL: dict[str, Any] = {name: value for value, names in _SMALL for name in names.split()}
-"""Field of a configuration -> its value. Where a configuration has no such number it is passed over."""
+"""Field of a configuration -> its value; ignored if the configuration has no such number."""
 
 NEEDED = ("vocab_size", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "num_key_value_heads")
-"""Fields that are set even where the default is None, which no model can be built from."""
+"""Fields that are set even if the default is None, since no model builds from None."""
 
 WIDTHS = (
     "hidden_sizes",
@@ -140,7 +143,7 @@ HYBRID = {
     "attention_hidden_size": 64,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-#: Type -> fields that have to fit each other, or that are lists of another kind.
+#: Type -> fields that depend on each other, or lists of another kind.
 FITTING: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "bit": {"num_groups": 4},
@@ -192,21 +195,16 @@ FITTING: dict[str, dict[str, Any]] = {
 
 
 def shrunk(default: Any, **fixed: Any) -> Any:
-    """The configuration of the same type with small fields; `fixed` ones as they are given.
+    """The configuration of the same type with small fields.
 
     Args:
-        default: a configuration of transformers.
-        fixed: field -> value.
+        fixed: field -> value, used as given.
     """
     return type(default)(**changes(default) | fixed)
 
 
 def changes(default: Any) -> dict[str, Any]:
-    """What differs from `default`: field -> value.
-
-    Args:
-        default: a configuration of transformers.
-    """
+    """Changes to `default`: field -> value."""
     from transformers.configuration_utils import PreTrainedConfig
 
     fields = vars(default)
@@ -230,7 +228,7 @@ def changes(default: Any) -> dict[str, Any]:
 
 
 def divided(widths: Sequence[int]) -> list[int]:
-    """Widths in the same proportion, multiples of 8 and the smallest at least 16, where they allow it.
+    """Widths in the same proportion, as multiples of 8 with the smallest at least 16, if possible.
 
     Args:
         widths: of the stages of a model.
@@ -241,11 +239,7 @@ def divided(widths: Sequence[int]) -> list[int]:
 
 
 def marks(default: Any) -> dict[str, Any]:
-    """Padding, beginning, end: 0, 1, 2; every other mark from 3 on, below `FIRST_TOKEN`.
-
-    Args:
-        default: a configuration of transformers.
-    """
+    """Special tokens: padding, begin, end are 0, 1, 2; the others follow from 3 on, below `FIRST_TOKEN`."""
     usual = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     found = {key: value for key, value in usual.items() if hasattr(default, key)}
     others = [k for k, v in vars(default).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)]

@@ -1,8 +1,8 @@
 """VGG (Simonyan & Zisserman 2015, arXiv:1409.1556) in its CIFAR form: the convolutions, and one linear layer.
 
-As in the networks that arXiv:2205.10683 measures: 3x3 convolutions with bias, a norm after each (GroupNorm here), five
-max pools, which bring 32x32 to 1x1, and one Linear(512, num_classes) where VGG has three large ones. Every ReLU works
-in place, as in torchvision, unless `in_place` is False.
+As in the networks of arXiv:2205.10683: 3x3 convolutions with bias, a norm after each (GroupNorm here), five max pools,
+which reduce 32x32 to 1x1, and one Linear(512, num_classes) in place of VGG's three large ones. Every ReLU works in
+place, as in torchvision, unless `in_place` is False.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTHS = (64, 128, 256, 512, 512)
 
 
 class VGG(nn.Module):
-    """Images [B, 3, S, S] with S >= 32 -> logits [B, num_classes]; what is larger than 1x1 at the end is averaged."""
+    """Images [B, 3, S, S] with S >= 32 -> logits [B, num_classes]; final features larger than 1x1 are averaged."""
 
     def __init__(self, depths: tuple[int, ...], num_classes: int, in_place: bool = True) -> None:
         super().__init__()
@@ -42,36 +42,20 @@ def _vgg(name: str, depths: tuple[int, ...], num_classes: int, image_size: int, 
 
 
 def vgg11(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
-    """Configuration A: 8 convolutions.
-
-    Args:
-        num_classes, image_size, in_place: logits; S, in pixels; whether ReLUs work in place.
-    """
+    """Configuration A: 8 convolutions."""
     return _vgg("vgg11", (1, 1, 2, 2, 2), num_classes, image_size, in_place)
 
 
 def vgg13(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
-    """Configuration B: 10 convolutions.
-
-    Args:
-        num_classes, image_size, in_place: as those of `vgg11`.
-    """
+    """Configuration B: 10 convolutions."""
     return _vgg("vgg13", (2, 2, 2, 2, 2), num_classes, image_size, in_place)
 
 
 def vgg16(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
-    """Configuration D: 13 convolutions.
-
-    Args:
-        num_classes, image_size, in_place: as those of `vgg11`.
-    """
+    """Configuration D: 13 convolutions."""
     return _vgg("vgg16", (2, 2, 3, 3, 3), num_classes, image_size, in_place)
 
 
 def vgg19(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
-    """Configuration E: 16 convolutions.
-
-    Args:
-        num_classes, image_size, in_place: as those of `vgg11`.
-    """
+    """Configuration E: 16 convolutions."""
     return _vgg("vgg19", (2, 2, 4, 4, 4), num_classes, image_size, in_place)

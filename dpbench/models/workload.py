@@ -1,4 +1,4 @@
-"""What a reference to a model gives: a workload, or why there is none. No torch here."""
+"""The result of loading a model: a `Workload`, or a `ModelError`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class ModelError(UsageError, ValueError):
-    """A reference names a model that cannot be built, or not in the size asked for. One line."""
+    """A model of a reference cannot be built, or not in the requested size. One line."""
 
 
 @dataclass
 class Workload:
-    """What a training step is measured on.
+    """The model, loss and data of a training step.
 
     model: in train mode, its parameters on `device` in `dtype`.
     loss_fn: (outputs, targets) -> losses [B], no reduction over samples.
