@@ -1,28 +1,29 @@
-"""Is a clipping backend exact? Problems as data, run on any subclass of `clipping.Backend`, a person's own among them.
+"""Checks whether a clipping backend is exact, by small problems that run on any subclass of `clipping.Backend`.
 
     from dpbench.conformance.suite import conformance
     for verdict in conformance(Mine):
         print(verdict.case, verdict.result)          # exact | refuses | wrong
 
-Four kinds of cases. *Models*: small networks, each with a habit that some library has got wrong in silence; norms,
-sums and losses beside the microbatch oracle, in float64 within 1e-9 and again in float32. *Clipping functions*: exact
-with each, and the black-box property that privacy rests on, that removing a sample moves the sum by the sensitivity at
-the most. *The contract*: batches of one sample, none, equal norms, a zero gradient, changing sizes; a loss shaped
-[B, 1]; half precision; the model left as it was found. *Refusals*: reads of parameters that most backends cannot see,
-and samples that mix; right is the oracle's answer or a refusal.
+There are four kinds of cases. *Models*: small networks, each with a trait for which some library has silently computed
+wrong results; norms, sums and losses are compared with the microbatch oracle, in float64 within 1e-9 and again in
+float32. *Clipping functions*: exact with each, and the property that privacy rests on: removing a sample moves the sum
+by at most the sensitivity. *The contract*: batches of one sample, none, equal norms, a zero gradient, changing sizes; a
+loss shaped [B, 1]; half precision; an unchanged model. *Refusals*: reads of parameters that most backends cannot see,
+and samples that mix; a backend must give the oracle's result or refuse.
 
-Verification is off: what is judged is what a backend says, not whether it is found out. It is on where
-samples mix, for to look for that is the interface's part. Not in here, for it is no backend's affair: noise, its scale,
-and the division by the nominal batch size.
+Verification is off, so the backend's own result is judged. It is on for samples that mix, which the interface must
+detect. Noise, its scale, and the division by the nominal batch size are not tested: no backend computes them.
 
 This module is for the parent process, and imports no torch.
 
 Functions take:
     backend: a subclass of `clipping.Backend`, or its name.
-    device: "cpu" or "cuda", where models and batches are put.
+    device: "cpu" or "cuda", for models and batches.
     setup: (model, inputs, targets, loss_fn), of one case.
     clip: norms [B] -> factors [B], or the name of such a function.
-    numbers: what the numbers of a dtype can hold, as `torch.finfo` says it.
+    numbers: `torch.finfo` of the dtype.
+    seed: of random numbers.
+    positions, channels: T and p, of weights [1, T, p].
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Problems as data: small models in float64, a batch and a loss each, on which every backend is held to the oracle."""
+"""Problems as data: small models in float64, each with a batch and a loss, to compare backends with the oracle."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def squared_error(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def images(*layers: nn.Module, size: tuple[int, ...] = (4, 6, 6), batch: int = BATCH) -> Any:
-    """A stack of layers over random images, squared error to a random target: any output shape will do.
+    """A stack of layers over random images, with squared error to a random target; the output may have any shape.
 
     Args:
         layers: of the model, in order.
@@ -90,7 +90,7 @@ def images(*layers: nn.Module, size: tuple[int, ...] = (4, 6, 6), batch: int = B
 
 
 def conv(*args: Any, size: tuple[int, ...] = (4, 6, 6), dims: int = 2, **kwargs: Any) -> Callable[[], Any]:
-    """A convolution over random images, with a tanh behind it.
+    """A convolution over random images, followed by tanh.
 
     Args:
         args, kwargs: of the layer.
@@ -102,11 +102,11 @@ def conv(*args: Any, size: tuple[int, ...] = (4, 6, 6), dims: int = 2, **kwargs:
 
 
 def bag(mode: str, padding_idx: int | None = None) -> Any:
-    """An embedding bag and a linear layer; an id twice in every sample, and id 3.
+    """An embedding bag and a linear layer; one id twice in every sample, and id 3.
 
     Args:
         mode: "sum", "mean" or "max".
-        padding_idx: the id that counts for nothing, or None.
+        padding_idx: the id to ignore, or None.
     """
     model = nn.Sequential(nn.EmbeddingBag(7, 4, mode=mode, padding_idx=padding_idx), nn.Linear(4, 5)).double()
     ids = torch.randint(0, 7, (BATCH, 6))
@@ -115,7 +115,7 @@ def bag(mode: str, padding_idx: int | None = None) -> Any:
 
 
 def tokens(model: nn.Module, classes: int) -> Any:
-    """A model over ids [B, 6], one of them twice in every sample.
+    """A model over ids [B, 6], with one id twice in every sample.
 
     Args:
         model: from ids to logits [B, 6, classes].
@@ -144,7 +144,7 @@ def two_inputs(as_dict: bool) -> Any:
 
 
 def linear(*shape: int, bias: bool = True) -> Callable[[], Any]:
-    """A linear layer over random vectors, with a tanh behind it.
+    """A linear layer over random vectors, followed by tanh.
 
     Args:
         shape: of a sample; the last number is the layer's inputs.
@@ -154,7 +154,7 @@ def linear(*shape: int, bias: bool = True) -> Callable[[], Any]:
 
 
 def frozen(bias_only: bool) -> Any:
-    """A small network of which some parameters are frozen.
+    """A small network with some frozen parameters.
 
     Args:
         bias_only: train the biases alone; else all but the first layer.
@@ -171,13 +171,13 @@ def embedding_bag_of_words(padding_idx: int | None) -> Any:
     """An embedding and a linear layer over the same ids as `tokens`.
 
     Args:
-        padding_idx: the id that counts for nothing, or None.
+        padding_idx: the id to ignore, or None.
     """
     return tokens(nn.Sequential(nn.Embedding(7, 4, padding_idx=padding_idx), nn.Linear(4, 5)), 5)
 
 
 def as_many_positions() -> Any:
-    """T = B: shapes alone do not say which of the two a dimension is."""
+    """T = B: shapes alone do not tell the two dimensions apart."""
     model, _, _, loss = tokens(nn.Sequential(Positions(), nn.Linear(4, 5)), 5)
     return model, torch.randint(0, 7, (BATCH, BATCH)), torch.randint(0, 5, (BATCH, BATCH)), loss
 
@@ -189,14 +189,14 @@ def one_id() -> Any:
 
 
 def bags() -> Any:
-    """EmbeddingBag over ids one after the other, with offsets; one bag is empty, padding is left out of the mean."""
+    """EmbeddingBag over concatenated ids, with offsets; one bag is empty, and the mean ignores padding."""
     ids = torch.randint(0, 7, (BATCH, 4))
     ids[1, 2:], ids[3] = -1, -1
     return FlatBags().double(), ids, torch.randn(BATCH, 3).double(), squared_error
 
 
 def ragged() -> Any:
-    """Sequences of different lengths, padded with token 0; padded positions enter no loss."""
+    """Sequences of different lengths, padded with token 0; the loss ignores padded positions."""
     lengths = torch.tensor([6, 1, 4, 2, 5])
     inside = torch.arange(6) < lengths[:, None]
     model, ids, targets, loss = tokens(nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 5)), 5)

@@ -1,6 +1,6 @@
-"""Cases that are about the interface and not about a model: clipping functions, batches, precision, side effects.
+"""Cases for the interface: clipping functions, batches, precision, side effects.
 
-Each is a `Check` over one small network of convolution, normalisation and linear layer.
+Each is a `Check` on one small network of convolution, normalisation and linear layer.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ CLIPPING: dict[str, ClipFunction] = {
 }
 
 HALF = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""How far norms of a model in this precision may be from those in float64, relative to each."""
+"""Largest relative error of each norm of a model in this precision, compared with float64."""
 
 SMALLEST_OVERFLOW = 256.0
-"""The square of a norm above it is infinite in float16."""
+"""The square of a larger norm is infinite in float16."""
 
 
 def median(setup: Setup) -> float:
@@ -62,31 +62,30 @@ def median(setup: Setup) -> float:
 
 
 def network(device: str, batch: int = 5) -> Setup:
-    """Five samples, squared error.
+    """A small network on five samples, with squared error.
 
     Args:
-        device: "cpu" or "cuda".
-        batch: how many samples.
+        batch: number of samples.
     """
     layers = (nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
     return placed(images(*layers, batch=batch), device)
 
 
 def classifier(device: str) -> Setup:
-    """Five samples, cross entropy."""
+    """The network on five samples, with cross entropy."""
     model, x, _, _ = network(device)
     return model, x, torch.tensor([0, 1, 2, 1, 0], device=device), cross_entropy
 
 
 def clipping_function(clip: ClipFunction, backend: type[Backend], device: str) -> Measured:
-    """Exact with it."""
+    """The backend is exact with this clipping function."""
     setup = network(device)
     out, coverage = answered(backend, setup, clip)
     return Measured(hold(out, oracle(setup, clip), TOLERANCE), coverage)
 
 
 def sensitivity(clip: ClipFunction, backend: type[Backend], device: str) -> Measured:
-    """Removing any one sample moves the sum by `clip.sensitivity` at the most: nothing here knows how."""
+    """Removing any one sample moves the sum by at most `clip.sensitivity`, tested as a black box."""
     model, x, y, loss = network(device)
     x[0] *= 100
     with opened(backend, model, loss, clip) as b:
@@ -107,7 +106,7 @@ def one_sample(backend: type[Backend], device: str) -> Measured:
 
 
 def tied_norms(backend: type[Backend], device: str) -> Measured:
-    """Two samples twice each, and C equal to the norm of two of them: the edge of min(1, C/‖g‖)."""
+    """Two samples twice each, and C equal to the norm of one: the edge of min(1, C/‖g‖)."""
     model, x, y, loss = classifier(device)
     setup = model, x[[0, 1, 1, 0]], y[[0, 1, 1, 0]], loss
     norms = oracle(setup, Flat(1.0)).norms
@@ -116,7 +115,7 @@ def tied_norms(backend: type[Backend], device: str) -> Measured:
 
 
 def zero_gradient(backend: type[Backend], device: str) -> Measured:
-    """A sample whose loss and gradient are exactly zero (cross entropy's ignore_index): 0/0 must not come near it."""
+    """A sample with zero loss and gradient (cross entropy's ignore_index): no 0/0 may occur."""
     setup = classifier(device)
     clip = Flat(median(setup))
     setup[2][2] = -100
@@ -128,7 +127,7 @@ def zero_gradient(backend: type[Backend], device: str) -> Measured:
 
 
 def empty(backend: type[Backend], device: str) -> Measured:
-    """No sample at all, as Poisson sampling may draw: zeros, and no NaN."""
+    """An empty batch, as from Poisson sampling, gives zeros, and no NaN."""
     model, x, y, loss = classifier(device)
     out, _ = answered(backend, (model, x[:0], y[:0], loss), Flat(1.0))
     if out.norms is None or out.norms.shape != (0,) or out.losses.shape != (0,):
@@ -140,7 +139,7 @@ def empty(backend: type[Backend], device: str) -> Measured:
 
 
 def changing_sizes(backend: type[Backend], device: str) -> Measured:
-    """One open backend, batches of every size and of the same size with other samples: no state reaches the next."""
+    """Batches of every size, and of one size with other samples, on one open backend: no state remains."""
     model, x, y, loss = network(device, batch=6)
     clip = Flat(median((model, x, y, loss)))
     agreement, coverage = NONE, dict[str, float]()
@@ -156,13 +155,10 @@ def changing_sizes(backend: type[Backend], device: str) -> Measured:
 
 
 def changing_path(at_first: bool, backend: type[Backend], device: str) -> Measured:
-    """A layer that one of two steps leaves out has no norm in that one, whatever its norm was before, and one in the
-    other, though it may not have been there at first.
+    """A layer has a norm only in the step that uses it, whichever of two steps that is.
 
     Args:
-        at_first: whether it is the first of the two steps that leaves the layer out.
-        backend: a subclass of `clipping.Backend`.
-        device: "cpu" or "cuda".
+        at_first: whether the first step leaves the layer out, else the second.
     """
     skipping = Skipping().double()
     x, y = torch.randn(5, 6).double(), torch.tensor([0, 1, 2, 0, 1])
@@ -177,7 +173,7 @@ def changing_path(at_first: bool, backend: type[Backend], device: str) -> Measur
 
 
 def column_of_losses(backend: type[Backend], device: str) -> Measured:
-    """A loss shaped [B, 1] broadcasts against factors [B] into [B, B]: a ValueError, or UnsupportedModel."""
+    """A loss shaped [B, 1] would broadcast against factors [B] to [B, B]: raises ValueError or UnsupportedModel."""
     model, x, y, loss = classifier(device)
     try:
         with opened(backend, model, lambda outputs, targets: loss(outputs, targets)[:, None], Flat(1.0)) as b:
@@ -192,8 +188,6 @@ def precision(dtype: torch.dtype, backend: type[Backend], device: str) -> Measur
 
     Args:
         dtype: of the model.
-        backend: a subclass of `clipping.Backend`.
-        device: "cpu" or "cuda".
     """
     setup = network(device)
     exact = oracle(setup, Flat(0.5))
@@ -202,8 +196,8 @@ def precision(dtype: torch.dtype, backend: type[Backend], device: str) -> Measur
 
 
 def overflow(backend: type[Backend], device: str) -> Measured:
-    """Gradients in float16 whose squares, and whose norm's square, float16 cannot hold."""
-    # 8 positions of 300 each: every entry fits into float16, no square of one does
+    """Gradients in float16 with squares, and a squared norm, beyond float16."""
+    # 8 positions of 300 each: every entry fits in float16, its square does not
     model = nn.Linear(16, 8).double()
     x, y = torch.randn(5, 16).double(), torch.zeros(5, 8).double()
     setup: Setup = (model, x, y, lambda outputs, targets: (outputs - targets).sum(1) * 300)
@@ -215,7 +209,7 @@ def overflow(backend: type[Backend], device: str) -> Measured:
 
 
 def leaves_the_model(backend: type[Backend], device: str) -> Measured:
-    """Nothing on parameters, modules or the batch has changed, open or closed; `.grad` is the caller's."""
+    """Parameters, modules and the batch are unchanged, while open and after closing; `.grad` stays the caller's."""
     model, x, _, _ = images(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
     y = torch.tensor([0, 1, 2, 1, 0])
     model, x, y, loss = placed((model, x, y, cross_entropy), device)
@@ -299,4 +293,4 @@ CHECKS: dict[str, Check] = {
     "norms beyond float16": overflow,
     "the model left as it was": leaves_the_model,
 }
-"""Name -> check; the exactness of models is in `dpbench.conformance.cases`."""
+"""Name -> check; `dpbench.conformance.cases` has the models."""

@@ -1,8 +1,8 @@
-"""The models that people load, and the trial that asks of one of them which backends are exact on it.
+"""Lists popular models, and defines the trial that finds the backends that are exact on each.
 
-The list is read from the sources of the libraries that are installed, without importing them (and torch with them): the
-functions that timm and torchvision register, and the mappings from model type to class of transformers. Nothing in
-here is a list of models, so that a new version of a library brings its new models along.
+The list comes from the sources of the installed libraries, without importing them (and torch with them): the functions
+that timm and torchvision register, and transformers' mappings from model type to class. This module names no models
+itself, so a new version of a library adds its new models.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dpbench.models.tiny_config import HEADS
 from dpbench.trials import STEP_SOURCES, Trial
 from dpbench.trials.packages import modules_of_backends, required_modules
 
-#: What the table calls the task of image models, and of mixtures of experts: all in one kernel, or one by one.
+#: The table's names for the tasks of image models, and of mixtures of experts: in one kernel, or one by one.
 IMAGES, KERNEL, LOOP = "image classification", "mixture of experts, one kernel", "mixture of experts, in a loop"
-#: Head of `dpbench.models.tiny` -> what the table calls its task.
+#: Head of `dpbench.models.tiny` -> the table's name for its task.
 TASKS = {
     "causal": "causal language model",
     "masked": "masked language model",
@@ -31,29 +31,29 @@ TASKS = {
     "audio": "audio classification",
     "ctc": "speech recognition (CTC)",
 }
-#: After the name of a backend: its steps run as programs (`clipping.program.graphs`), traced.
+#: Suffix of a backend's name: its steps run as traced programs (`clipping.program.graphs`).
 COMPILED = ":compiled"
-#: What can be said of a backend on a model that is built.
+#: Results of a backend on a model that builds.
 STATUSES = ("exact", "refused", "wrong", "crash", "unavailable")
 _FOLDERS = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
 _REGISTERED = re.compile(r"^@register_model\b[^\n]*\n(?:@[^\n]*\n|\)[^\n]*\n|    [^\n]*\n)*def (\w+)\(", re.MULTILINE)
-#: Words in a model's name, from the smallest size to the largest; a name without one stands at the empty place.
+#: Words in a model's name, from the smallest size to the largest; "" stands for names without one.
 _SIZES = (
     *(("test",), ("atto", "nano"), ("femto", "pico"), ("xxs", "xxtiny", "xx"), ("xs",), ("tiny", "ti", "t")),
     *(("mini", "small", "s"), (), ("base", "b"), ("medium", "m"), ("large", "l"), ("xlarge", "xl", "huge", "h")),
     ("giant", "g"),
 )
 _RANK = {word: rank for rank, words in enumerate(_SIZES) for word in words}
-#: Families whose smallest model has more than 80 million parameters, because of its depth.
+#: Families with more than 80 million parameters in the smallest model, because of its depth.
 _SHALLOW = ("beit", "deepseek_vit", "gemma4_vit", "qwen3_vit", "naflexvit", "vision_transformer_sam")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageTrial(Trial):
-    """Each of `backends` on one model, built once: exact, refused, wrong or crashed; or why it is not built.
+    """Runs each of `backends` on one model, built once: exact, refused, wrong or crashed; or why it does not build.
 
-    In float64 where the model can be trained in that, else in float32. The backends verify nothing themselves.
-    `image_size` None: the smallest that the model takes.
+    Uses float64 if the model trains in it, else float32. The backends verify nothing themselves. `image_size` None: the
+    smallest that the model takes.
     """
 
     kind: ClassVar[str] = "coverage"
@@ -69,7 +69,7 @@ class CoverageTrial(Trial):
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
+        object.__setattr__(self, "backends", tuple(self.backends))  # JSON gives a list
 
     @property
     def alone(self) -> bool:
@@ -84,7 +84,7 @@ class CoverageTrial(Trial):
 
 
 def models() -> list[tuple[str, str]]:
-    """(reference, task) of every model of the sweep, of the libraries that are installed."""
+    """(reference, task) of every model of the sweep, for the installed libraries."""
     types, with_experts = list(transformers_types()), set(mixtures())
     return [
         *((f"timm:{name}", IMAGES) for name in timm_names()),
@@ -95,14 +95,14 @@ def models() -> list[tuple[str, str]]:
 
 
 def timm_names() -> Iterator[str]:
-    """The smallest model, by its name, of each of timm's families (modules)."""
+    """The name of the smallest model in each of timm's families (modules)."""
     for path in _sources("timm", "models/*.py"):
         if names := _REGISTERED.findall(path.read_text()):
             yield min(names, key=size_of) + ("?depth=2" if path.stem in _SHALLOW else "")
 
 
 def torchvision_names() -> Iterator[str]:
-    """The smallest classification model, by its name, of each of torchvision's families (modules)."""
+    """The name of the smallest classification model in each of torchvision's families (modules)."""
     for path in _sources("torchvision", "models/*.py"):
         if names := _REGISTERED.findall(path.read_text()):
             yield min(names, key=size_of)
@@ -117,7 +117,7 @@ def transformers_types() -> Iterator[tuple[str, str]]:
 
 
 def mixtures() -> Iterator[tuple[str, str]]:
-    """(head, model type) of the mixtures of experts that can be asked to treat one expert after the other.
+    """(head, model type) of mixtures of experts that have an option to run one expert after the other.
 
     By default these multiply the rows of all experts in one kernel.
     """
@@ -130,7 +130,7 @@ def mixtures() -> Iterator[tuple[str, str]]:
 
 
 def size_of(name: str) -> tuple[int, tuple[int, ...], str]:
-    """What models of a family are ordered by: the word of size in the name, its numbers, the name.
+    """A sort key for models of a family: the size word in the name, its numbers, the name.
 
     Args:
         name: of a model.
@@ -152,7 +152,7 @@ def _literals(path: str, names: set[str]) -> dict[str, Sequence[tuple[str, Any]]
 
 
 def _sources(package: str, pattern: str) -> list[Path]:
-    """The files of an installed package; none if it is not installed."""
+    """The files of an installed package; [] if it is not installed."""
     spec = importlib.util.find_spec(package)
     return (
         sorted(Path(spec.submodule_search_locations[0]).glob(pattern))

@@ -1,4 +1,4 @@
-"""A backend's answer beside the oracle's: what a check measures, and what it raises when the answer is wrong."""
+"""Compares a backend's result with the oracle's: measurements of a check, and the error for a wrong result."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ RESULTS = ("exact", "refuses", "wrong")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a backend makes of a case.
+    """The result of a backend on a case.
 
     Attributes:
         case: its name.
-        result: "exact"; "refuses", by `UnsupportedModel`; or "wrong", also if it raised anything else.
-        norm_error, grad_error: relative, the largest that was measured; None if nothing was.
+        result: "exact"; "refuses", by `UnsupportedModel`; or "wrong", also for any other error.
+        norm_error, grad_error: relative, the largest measured; None if nothing was.
         coverage: shares of the parameters by route, empty if nothing ran.
         reason: why not exact, in one line.
-        raised: an unexpected exception, no wrong number.
+        raised: whether it was an unexpected exception rather than a wrong number.
     """
 
     case: str
@@ -49,14 +49,14 @@ NONE = Agreement(0.0, 0.0, "")
 
 @dataclass(frozen=True)
 class Measured:
-    """How far an answer was off, within tolerance."""
+    """The errors of a result within tolerance."""
 
     agreement: Agreement = NONE
     coverage: dict[str, float] = field(default_factory=dict)
 
 
 class Wrong(Exception):
-    """An answer that is not the right one, in one line; with the errors if there are any."""
+    """A wrong result, in one line; with the errors, if any."""
 
     def __init__(self, said: str, agreement: Agreement | None = None) -> None:
         super().__init__(said)
@@ -68,13 +68,11 @@ Check = Callable[[type[Backend], str], Measured]
 
 
 def judge(name: str, check: Check, backend: type[Backend], device: str = "cpu", seed: int = 0) -> Verdict:
-    """Run one check from a fixed seed; the global random state is left as it was.
+    """Run one check from a fixed seed; restores the global random state.
 
     Args:
         name: of the case.
-        check: what is asked of the backend.
-        backend: a subclass of `clipping.Backend`.
-        device: "cpu" or "cuda".
+        check: to run on the backend.
         seed: of weights and batch.
     """
     with torch.random.fork_rng(devices=[]):
@@ -88,18 +86,16 @@ def judge(name: str, check: Check, backend: type[Backend], device: str = "cpu", 
             if found is None:
                 return Verdict(name, "wrong", reason=str(wrong))
             return Verdict(name, "wrong", found.norm_error, found.grad_error, reason=str(wrong))
-        except Exception as error:  # whatever a backend raises is its own fault, and the other cases go on
+        except Exception as error:  # any error of a backend is its result; the other cases continue
             said = " ".join(f"{type(error).__name__}: {error}".split())
             return Verdict(name, "wrong", reason=f"raises {said}", raised=True)
     return Verdict(name, "exact", measured.agreement.norm_error, measured.agreement.grad_error, measured.coverage)
 
 
 def placed(setup: Setup, device: str, dtype: torch.dtype | None = None) -> Setup:
-    """The same model, batch and loss elsewhere; floating tensors in `dtype` if one is given. The model itself moves.
+    """Move the model, batch and loss to a device; the model itself moves.
 
     Args:
-        setup: of one case.
-        device: "cpu" or "cuda".
         dtype: of floating tensors; None for their own.
     """
 
@@ -112,32 +108,28 @@ def placed(setup: Setup, device: str, dtype: torch.dtype | None = None) -> Setup
 
 
 def opened(backend: type[Backend], model: nn.Module, loss_fn: Any, clip: ClipFunction, verify: bool = False) -> Backend:
-    """The backend, without its own verification if that is not asked for.
+    """Open the backend, by default without its own verification.
 
     Args:
-        backend: a subclass of `clipping.Backend`.
         model: of the case.
         loss_fn: (outputs, targets) -> [B].
-        clip: norms [B] -> factors [B].
         verify: with the backend's own verification.
     """
     return backend(model, loss_fn, clip=clip, verify=verify)
 
 
 def oracle(setup: Setup, clip: ClipFunction, together: int = 1) -> ClippedGradient:
-    """One sample after the other; of a backend that clips means, its own definition.
+    """The result of one sample at a time; for a backend that clips means, by its own definition.
 
     Args:
-        setup: of one case.
-        clip: norms [B] -> factors [B].
-        together: samples whose mean gradient is clipped as one.
+        together: how many samples are averaged before clipping.
     """
     model, inputs, targets, loss_fn = setup
     return definition(model, loss_fn, inputs, targets, clip=clip, together=together)
 
 
 def answered(backend: type[Backend], setup: Setup, clip: ClipFunction) -> tuple[ClippedGradient, dict[str, float]]:
-    """One batch, and the coverage."""
+    """The backend's result on one batch, and the coverage."""
     model, inputs, targets, loss_fn = setup
     with opened(backend, model, loss_fn, clip) as b:
         return b(inputs, targets), dict(b.coverage)
@@ -147,13 +139,13 @@ def hold(out: ClippedGradient, reference: ClippedGradient, tolerance: float, whe
     """The errors of `out`.
 
     Args:
-        out: the backend's answer.
+        out: the backend's result.
         reference: the oracle's.
         tolerance: the largest relative error.
         where: on which batch, in words.
 
     Raises:
-        Wrong: it has another form than the interface says, or an error is above the tolerance, or no number.
+        Wrong: its form violates the interface, or an error is above the tolerance or not a number.
     """
     losses, norms = reference.losses, out.norms
     if norms is None or reference.norms is None or norms.shape != reference.norms.shape:

@@ -1,4 +1,4 @@
-"""Models in miniature for the conformance cases: each has a habit of real models that clipping libraries trip over."""
+"""Small models for the conformance cases, each with a trait of real models that breaks clipping libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """In-place ReLU and in-place residual addition, as real models have them."""
+    """In-place ReLU and in-place residual addition, as in real models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Reused(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model in miniature whose head is its embedding."""
+    """A small language model with tied embedding and head."""
 
     def __init__(self, padding_idx: int | None = None) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class TwoInputs(nn.Module):
 
 
 class ParameterZoo(nn.Module):
-    """Bare parameters as vision transformers use them: class token, positions, LayerScale, a table of biases."""
+    """Bare parameters as in vision transformers: class token, positions, LayerScale, a table of biases."""
 
     def __init__(self, positions: int = 5, in_place: bool = False) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ParameterZoo(nn.Module):
 
 
 class Positions(nn.Module):
-    """Positions from an embedding table at ids without a batch dimension, token types with one."""
+    """Positions from an embedding table by ids without a batch dimension; token types by ids with one."""
 
     def __init__(self, batched: bool = True) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Windows(nn.Module):
 
 
 class Attention(nn.Module):
-    """`nn.MultiheadAttention` of a sequence over itself, or over another one."""
+    """`nn.MultiheadAttention` as self-attention or cross-attention."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Attention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer of torch under a head."""
+    """A recurrent layer of torch with a head."""
 
     def __init__(self, kind: Any, **options: Any) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Recurrent(nn.Module):
 
 
 class Shared(nn.Module):
-    """One layer across depth, its weight read as it is, transposed, and by a slice."""
+    """One layer across depth, with its weight read directly, transposed, and by a slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class LowRank(nn.Module):
 
 
 class Penalised(nn.Module):
-    """The output carries a term of parameters alone."""
+    """Adds a term that depends on parameters alone to the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Penalised(nn.Module):
 
 
 class HeadFirst(nn.Module):
-    """Registered in another order than it runs in: who stops at the first registered layer stops too early."""
+    """Registered in another order than it runs: a backend must not stop at the first registered layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class HeadFirst(nn.Module):
 
 
 class Skipping(nn.Module):
-    """A layer that is left out while `all_of_it` is False, as layer dropping and early exits do."""
+    """Skips a layer while `all_of_it` is False, as layer dropping and early exits do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Encoder(nn.Module):
 
 
 class FlatBags(nn.Module):
-    """An embedding bag whose ids lie in one row, with offsets."""
+    """An embedding bag with all ids in one row, with offsets."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""More habits of real models in miniature, each of which once gave a wrong sum in silence: what models do with their
-parameters beside handing them to layers, and how they lead samples to one another.
+"""More small models with traits of real ones, each of which once gave a silently wrong sum.
 
-Shapes: samples are [4], outputs [B, 3], unless a class says otherwise.
+They use parameters outside of layers, or mix samples. Samples are [4], outputs [B, 3], unless a class says otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 
 class HiddenLeaf(nn.Module):
-    """wav2vec2's way: in training, hidden states are said to require a gradient, whatever below them is trained."""
+    """As in wav2vec2: in training, hidden states are set to require a gradient, whatever is trained below them."""
 
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()
@@ -30,7 +29,7 @@ class HiddenLeaf(nn.Module):
 
 
 class InTraining(nn.Module):
-    """A layer that is used in training alone."""
+    """A layer used only in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class InTraining(nn.Module):
 
 
 class ExpandedLike(nn.Module):
-    """Parameters in the shape of the data, as XLM and FlauBERT make them."""
+    """Parameters expanded to the shape of the data, as in XLM and FlauBERT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ class ExpandedLike(nn.Module):
 
 
 class ChangedBias(nn.Module):
-    """A copy of the bias, a part of which is set to zero before it is used: torchvision's Swin v2."""
+    """Sets a part of a copy of the bias to zero before its use, as in torchvision's Swin v2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +67,7 @@ class ChangedBias(nn.Module):
 
 
 class ChangedProduct(nn.Module):
-    """An einsum of activations and a parameter whose result is changed in place, as in Funnel; [T, 4] to [T, 3]."""
+    """Changes the result of an einsum of activations and a parameter in place, as in Funnel; [T, 4] to [T, 3]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +104,7 @@ class PowerMean(nn.Module):
 
 
 class Fused(torch.autograd.Function):
-    """x wᵀ with a backward pass of its own, as fused layers have it: no hook and no mode sees the parameter."""
+    """x wᵀ with a custom backward pass, as in fused layers: no hook and no mode sees the parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -130,7 +129,7 @@ class FusedBeside(nn.Module):
 
 
 class FusedLater(nn.Module):
-    """A custom function in the place of the layer once `late` is True, as for long sequences."""
+    """A custom function that replaces the layer once `late` is True, as for long sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +141,7 @@ class FusedLater(nn.Module):
 
 
 class Forces(nn.Module):
-    """The derivative of an energy by the input is the output, [4]: the loss's gradient is a second derivative."""
+    """Outputs the derivative of an energy by the input, [4]: the loss's gradient is a second derivative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ class Forces(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Leads samples to one another by `how`, in training alone, once `late` is True."""
+    """Mixes samples by `how`, only in training, once `late` is True."""
 
     def __init__(self, how: Callable[[Tensor], Tensor], late: bool = True) -> None:
         super().__init__()
@@ -180,7 +179,7 @@ class Sorting(nn.Module):
 
 
 def by_statistics(x: Tensor) -> Tensor:
-    """Normalises over the batch.
+    """Normalise over the batch.
 
     Args:
         x: [B, n].
@@ -189,7 +188,7 @@ def by_statistics(x: Tensor) -> Tensor:
 
 
 def by_detached_mean(x: Tensor) -> Tensor:
-    """Centres over the batch, and no gradient shows it.
+    """Centre over the batch, without a trace in the gradient.
 
     Args:
         x: [B, n].
@@ -198,7 +197,7 @@ def by_detached_mean(x: Tensor) -> Tensor:
 
 
 def by_rolling(x: Tensor) -> Tensor:
-    """Adds the row two further on: neither a gradient shows it nor a batch of two.
+    """Add the row two further on; neither a gradient nor a batch of two reveals it.
 
     Args:
         x: [B, n].

@@ -1,9 +1,9 @@
-"""Models that most backends must refuse: right is the oracle's answer or a refusal, and nothing else.
+"""Models that most backends must refuse: only the oracle's result or a refusal is right.
 
-*Hidden reads*: what no hook and no mode sees of a parameter, its share being missing from the norm.
+*Hidden reads*: reads of a parameter that no hook and no mode sees, so its share is missing from the norm.
 
-*Samples that mix*, so that there is no gradient of a sample in the batch; right is that of the sample alone, which few
-can give. Here verification is on, and counts as a refusal: what the interface does for every backend is a part of it.
+*Samples that mix*: a sample has no gradient in the batch. The right result is the gradient of the sample alone, which
+few backends can compute. Verification is on and counts as a refusal, since the interface runs it for every backend.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ from dpbench.conformance.oddities import (
 
 
 def held(make: Callable[[], nn.Module], verify: bool, backend: type[Backend], device: str) -> Measured:
-    """Beside the oracle, one step; and a second one of a model that is not yet `late`.
+    """Compare one step with the oracle, and a second one if the model is not yet `late`.
 
     Args:
         make: a model of samples [4].
-        verify: let the backend verify itself, and take what it finds for a refusal.
-        backend: the class that is judged.
-        device: where it runs.
+        verify: let the backend verify itself, and count its finding as a refusal.
     """
     x = torch.randn(BATCH, 4).double()
-    x[:, 0] = torch.tensor([0.0, 1.0, 4.0, 2.0, 3.0])  # of two samples the order stays, of all it does not
+    x[:, 0] = torch.tensor([0.0, 1.0, 4.0, 2.0, 3.0])  # keeps the order of two samples, but not of all
     model = make().double()
     y = torch.randn(BATCH, model(x).shape[1]).double()
     setup = model, x, y, loss = placed((model, x, y, squared_error), device)

@@ -1,4 +1,4 @@
-"""The scorecard, case × backend: exact, refuses or wrong. No torch, no pandas: lists of texts."""
+"""The scorecard, case × backend: exact, refuses or wrong, as lists of texts. Needs neither torch nor pandas."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-#: status of a row of `dpbench check` -> what the scorecard calls it
+#: status of a row of `dpbench check` -> the scorecard's word
 RESULTS = {"ok": "exact", "unsupported": "refuses", "mismatch": "wrong", "error": "wrong"}
 _STATUS = {"exact": "ok", "refuses": "unsupported", "wrong": "mismatch"}
 
 
 def as_row(backend: str, verdict: Row) -> dict[str, Any]:
-    """A `Verdict`, as its fields, in the form of a row of `dpbench check`: `model` is the name of the case.
+    """The fields of a `Verdict` as a row of `dpbench check`: `model` is the name of the case.
 
     Args:
         backend: its name.
@@ -32,11 +32,11 @@ def as_row(backend: str, verdict: Row) -> dict[str, Any]:
 
 
 def scorecard(rows: Iterable[Row]) -> list[list[str]]:
-    """A header (case, then the backends), a line for each case, and a last one that counts.
+    """A header (case, then the backends), a line for each case, and a last line with counts.
 
     Args:
-        rows: of `dpbench check --conformance`. Cases and backends stand in the order in which they first appear; "-" is
-            a case that a backend was not asked.
+        rows: of `dpbench check --conformance`. Cases and backends are in order of first appearance; "-" marks a case
+            that did not run on a backend.
     """
     results = {(row["model"], row["backend"]): RESULTS[row["status"]] for row in rows}
     cases = list(dict.fromkeys(case for case, _ in results))
@@ -57,7 +57,7 @@ def count(results: Iterable[str]) -> str:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """The scorecard for a person, and under it why a case is not exact.
+    """The scorecard for a person, and under it the reasons why cases are not exact.
 
     Args:
         rows: of `as_row`.

@@ -1,4 +1,8 @@
-"""All cases on one backend, and the table of several."""
+"""Runs all cases on one backend.
+
+Functions take:
+    case: the model.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +22,23 @@ from dpbench.conformance.refusals import REFUSALS
 from dpbench.trials.backend_classes import backend_class
 
 SINGLE = 1e-3
-"""Relative, of a model in float32 beside the oracle in float64: the cases have no activation that jumps."""
+"""Relative error of a model in float32 against the oracle in float64: no case has a discontinuous activation."""
 
 CLIPS: dict[str, Callable[[float], ClipFunction]] = {"flat": Flat, "per layer": PerLayer}
 
 
 def exact_on(case: Case, clip: str, backend: type[Backend], device: str) -> Measured:
-    """Norms, sums and losses beside the oracle: in float64, then the same model in float32. C is the median norm.
+    """Compare norms, sums and losses with the oracle: in float64, then the same model in float32. C is the median norm.
 
     Args:
-        case: which model.
         clip: name of a function in `CLIPS`.
-        backend: a subclass of `clipping.Backend`.
-        device: "cpu" or "cuda".
     """
     setup = placed(case.make(), device)
     function = CLIPS[clip](median(setup))
     reference = oracle(setup, function, backend.together)
     out, coverage = answered(backend, setup, function)
     agreement = hold(out, reference, TOLERANCE)
-    with full_precision(convolutions=True):  # TF32 rounds whatever the method
+    with full_precision(convolutions=True):  # TF32 rounds with every method
         out, _ = answered(backend, placed(setup, device, torch.float32), function)
     hold(out, reference, SINGLE, " in float32")
     return Measured(agreement, coverage)
@@ -46,19 +47,17 @@ def exact_on(case: Case, clip: str, backend: type[Backend], device: str) -> Meas
 def checks(backend: type[Backend] = Backend) -> dict[str, Check]:
     """Name -> check, the models first.
 
-    One that clips the means of several samples is another mechanism: the models, beside its own definition, and none
-    of the checks of what clipping per sample promises.
+    A backend that clips the means of several samples is another mechanism: it gets the models, with its own definition
+    as reference, and none of the checks for per-sample clipping.
     """
     models: dict[str, Check] = {case.name: partial(exact_on, case, "flat") for case in CASES}
     return models | (CHECKS | REFUSALS if backend.together == 1 else {})
 
 
 def conformance(backend: type[Backend], device: str = "cpu", only: Iterable[str] | None = None) -> Iterator[Verdict]:
-    """What the backend makes of every case, one after the other; of some if `only` names them.
+    """Yield the backend's verdict on every case.
 
     Args:
-        backend: a subclass of `clipping.Backend`.
-        device: "cpu" or "cuda".
         only: names of cases; None for all.
     """
     known = checks(backend)
@@ -67,18 +66,12 @@ def conformance(backend: type[Backend], device: str = "cpu", only: Iterable[str]
 
 
 def per_layer(case: Case, backend: type[Backend], device: str = "cpu") -> Verdict:
-    """The same case with each parameter clipped by its own norm; no part of `conformance`, for it doubles the time.
-
-    Args:
-        case: which model.
-        backend: a subclass of `clipping.Backend`.
-        device: "cpu" or "cuda".
-    """
+    """The same case with each parameter clipped by its own norm; excluded from `conformance` to save time."""
     return judge(f"{case.name}, per layer", partial(exact_on, case, "per layer"), backend, device)
 
 
 def run(trial: ConformanceTrial) -> dict[str, Any]:
-    """Body of a `ConformanceTrial`: {"rows": one for each case, with the fields of a `Verdict`}.
+    """Run a `ConformanceTrial`: {"rows": one for each case, with the fields of a `Verdict`}.
 
     Args:
         trial: of one backend.

@@ -1,1 +1,1 @@
-"""Trials in processes of their own: forked from a server that has torch imported, watched, killed, answered for."""
+"""Runs trials in their own processes: forked from a server with torch imported, watched, and killed."""

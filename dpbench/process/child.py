@@ -1,7 +1,7 @@
-"""What happens in a trial's own process, from the fork to its end: run the body, send back one JSON object.
+"""Runs a trial in its own process, from the fork to its end, and returns one JSON object.
 
-The object: ``{"outcome", "evidence", "result"}``. Whatever the body prints goes to a file, whose end is the evidence
-if the process goes away without an answer.
+The object: ``{"outcome", "evidence", "result"}``. The body's printed output goes to a file; its last lines are the
+evidence if the process ends without an answer.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dpbench.trials.line_shapes import flaw_of_result
 from dpbench.trials.outcome import Outcome, classify
 from dpbench.trials.reference import load_object
 
-#: Sent to a trial whose time is up, shortly before it is killed: it writes down where it stands.
+#: Sent to a trial shortly before its time limit kills it: it writes down its stack.
 TELL_WHERE = signal.SIGUSR1
 
 
 def run_in_child(trial: Trial, server: int, answer: int, log: int, inherited: Sequence[int] = ()) -> NoReturn:
     """Run `trial` in this process, just forked from `server`; write its answer to `answer`, all output to `log`.
 
-    Closes the `inherited` descriptors of the server. Never returns into its code, which must not run twice.
+    Closes the `inherited` descriptors of the server. Never returns, since the server's code must not run twice.
 
     Args:
-        trial: to be run.
+        trial: the trial.
         server: the process that forked this one.
         answer, log: descriptors to write to.
         inherited: descriptors to close.
@@ -73,24 +73,24 @@ def _run(trial: Trial) -> str:
         _set_threads(trial)
         result = load_object(trial.body)(trial)
         answer = to_json({"outcome": Outcome.OK, "evidence": None, "result": result})
-        # what cannot be recorded is an error of the body, and so is what no reader of records would take
+        # a result that cannot be recorded or read again is an error of the body
         if (why := flaw_of_result(trial.kind, json.loads(answer)["result"])) is not None:
             raise TypeError(f"what {trial.body} returned is no result of kind {trial.kind!r}: {why}")
         return answer
-    except BaseException as error:  # whatever it is, it ends as a typed record
+    except BaseException as error:  # every error becomes a typed record
         outcome, evidence, kept = classify(error)
         return to_json({"outcome": outcome, "evidence": evidence, "result": kept})
 
 
 def _set_threads(trial: Trial) -> None:
-    """Fix the thread count of CPU operations: all CPUs for a trial that has the machine for itself, else one."""
+    """Fix the thread count of CPU operations: all CPUs for a trial alone on the machine, else one."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(getattr(trial, "threads", None) or (available_cpus() if trial.alone else 1))
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of it, however little a pipe takes at a time.
+    """Write all data, even if a pipe takes little at a time.
 
     Args:
         descriptor: of a file or a pipe.

@@ -1,6 +1,6 @@
-"""What the operating system knows about processes, and no Python module says: who dies with whom, who is left over.
+"""Linux process facilities that Python lacks: parent-death signals, orphans, CPU time, killing sessions.
 
-Linux; elsewhere the guarantees shrink to what process groups give, and nothing fails.
+On other systems only process groups are available, and nothing fails.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ _SWEEPS = 20
 
 
 def die_with_parent(parent: int, signum: int) -> None:
-    """Have the kernel send this process `signum` when the process `parent` ends, however it ends.
+    """Have the kernel send this process `signum` when the process `parent` ends for any reason.
 
     Args:
         parent: its number, taken before the fork.
         signum: a signal.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that none escapes `kill_session`."""
+    """Become the parent of orphaned descendants, so that none escapes `kill_session`."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Ticks of all CPUs of this machine since it started: those that it worked, and those that it was kept from it.
+    """Ticks of all CPUs of this machine since it started: busy, and stolen by the hypervisor for other guests.
 
-    A virtual machine that was ready to run, and had to wait while its hypervisor let others, is told of it as stolen
-    time; the load average is not. Both 0 where the kernel does not say.
+    Stolen time is time in which a virtual machine was ready to run but had to wait; the load average excludes it. Both
+    are 0 if the kernel does not report them.
     """
 
     busy: int = 0
@@ -49,7 +49,7 @@ class CpuTime:
 
     @classmethod
     def now(cls) -> CpuTime:
-        """What all CPUs have had since the machine started; zeros where that is not told."""
+        """The ticks since the machine started; zeros if not reported."""
         try:
             with open("/proc/stat") as file:
                 user, nice, system, _, _, interrupt, soft, stolen = map(int, file.readline().split()[1:9])
@@ -58,7 +58,7 @@ class CpuTime:
         return cls(user + nice + system + interrupt + soft, stolen)
 
     def stolen_since(self, before: CpuTime) -> float | None:
-        """Of the time that there was something to run, the share that others had; None if there was nothing.
+        """The stolen share of the time in which there was work; None without work.
 
         Args:
             before: an earlier time.
@@ -68,7 +68,7 @@ class CpuTime:
 
 
 def busy_cpus(seconds: float = 1.0) -> float:
-    """How many of the CPUs that this process may use work for others now; 0 where the kernel does not say.
+    """How many of this process's CPUs work for others now; 0 if the kernel does not report it.
 
     Args:
         seconds: to watch, asleep.
@@ -82,7 +82,7 @@ def busy_cpus(seconds: float = 1.0) -> float:
 
 
 def _idle_ticks() -> list[tuple[int, int]]:
-    """Ticks that each CPU of this process was idle, and those that it was not; [] where that is not told."""
+    """Idle and other ticks of each CPU of this process; [] if not reported."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
         mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -97,8 +97,8 @@ def _idle_ticks() -> list[tuple[int, int]]:
 
 
 def offer_to_the_oom_killer() -> None:
-    """If the kernel must end a process for want of memory, it should be this one."""
-    with contextlib.suppress(OSError):  # not Linux, or not ours to say: a preference, not a promise
+    """Make this process the first that the kernel kills if memory runs out."""
+    with contextlib.suppress(OSError):  # not Linux, or not permitted: this is only a preference
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
@@ -118,11 +118,11 @@ class Process:
 
 
 def processes() -> list[Process]:
-    """Every process that /proc shows; empty where there is no /proc."""
+    """Every process in /proc; [] without /proc."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # the second field, the command in parentheses, may itself hold spaces and parentheses
+            # the second field, the command in parentheses, may contain spaces and parentheses
             state, parent, _, session = entry.read_text().rpartition(")")[2].split()[:4]
         except (OSError, ValueError):  # it ended while we looked
             continue
@@ -131,7 +131,7 @@ def processes() -> list[Process]:
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> None:
-    """Send a signal to a process, which may be gone.
+    """Send a signal to a process, which may have ended.
 
     Args:
         pid: its number.
@@ -142,7 +142,7 @@ def kill(pid: int, signum: int = signal.SIGKILL) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a group of processes, which may be gone.
+    """Kill a process group, which may have ended.
 
     Args:
         leader: the number of its first process.
@@ -152,10 +152,10 @@ def kill_group(leader: int) -> None:
 
 
 def kill_session(leader: int, *, and_adopted_except: set[int] | None = None) -> None:
-    """Kill what runs in the session of `leader`, and reap what of it is ours.
+    """Kill all processes in the session of `leader`, and reap our children among them.
 
-    With `and_adopted_except`, also kill every child of this process that is not among those: what began a session of
-    its own and lost its parent was adopted by us, and belongs to nobody else.
+    With `and_adopted_except`, also kill every other child of this process: orphans that began their own sessions and
+    were adopted by us.
 
     Args:
         leader: the number of its first process.
@@ -163,7 +163,7 @@ def kill_session(leader: int, *, and_adopted_except: set[int] | None = None) -> 
     """
     kill_group(leader)
     me = os.getpid()
-    for _ in range(_SWEEPS):  # what forks while we look is found by the next look
+    for _ in range(_SWEEPS):  # the next sweep finds processes forked during this one
         left = [
             p
             for p in processes()
@@ -181,7 +181,7 @@ def kill_session(leader: int, *, and_adopted_except: set[int] | None = None) -> 
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use at once: its affinity, and what its control group allows."""
+    """Number of CPUs that this process may use: its affinity, limited by its control group."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:

@@ -1,4 +1,4 @@
-"""The parent's handle on the process that runs trials (`dpbench.process.server`). No torch on this side."""
+"""The parent's handle on the process that runs trials (`dpbench.process.server`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from typing import Any, Protocol
 from dpbench.trials.outcome import Outcome
 
 _PATIENCE = 5.0
-#: How often somebody who waits for one trial looks whether the server still goes on (seconds).
+#: Interval at which a wait for one trial checks the server (seconds).
 _LOOK_UP = 1.0
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def our_path() -> str:
-    """PYTHONPATH for the server: the code that runs here first, not what happens to lie in the working folder."""
+    """PYTHONPATH for the server: the running code first, not the working folder."""
     given = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(_ROOT), *([given] if given else []), os.getcwd()])
 
 
 class Sendable(Protocol):
-    """A trial, or what it was sent as."""
+    """A trial, or its serialised form."""
 
     def to_wire(self) -> dict[str, Any]:
-        """As `dpbench.trials.Trial.to_wire` has it."""
+        """As `dpbench.trials.Trial.to_wire`."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a trial ran, if that was not here: a name for the node and its device, and what its records say of it."""
+    """Where a trial ran, if not here: a name for the node and its device, and the facts for its records."""
 
     name: str
     environment: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Answer:
-    """How one trial ended: what its record says of it."""
+    """How one trial ended, as in its record."""
 
     key: int
     outcome: Outcome
@@ -59,10 +59,10 @@ class Answer:
 
 
 class Isolation:
-    """Runs trials, each in a process of its own. A context manager: on leaving it, no process is left.
+    """Runs trials, each in its own process. A context manager: at its exit no process is left.
 
-    The server starts with the first trial; if it goes away, its trials are answered as crashed, and the next trial
-    starts another one.
+    The first trial starts the server. If the server ends, its trials are answered as crashed, and the next trial starts
+    another one.
 
     Args:
         environ: variables added to the server's environment.
@@ -76,37 +76,35 @@ class Isolation:
         self._keys = 0
 
     def submit(self, trial: Sendable, until: float | None = None) -> int:
-        """Start `trial`; its answer will carry the key that is returned.
-
-        `until`: when it is ended if it still runs, by `time.monotonic`, though its own time is not up.
+        """Start `trial`; returns the key of its answer.
 
         Args:
-            trial: to be run.
-            until: by `time.monotonic`; None for its own time alone.
+            trial: the trial.
+            until: when to end it at the latest, by `time.monotonic`; None for its own time limit alone.
         """
         server = self._server or self._start()
         self._keys += 1
         self._in_flight.add(self._keys)
         request = json.dumps({"key": self._keys, "trial": trial.to_wire(), "until": until}) + "\n"
         assert server.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone: `wait` says so, of every trial in flight
+        with contextlib.suppress(BrokenPipeError):  # the server has ended: `wait` reports it for every trial in flight
             server.stdin.write(request.encode())
             server.stdin.flush()
         return self._keys
 
     def pin(self, cpus: Collection[int] | None) -> None:
-        """Leave the trials that are submitted from now on these CPUs; None: as many as this process has.
+        """Restrict trials submitted from now on to these CPUs; None: all that this process has.
 
         Args:
             cpus: their numbers, or None.
         """
         server = self._server or self._start()
         if hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(ProcessLookupError):  # it is gone: `wait` says so
+            with contextlib.suppress(ProcessLookupError):  # the server has ended: `wait` reports it
                 os.sched_setaffinity(server.pid, os.sched_getaffinity(0) if cpus is None else cpus)
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that arrive within `timeout` seconds (None: until there is one); empty if none does.
+        """The answers that arrive within `timeout` seconds; [] if none does.
 
         Args:
             timeout: seconds; None: until there is one.
@@ -118,12 +116,12 @@ class Isolation:
         with selectors.DefaultSelector() as selector:
             selector.register(server.stdout, selectors.EVENT_READ)
             if not selector.select(timeout):
-                server.send_signal(signal.SIGCONT)  # a trial may have stopped it; one that runs takes no notice
+                server.send_signal(signal.SIGCONT)  # a trial may have stopped it; a running server ignores this
                 return []
         chunk = os.read(server.stdout.fileno(), 1 << 20)
         if not chunk:
             return self._server_is_gone(server)
-        if b"\n" not in chunk:  # of a large answer; what came so far is looked through once
+        if b"\n" not in chunk:  # part of a large answer; do not search the earlier parts again
             self._unread.append(chunk)
             return []
         *lines, rest = b"".join([*self._unread, chunk]).split(b"\n")
@@ -134,7 +132,7 @@ class Isolation:
         """Run one trial and wait for it.
 
         Args:
-            trial: to be run.
+            trial: the trial.
         """
         key = self.submit(trial)
         while True:
@@ -157,7 +155,7 @@ class Isolation:
         try:
             server.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
-            server.kill()  # its trials have asked the kernel to follow it
+            server.kill()  # the kernel then kills its trials, too
             server.wait()
         if server.stdout is not None:
             server.stdout.close()
@@ -169,7 +167,7 @@ class Isolation:
         self.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C in the terminal reaches the parent alone, which then ends it in good order.
+        # In its own session, so that Ctrl-C in the terminal reaches only the parent, which then ends the server.
         self._server = subprocess.Popen(
             [sys.executable, "-P", "-m", "dpbench.process.server", str(os.getpid())],
             stdin=subprocess.PIPE,

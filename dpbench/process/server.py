@@ -1,15 +1,15 @@
-"""The process that forks trials: ``python -m dpbench.process.server PARENT``, spoken to by `dpbench.process.parent`.
+"""The process that forks trials: ``python -m dpbench.process.server PARENT``, used by `dpbench.process.parent`.
 
-A fresh ``import torch`` costs seconds, a fork some milliseconds. So this process imports what a trial needs, and forks
-each trial into a session of its own. It never touches the device and never runs a tensor operation: a CUDA context or
-a pool of OpenMP threads does not survive a fork.
+A fresh ``import torch`` takes seconds, a fork some milliseconds. So this process imports what trials need, and forks
+each trial into its own session. It never touches the device and never runs a tensor operation: a CUDA context or a pool
+of OpenMP threads does not survive a fork.
 
 JSON lines on standard input and output::
 
     -> {"key": 7, "trial": {"class": "dpbench.trials:StepTrial", "fields": {...}}, "until": null}
     <- {"key": 7, "outcome": "ok", "evidence": null, "result": {...}, "seconds": 1.25, "stolen": 0.02}
 
-It ends, and takes every trial with it, when its standard input ends, on SIGTERM, and when its parent dies.
+It ends, with every trial, when its standard input ends, on SIGTERM, and when its parent dies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dpbench.trials.outcome import Outcome, classify
 from dpbench.trials.reference import load_module
 from dpbench.trials.shapes import flaw
 
-#: How long a trial whose time is up has to write down where it stands (seconds).
+#: Seconds that a trial has to write down its stack when its time is up.
 GRACE = 0.3
 _EVIDENCE_LINES = 30
 _EVIDENCE_BYTES = 4096
@@ -60,7 +60,7 @@ class Running:
     late: bool = False
 
     def receive(self) -> None:
-        """Take what the pipe holds, without waiting."""
+        """Read the pipe's content, without waiting."""
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.answer.fileno(), 1 << 16):
                 self.received += chunk
@@ -83,8 +83,8 @@ class Server:
         self._running: dict[int, Running] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
-        # The exit of a child, and not the end of its pipe, says that a trial ended: what it left behind may hold the
-        # pipe open. SIGCHLD wakes the selector through this descriptor.
+        # A trial ends with the exit of the child, not with the end of its pipe, which its descendants may hold open.
+        # SIGCHLD wakes the selector through this descriptor.
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
@@ -93,7 +93,7 @@ class Server:
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Until the requests end."""
+        """Serve until the requests end."""
         while True:
             for key, _ in self._selector.select(self._patience()):
                 if key.fd == self._requests and not self._read_requests():
@@ -121,7 +121,7 @@ class Server:
         try:
             trial = Trial.from_wire(request["trial"])
             preload(trial)
-        except Exception as error:  # a class that cannot be had: the trial's failure, not the server's
+        except Exception as error:  # a class that cannot be imported is the trial's failure, not the server's
             outcome, evidence, result = classify(error)
             self._send(request["key"], outcome, evidence, result)
             return
@@ -135,7 +135,7 @@ class Server:
         os.close(write)
         os.set_blocking(read, False)
         answer = os.fdopen(read, "rb", buffering=0)
-        # the clock of the process that asks: it is the same in all processes of a machine
+        # the parent's clock is the same in all processes of a machine
         until = math.inf if request.get("until") is None else request["until"]
         timeout = max(0.0, min(trial.timeout, until - started))
         running = Running(request["key"], pid, timeout, started, found, started + timeout, answer, log)
@@ -143,7 +143,7 @@ class Server:
         self._selector.register(answer, selectors.EVENT_READ, running)
 
     def _descriptors(self) -> Iterator[int]:
-        """All that this process has open for itself and for other trials: none of it is a trial's to write to."""
+        """Descriptors of this process and of other trials, which a trial must not write to."""
         yield from (self._answers, self._woken, self._wake)
         for running in self._running.values():
             yield from (running.answer.fileno(), running.log.fileno())
@@ -165,7 +165,7 @@ class Server:
         self._selector.unregister(running.answer)
         running.receive()
         others = set(self._running) - {running.pid}
-        # While another trial is in flight, an adopted orphan may be its: then only this trial's session is swept.
+        # While another trial is in flight, an adopted orphan may belong to it: then sweep only this trial's session.
         kill_session(running.pid, and_adopted_except=None if others else {running.pid})
         status = os.waitstatus_to_exitcode(os.waitpid(running.pid, 0)[1])
         del self._running[running.pid]
@@ -198,7 +198,7 @@ def verdict(running: Running, status: int) -> tuple[str, str | None, Any]:
     """(outcome, evidence, result) of a trial that ended with exit `status` (negative: a signal).
 
     Args:
-        running: the trial that ended.
+        running: the ended trial.
         status: of its exit.
     """
     if status == 0 and running.received:
@@ -227,28 +227,28 @@ def _exit_in_words(status: int) -> str:
 
 
 def preload(trial: Trial) -> None:
-    """Import what the trial will need, so that the next one has it at once.
+    """Import the modules of the trial, so that later trials have them at once.
 
     Args:
-        trial: that is to be forked.
+        trial: the next one to fork.
     """
     for module in (*trial.modules(), trial.body.rpartition(":")[0]):
-        with contextlib.suppress(Exception):  # the trial imports it again, and there it becomes its record
+        with contextlib.suppress(Exception):  # the trial imports it again, and records the error
             load_module(module)
-    gc.freeze()  # a trial that collects garbage need not look through what it inherited
+    gc.freeze()  # trials' garbage collections skip inherited objects
 
 
 def _end(server: Server) -> NoReturn:
-    """Take every trial along and leave.
+    """End every trial and exit.
 
-    When the parent dies its end of the pipe closes an instant before the kernel signals its death: a SIGTERM may well
-    strike on the way here. It then comes here itself and does all of it, so that nothing is left undone.
+    When the parent dies, its end of the pipe closes just before the kernel signals its death, so a SIGTERM may arrive
+    here. Its handler calls this function again and completes it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         server.end()
     finally:
-        os._exit(0)  # what the imported libraries have to say of their end concerns nobody
+        os._exit(0)  # skips exit handlers of imported libraries
 
 
 def main(parent: int) -> None:
@@ -258,14 +258,14 @@ def main(parent: int) -> None:
         parent: the number of its process.
     """
     answers = os.dup(1)
-    os.dup2(2, 1)  # what an imported library prints must not come between the answers
+    os.dup2(2, 1)  # output of an imported library must not mix with the answers
     server = Server(0, answers)
     signal.signal(signal.SIGTERM, lambda *_: _end(server))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent, signal.SIGTERM)
     adopt_orphans()
     try:
-        with contextlib.suppress(BrokenPipeError):  # nobody is left to tell
+        with contextlib.suppress(BrokenPipeError):  # no reader is left
             server.serve()
     except BaseException:
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""The environment variables of the process that measures."""
+"""The environment variables of the measuring process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import shutil
 import tempfile
 from pathlib import Path
 
-#: To number GPUs as nvidia-smi does, and to look without touching.
+#: Number GPUs as nvidia-smi does, and detect them without a CUDA context.
 _SERVER_VARIABLES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-#: What torch reads of how its allocator of CUDA memory is to work, by its names from old to new.
+#: Names of the variable with torch's options for its CUDA allocator, old and new.
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def server_variables(device: str) -> dict[str, str]:
-    """What the process that measures on `device` is told of it.
+    """Environment variables for the process that measures on `device`.
 
-    On CUDA, unless a person has said how memory is to be allocated: in segments that grow where they lie. A budget is
-    on what the allocator has reserved. Cut from segments of fixed sizes, that has holes which no later tensor fits in,
-    and the largest batch would be that of the holes.
+    On CUDA, unless the user configures the allocator, it uses expandable segments. A budget limits the reserved memory.
+    With segments of fixed sizes, that includes gaps too small for later tensors, and the largest batch would depend on
+    the gaps.
 
     Args:
         device: "cpu" or "cuda".
@@ -35,10 +35,10 @@ def server_variables(device: str) -> dict[str, str]:
 
 
 def _one_thread() -> dict[str, str]:
-    """What keeps the server's process at one thread: with more, a fork may hang, and Python 3.12 warns of each.
+    """Variables that limit the server to one thread: with more, a fork may hang, and Python 3.12 warns of each.
 
-    OpenBLAS, which numpy and scipy bring, starts its threads when it is loaded. On other processors than these torch
-    may multiply by it, too, and is left its threads.
+    OpenBLAS, used by numpy and scipy, starts its threads when loaded. On other processors torch may also use it for
+    matrix products, so its threads stay.
     """
     if platform.machine() not in ("x86_64", "AMD64") or "OPENBLAS_NUM_THREADS" in os.environ:
         return {}
@@ -47,9 +47,9 @@ def _one_thread() -> dict[str, str]:
 
 @functools.cache
 def _folder_for_triton() -> dict[str, str]:
-    """Where the trials of this process keep what Triton compiles, where its own folder cannot be written to.
+    """A folder for Triton's compiled programs if ~/.triton is not writable.
 
-    That is ~/.triton; without a folder it compiles nothing, and without one that lasts each trial would compile anew.
+    Without a folder Triton compiles nothing, and without a lasting one each trial would compile again.
     """
     if any(name in os.environ for name in ("TRITON_CACHE_DIR", "TRITON_HOME")):
         return {}

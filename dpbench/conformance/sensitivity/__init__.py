@@ -1,8 +1,8 @@
-"""How far can one record move the sum that is computed? Hard records, measured in units of C on any backend.
+"""Hard records: how far one record moves a backend's computed sum, in units of C.
 
-The theorem of DP-SGD wants ‖S(D ∪ x) - S(D)‖ ≤ C of the sums that leave a backend, which are formed in floating point.
-`records` holds what goes wrong there as data: norms that cancel, squares that leave the range of numbers, sums that
-round, constant inputs before a normalisation. `dpbench.measure.sensitivity` runs them.
+The theorem of DP-SGD requires ‖S(D ∪ x) - S(D)‖ ≤ C for a backend's sums, which are computed in floating point.
+`records` has the hazards as data: norms that cancel, squares that overflow or underflow, sums that round, constant
+inputs before a normalisation. `dpbench.measure.sensitivity` runs them.
 
 This module is for the parent process, and imports no torch.
 """
@@ -17,12 +17,12 @@ from dpbench.trials.packages import modules_of_backends
 
 __all__ = ["DTYPES", "FAILURES", "LIMITS", "OUTCOMES", "SensitivityTrial"]
 
-#: dtype -> the most that one record of ours may move the sum by, in units of C. Autocast: of the forward pass.
+#: dtype -> the largest allowed move of the sum by one record, in units of C. Autocast: of the forward pass.
 LIMITS = {"float64": 1.01, "float32": 1.01, "bfloat16-autocast": 1.05, "bfloat16": 1.05, "float16": 1.05}
 DTYPES = tuple(LIMITS)
-#: What is wrong: the sum moves too far, it is no number, or an error does not say which record it is about.
+#: Failures: the sum moves too far, it is no number, or an error does not name its record.
 FAILURES = ("exceeds", "not a number", "error")
-#: What can be said of a case, the worst first. Refused: the record, by its place. Unsupported: any batch of the model.
+#: Results of a case, the worst first. Refused: the record, by its place. Unsupported: any batch of the model.
 OUTCOMES = (*FAILURES, "refused", "within", "unsupported")
 
 

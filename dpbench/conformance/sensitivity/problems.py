@@ -1,7 +1,9 @@
-"""What a hard record is made of: a small model, an ordinary batch, and the records that are put into it in turn.
+"""The parts of a hard record: a small model, an ordinary batch, and the records to add to it in turn.
 
-Every loss is Σ output·weight with weights that come with the record, so that the gradient of an output is what the
-record says it is.
+Every loss is Σ output·weight with weights from the record, so the record determines the gradient of an output.
+
+Functions take:
+    shape: of the result.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from clipping import ClipFunction, Flat
 from dpbench.conformance.sensitivity import DTYPES
 
 ORDINARY = 8
-"""Records of an ordinary batch."""
+"""Number of records in an ordinary batch."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One sample: what it is in words, its inputs and weights [1, ...], and the place that it takes in the batch."""
+    """One sample: its description, its inputs and weights [1, ...], and its place in the batch."""
 
     label: str
     inputs: Tensor
@@ -33,7 +35,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and weights [B, ...], and the records of which one at a time comes to them."""
+    """Inputs and weights [B, ...], and the records to add, one at a time."""
 
     inputs: Tensor
     weights: Tensor
@@ -42,9 +44,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and its batches. The record that moves the sum furthest is the one that counts.
+    """A model and its batches. The record that moves the sum furthest counts.
 
-    Tensors are in float64, or whole numbers where they are ids; who measures casts them, and the model with them.
+    Tensors are in float64, or integer for ids; the caller casts them and the model.
     """
 
     model: nn.Module
@@ -59,8 +61,8 @@ class HardRecord:
     Attributes:
         name: in a few words.
         doc: why it is hard, in one sentence.
-        make: from what the dtype of the parameters can hold to the problem.
-        dtypes: those in which it makes sense, of `DTYPES`.
+        make: from `torch.finfo` of the parameters' dtype to the problem.
+        dtypes: those that make sense, from `DTYPES`.
     """
 
     name: str
@@ -80,55 +82,34 @@ def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
 
 
 def drawn(seed: int) -> torch.Generator:
-    """Random numbers that are the same on every machine.
-
-    Args:
-        seed: of the numbers.
-    """
+    """A generator with the same random numbers on every machine."""
     return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    """N(0, 1) in float64.
-
-    Args:
-        shape: of the numbers.
-        seed: of the numbers.
-    """
+    """N(0, 1) in float64."""
     return torch.randn(*shape, generator=drawn(seed), dtype=torch.float64)
 
 
 def ordinary(inputs: tuple[int, ...], outputs: tuple[int, ...], records: Iterable[Record]) -> Batch:
-    """An ordinary batch of samples of these shapes, N(0, 1), for the records to come to.
+    """An ordinary batch of samples of these shapes, N(0, 1), with records to add.
 
     Args:
         inputs, outputs: shapes of one sample.
-        records: that come to the batch.
+        records: to add to the batch.
     """
     return Batch(normal(ORDINARY, *inputs, seed=101), normal(ORDINARY, *outputs, seed=102), records)
 
 
 def cancelling(positions: int, channels: int, seed: int) -> Tensor:
-    """Weights [1, T, p] that sum to exactly zero over positions: whole numbers that every dtype holds.
-
-    Args:
-        positions: T.
-        channels: p.
-        seed: of the numbers.
-    """
+    """Weights [1, T, p] with zero sum over positions: integers that every dtype represents exactly."""
     whole = torch.randint(-7, 8, (1, positions, channels), generator=drawn(seed)).double()
     whole[:, -1] = -whole[:, :-1].sum(1)
     return whole
 
 
 def centred(positions: int, channels: int, seed: int) -> Tensor:
-    """N(0, 1) [1, T, p] less its mean over positions: the sum is what rounding leaves.
-
-    Args:
-        positions: T.
-        channels: p.
-        seed: of the numbers.
-    """
+    """N(0, 1) [1, T, p] minus its mean over positions: only rounding remains in the sum."""
     whole = normal(1, positions, channels, seed=seed)
     return whole - whole.mean(1, keepdim=True)
 
@@ -137,9 +118,7 @@ def nearly_alike(spread: float, *shape: int, seed: int) -> Tensor:
     """1 + spread·N(0, 1).
 
     Args:
-        spread: how far from 1.
-        shape: of the numbers.
-        seed: of the numbers.
+        spread: distance from 1.
     """
     return 1 + spread * normal(*shape, seed=seed)
 
@@ -166,7 +145,7 @@ class Twice(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose table is the head, too."""
+    """An embedding with its table also as the head."""
 
     def __init__(self, ids: int, d: int) -> None:
         super().__init__()
@@ -180,7 +159,7 @@ class Tied(nn.Module):
 
 
 class Bias(nn.Module):
-    """A linear layer of which the bias alone is trained."""
+    """A linear layer with only the bias trained."""
 
     def __init__(self, d: int, p: int) -> None:
         super().__init__()
@@ -193,7 +172,7 @@ class Bias(nn.Module):
 
 
 class Attention(nn.Module):
-    """Four heads: the backward pass of a softmax is a difference, before it comes to the projection."""
+    """Four heads: the backward pass of a softmax takes a difference before it reaches the projection."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -205,7 +184,7 @@ class Attention(nn.Module):
 
 
 class Standardised(nn.Module):
-    """A convolution whose weight has no mean: constant images move nothing, but for rounding."""
+    """A convolution with zero-mean weight: constant images give only rounding."""
 
     def __init__(self, d: int, p: int) -> None:
         super().__init__()
@@ -218,7 +197,7 @@ class Standardised(nn.Module):
 
 
 class Cast(nn.Module):
-    """A linear layer that multiplies in bfloat16, whatever its parameters are."""
+    """A linear layer that always multiplies in bfloat16."""
 
     def __init__(self, d: int, p: int) -> None:
         super().__init__()
@@ -232,7 +211,6 @@ def power_of_two(numbers: torch.finfo, share: float) -> float:
     """2^k, at `share` of the way (in exponents) from 1 to the largest number.
 
     Args:
-        numbers: of the dtype.
         share: 0 for 1, 1 for the largest number.
     """
     return 2.0 ** math.floor(share * math.log2(numbers.max))

@@ -1,6 +1,11 @@
-"""The hard records: what floating point has made of somebody's clipping, one case a habit.
+"""The hard records: known floating-point hazards of clipping, one a case.
 
-Sizes go by the dtype: what overflows float32 is far within float64. C is 1, so that a distance is an excess.
+Sizes depend on the dtype: what overflows float32 is far within float64. C is 1, so a distance is an excess.
+
+Functions take:
+    d, p: channels of the inputs and of the weights.
+    layer: makes the layer.
+    out: channels of the output.
 """
 
 from __future__ import annotations
@@ -40,16 +45,16 @@ from dpbench.conformance.sensitivity.search import FOUND, KINDS
 Make = Callable[[torch.finfo], Problem]
 SPREADS = (0.3, 1.0, 3.0)
 SEEDS = range(6)
-"""A Gram norm that has lost its digits comes out below zero for about half of them."""
+"""A Gram norm without correct digits is negative for about half of them."""
 SINGLE = 2.0**-23
 D = P = 64
 WIDE, TOKENS, IDS = 500, 16, 8
 
 
 def sizes(numbers: torch.finfo) -> tuple[float, float, float]:
-    """(inputs, weights, the spread of inputs relative to their size) at which a Gram norm has lost all its digits.
+    """(inputs, weights, relative spread of inputs) at which a Gram norm loses all its digits.
 
-    Products of 16 bits are summed in float32, whose digits those are.
+    Products of 16 bits are summed in float32, so float32's digits count.
     """
     if numbers.max < 1e5:
         return 200.0, 1.0, 2.0**-10
@@ -57,13 +62,7 @@ def sizes(numbers: torch.finfo) -> tuple[float, float, float]:
 
 
 def rows(numbers: torch.finfo, positions: int, d: int, p: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(words, inputs [1, T, d] nearly alike, weights [1, T, p] that sum to zero over positions).
-
-    Args:
-        numbers: of the dtype.
-        positions: T.
-        d, p: channels of the inputs and of the weights.
-    """
+    """(words, inputs [1, T, d] nearly alike, weights [1, T, p] that sum to zero over positions)."""
     size, weight, little = sizes(numbers)
     for spread, seed in itertools.product(SPREADS, SEEDS):
         inputs = size * nearly_alike(spread * little, 1, positions, d, seed=seed)
@@ -72,12 +71,7 @@ def rows(numbers: torch.finfo, positions: int, d: int, p: int) -> Iterator[tuple
 
 
 def over_tokens(positions: int, layer: Callable[[], nn.Module]) -> Make:
-    """Of a layer from D to P channels.
-
-    Args:
-        positions: T.
-        layer: makes the layer.
-    """
+    """For a layer from D to P channels."""
 
     def make(numbers: torch.finfo) -> Problem:
         records = (Record(*found) for found in rows(numbers, positions, D, P))
@@ -87,16 +81,15 @@ def over_tokens(positions: int, layer: Callable[[], nn.Module]) -> Make:
 
 
 def behind_softmax(numbers: torch.finfo) -> Problem:
-    """Tokens that are nearly alike: what comes back through the softmax is what rounding leaves."""
+    """Nearly equal tokens: only rounding returns through the softmax."""
     records = (Record(*found) for found in rows(numbers, 8, 16, 16))
     return Problem(Attention(16), [ordinary((8, 16), (8, 16), records)])
 
 
 def over_pixels(layer: Callable[[], nn.Module], channels: int, size: int, out: tuple[int, int, int]) -> Make:
-    """Of a convolution: images that are nearly constant.
+    """For a convolution: nearly constant images.
 
     Args:
-        layer: makes the convolution.
         channels, size: of an image.
         out: channels, rows and columns of the output.
     """
@@ -115,7 +108,7 @@ def over_pixels(layer: Callable[[], nn.Module], channels: int, size: int, out: t
 
 
 def over_uses(numbers: torch.finfo) -> Problem:
-    """Both uses have the same inputs but for little, and opposite weights."""
+    """Both uses have nearly the same inputs, and opposite weights."""
 
     def records() -> Iterator[Record]:
         size, weight, little = sizes(numbers)
@@ -129,11 +122,10 @@ def over_uses(numbers: torch.finfo) -> Problem:
 
 
 def of_one_id(model: Callable[[], nn.Module], out: int) -> Make:
-    """Ids are the same at all positions; their gradients are large, and sum to what rounding leaves.
+    """The same id at all positions; its gradients are large, and sum to rounding errors.
 
     Args:
         model: makes the model.
-        out: channels of the output.
     """
 
     def make(numbers: torch.finfo) -> Problem:
@@ -148,19 +140,13 @@ def of_one_id(model: Callable[[], nn.Module], out: int) -> Make:
 
 
 def of_a_bias(numbers: torch.finfo) -> Problem:
-    """What a bias sees are the weights alone."""
+    """A bias depends on the weights alone."""
     records = (Record(words, normal(1, TOKENS, 4, seed=3), w) for words, w in large(numbers, TOKENS, P))
     return Problem(Bias(4, P), [ordinary((TOKENS, 4), (TOKENS, P), records)])
 
 
 def large(numbers: torch.finfo, positions: int, channels: int) -> Iterator[tuple[str, Tensor]]:
-    """(words, weights [1, T, p] of several sizes whose sum over positions is what rounding leaves).
-
-    Args:
-        numbers: of the dtype.
-        positions: T.
-        channels: p.
-    """
+    """(words, weights [1, T, p] of several sizes that sum to rounding errors over positions)."""
     sizes = dict.fromkeys(min(share / numbers.eps, numbers.max / 64) for share in (1.0, 1e3, 1e6))
     for size, seed in itertools.product(sizes, SEEDS):
         yield f"weights of {size:.2g} less their mean, seed {seed}", size * centred(positions, channels, seed)
@@ -171,7 +157,6 @@ def one_sample(scales: Callable[[torch.finfo], list[tuple[float, float]]], layer
 
     Args:
         scales: from numbers to (size of the inputs, size of the weights).
-        layer: makes the layer.
     """
 
     def make(numbers: torch.finfo) -> Problem:
@@ -191,7 +176,7 @@ def dense() -> nn.Module:
 
 
 def squares(numbers: torch.finfo) -> list[tuple[float, float]]:
-    """Gradients that are numbers, with squares that are none; by the input, by the weight and by their product."""
+    """Gradients within the dtype's range, with squares beyond it; by the input, by the weight and by their product."""
     return [
         (power_of_two(numbers, a), power_of_two(numbers, b))
         for a, b in ((0.65, 0.0), (0.0, 0.65), (0.32, 0.32), (0.55, 0.3))
@@ -199,12 +184,12 @@ def squares(numbers: torch.finfo) -> list[tuple[float, float]]:
 
 
 def apart(numbers: torch.finfo) -> list[tuple[float, float]]:
-    """The square of one is beyond the largest number, that of the other below the smallest."""
+    """One factor's square overflows, the other's underflows."""
     return [(power_of_two(numbers, share), 1 / power_of_two(numbers, share)) for share in (0.55, 0.65, 0.8)]
 
 
 def small(positions: bool) -> Make:
-    """Under a function that divides by the norm. The squares of some entries vanish, those of others do not.
+    """For a function that divides by the norm: the squares of some entries underflow, those of others do not.
 
     Args:
         positions: whether a sample has several positions.
@@ -214,10 +199,10 @@ def small(positions: bool) -> Make:
         shape = (4,) if positions else ()
 
         def records() -> Iterator[Record]:
-            least = math.sqrt(numbers.smallest_normal * numbers.eps)  # the square of which is the smallest number
+            least = math.sqrt(numbers.smallest_normal * numbers.eps)  # its square is the smallest number
             for step in range(-16, 17):
                 inputs, weights = (torch.ones(1, *shape, WIDE, dtype=torch.float64) for _ in range(2))
-                inputs[..., 0] = weights[..., 0] = 1.7  # what is left of a gradient when all else has vanished
+                inputs[..., 0] = weights[..., 0] = 1.7  # the entries that do not underflow
                 size = least * 2.0 ** (step / 4)
                 yield Record(f"gradients of {size:.1e}", inputs, size * weights)
 
@@ -228,10 +213,10 @@ def small(positions: bool) -> Make:
 
 
 def with_entry(value: float) -> Make:
-    """An image with one entry that is no number.
+    """An image with one entry that is not a finite number.
 
     Args:
-        value: that is no number.
+        value: of the entry.
     """
 
     def make(numbers: torch.finfo) -> Problem:
@@ -246,12 +231,12 @@ def with_entry(value: float) -> Make:
 
 
 def alike(numbers: torch.finfo, layer: Callable[[int, int], nn.Module] | None = None) -> Problem:
-    """Every gradient is C/4 in each of 16 coordinates, and the sum near where a digit is lost: record n + 1, for
-    several n in a row, of which one lets the sum jump.
+    """Every gradient is C/4 in each of 16 coordinates, with the sum near the loss of a digit.
+
+    The record is n + 1, for several successive n; for one of them the sum jumps.
 
     Args:
-        numbers: of the dtype.
-        layer: from 16 features to 1, without a bias; a linear one if None.
+        layer: from 16 features to 1, without a bias; None for a linear one.
     """
     inputs, weights = torch.ones(1, 16, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     most = 4096 if numbers.eps < 2.0**-8 else 1024
@@ -263,7 +248,7 @@ def alike(numbers: torch.finfo, layer: Callable[[int, int], nn.Module] | None = 
 
 
 def in_common(numbers: torch.finfo) -> Problem:
-    """2,000 records with something in common, as a class has, none of them like another."""
+    """2,000 records with a common component, as in a class, but all different."""
     inputs = normal(1, 256, seed=3) + normal(2000, 256, seed=4)
     weights = 1 + 0.2 * normal(2000, 8, seed=5)
     record = normal(1, 256, seed=6) * 0.5 + normal(1, 256, seed=3)
@@ -272,15 +257,17 @@ def in_common(numbers: torch.finfo) -> Problem:
 
 
 def of_one_word(numbers: torch.finfo) -> Problem:
-    """2,000 records of one id each, the same."""
+    """2,000 records with the same single id."""
     weights = torch.full((2000, 4), 2.0, dtype=torch.float64)
     records = [Record("one more", torch.tensor([3]), weights[:1], 2000)]
     return Problem(nn.Embedding(IDS, 4), [Batch(torch.full((2000,), 3), weights, records)])
 
 
 def in_order(numbers: torch.finfo) -> Problem:
-    """n - 1 gradients of 1, then n - 1 just above half of the last digit of n: one more at the front, and the sum of
-    those of 1 is n, from where each of the others is rounded up to twice its size. (Casacuberta et al. 2022)
+    """n - 1 gradients of 1, then n - 1 just above half of the last digit of n.
+
+    With one more at the front, the sum of those of 1 is n, and each later addition rounds up to twice its size.
+    (Casacuberta et al. 2022)
     """
     n = 2 ** math.ceil(-math.log2(numbers.eps) / 2 + 0.5)
     ones = torch.ones(n - 1, 1, dtype=torch.float64)
@@ -291,7 +278,7 @@ def in_order(numbers: torch.finfo) -> Problem:
 
 
 def constant(layer: Callable[[], nn.Module], *shape: int) -> Make:
-    """Inputs that are constant but for little, or for nothing, before a normalisation that is trained.
+    """Constant or nearly constant inputs before a trained normalisation.
 
     Args:
         layer: makes the normalisation.
@@ -311,7 +298,7 @@ def constant(layer: Callable[[], nn.Module], *shape: int) -> Make:
 
 
 def plain(numbers: torch.finfo) -> Problem:
-    """Nothing is hard."""
+    """A record without any difficulty."""
     layers = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(144, 6)
     )
@@ -325,7 +312,7 @@ def linear() -> nn.Module:
 
 
 def found(kind: str) -> Make:
-    """What a search has found to be worst, of one kind.
+    """The worst point of one kind that a search has found.
 
     Args:
         kind: of the search's model.
@@ -339,7 +326,7 @@ def found(kind: str) -> Make:
 
 
 UP_TO_SINGLE = tuple(dtype for dtype in DTYPES if dtype != "float64")
-"""In float64 it would take millions of records."""
+"""Float64 would need millions of records."""
 
 RECORDS = [
     HardRecord("ordinary", "an ordinary record, longer than C: near 1 is right", plain),

@@ -1,4 +1,8 @@
-"""Rows of `dpbench check --sensitivity`, for programs and for people. No torch: dicts and texts."""
+"""Rows of `dpbench check --sensitivity`, as dicts and as texts. Needs no torch.
+
+Functions take:
+    row, rows: of `as_row`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from dpbench.conformance.sensitivity import DTYPES, FAILURES, OUTCOMES
 
 _HEADER = ("case", "backend", "dtype", "excess", "outcome", "the worst record")
 FURTHEST = "one record moves the sum by, "
-"""Before the dtype."""
+"""Precedes the dtype."""
 FIELDS = ("case", "backend", "dtype", "outcome", "excess", "limit", "batch_size", "record", "reason")
 
 
@@ -28,36 +32,24 @@ def as_row(backend: str, dtype: str, found: Mapping[str, Any]) -> dict[str, Any]
 
 
 def failed(row: Mapping[str, Any]) -> bool:
-    """Whether a record moved the sum too far, made it no number, or met an error that does not name it.
-
-    Args:
-        row: of `as_row`.
-    """
+    """True if a record moved the sum too far, made it no number, or caused an error that does not name it."""
     return row["outcome"] in FAILURES
 
 
 def worst(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row whose record moved the sum furthest; None if none is a number.
-
-    Args:
-        rows: of `as_row`.
-    """
+    """The row with the largest move of the sum; None if none is a number."""
     known = [row for row in rows if row["excess"] is not None]
     return max(known, key=lambda row: float(row["excess"]), default=None)
 
 
 def count(rows: Iterable[Mapping[str, Any]]) -> str:
-    """ "3 exceeds, 20 within".
-
-    Args:
-        rows: of `as_row`.
-    """
+    """ "3 exceeds, 20 within"."""
     counted = Counter(row["outcome"] for row in rows)
     return ", ".join(f"{counted[outcome]} {outcome}" for outcome in OUTCOMES if counted[outcome])
 
 
 def in_units(excess: float | None) -> str:
-    """'1.003 C', '11,000 C', '77 million C', '9.6e+13 C'; "-" where there is no number.
+    """'1.003 C', '11,000 C', '77 million C', '9.6e+13 C'; "-" for None.
 
     Args:
         excess: in units of C, or None.
@@ -72,10 +64,9 @@ def in_units(excess: float | None) -> str:
 
 
 def lines(rows: Iterable[Mapping[str, Any]], backends: Sequence[str]) -> list[list[str]]:
-    """For a table with a column a backend: a line for each dtype, of how far the furthest record moves the sum.
+    """For a table with a column a backend: a line for each dtype, with the largest move of the sum.
 
     Args:
-        rows: of `as_row`.
         backends: the columns.
     """
     rows = list(rows)
@@ -88,11 +79,7 @@ def lines(rows: Iterable[Mapping[str, Any]], backends: Sequence[str]) -> list[li
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows for a person, and under them how many of each backend met what.
-
-    Args:
-        rows: of `as_row`.
-    """
+    """The rows for a person, and under them each backend's counts of results."""
     told = [
         [
             row["case"],

@@ -1,6 +1,6 @@
-"""Records as a point of a space that can be searched, and the worst points that a search has found.
+"""A search space of records, and the worst points found in it.
 
-The tests search it, and `FOUND` keeps what was worst: a case that no mended backend may lose again.
+The tests search it; `FOUND` keeps the worst points as regression cases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpbench.conformance.sensitivity.problems import (
 )
 
 CHANNELS = 32
-#: kind -> what the record's positions are: rows of a linear layer, of one that is used twice, pixels or patches
+#: A record's positions: rows of a linear layer, rows of one used twice, pixels, or patches.
 KINDS = ("linear", "twice", "pointwise", "convolution")
 
 
@@ -34,12 +34,12 @@ class Point:
 
     Attributes:
         kind: of `KINDS`.
-        side: positions are its square; inputs of convolutions are images of that size and more.
+        side: positions are its square; images of convolutions have at least that size.
         size, weight: powers of ten of the inputs and of the gradients of outputs.
-        spread: power of ten of how much inputs differ, relative to their size.
+        spread: power of ten of the relative spread of inputs.
         cancels: whether gradients of outputs sum to zero over positions.
         seed: of all that is random.
-        place: where in the batch it stands.
+        place: position in the batch.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Point:
     place: int
 
     def problem(self, numbers: torch.finfo) -> Problem:
-        """As a problem; sizes whose products would leave the range of `numbers` are made smaller."""
+        """Convert to a problem; sizes with products beyond the range of `numbers` are reduced."""
         positions, images = self.side**2, self.kind in ("pointwise", "convolution")
         size, weight = (min(10.0**power, math.sqrt(numbers.max) / 8) for power in (self.size, self.weight))
         own = cancelling(positions, CHANNELS, self.seed) if self.cancels else normal(1, positions, CHANNELS, seed=2)
@@ -65,11 +65,11 @@ class Point:
 
     @property
     def case(self) -> HardRecord:
-        """As a case of its own."""
+        """Convert to a case."""
         return HardRecord(f"found, {self.kind}", "a search has found it", self.problem)
 
     def layer(self) -> nn.Module:
-        """The layer that it is about."""
+        """The layer of its kind."""
         if self.kind == "twice":
             return Twice(CHANNELS, CHANNELS)
         if self.kind == "linear":
@@ -83,7 +83,7 @@ class Point:
         )
 
 
-#: One for each kind, and those that two backward passes without a Gram matrix get wrong. Of thousands of points.
+#: The worst of thousands of points: one for each kind, and those that fail two backward passes without a Gram matrix.
 FOUND = (
     Point("linear", 2, 12, 4, -8, True, 847, 5),
     Point("twice", 2, 18, -3, -3.5, True, 394, 4),
