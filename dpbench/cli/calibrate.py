@@ -25,9 +25,9 @@ _UP = {"noise_multiplier": True, "steps": None, "epochs": False, "sample_rate": 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `calibrate`."""
-    parser.add_argument("--target-epsilon", metavar="E", help="ε that is not to be exceeded")
-    parser.add_argument("--target-advantage", metavar="A", help="or the membership advantage that is not")
-    parser.add_argument("--target-tpr", metavar="P", help="or an attack's true positive rate at --fpr that is not")
+    parser.add_argument("--target-epsilon", metavar="E", help="the largest allowed ε")
+    parser.add_argument("--target-advantage", metavar="A", help="or the largest allowed membership advantage")
+    parser.add_argument("--target-tpr", metavar="P", help="or an attack's largest true positive rate at --fpr")
     parser.add_argument("--fpr", metavar="P", help="the false positive rate of --target-tpr (default: 0.01)")
     parser.add_argument(
         "--solve",

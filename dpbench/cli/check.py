@@ -73,9 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sensitivity",
         action="store_true",
-        help="how far hard records move the sum, in units of C: small models alone, in --dtype, float32 by default",
+        help="how far hard records move the sum, in units of C: only small models, in --dtype (default: float32)",
     )
-    parser.add_argument("--dtype", choices=(*DTYPES, AUTOCAST), help="float64 by default, but with --sensitivity")
+    parser.add_argument("--dtype", choices=(*DTYPES, AUTOCAST), help="default: float64, or float32 with --sensitivity")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--format", choices=("table", "json"), default="table")
 

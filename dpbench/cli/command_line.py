@@ -25,18 +25,18 @@ from dpbench.records.environment import VERSION
 #: command -> (its module, its help in a line)
 COMMANDS = {
     "list": ("dpbench.cli.listing", "experiments, backends, models, accountants"),
-    "plan": ("dpbench.cli.plan", "what of an experiment is done, what remains, what was pruned, time left"),
-    "run": ("dpbench.cli.run", "run what remains of an experiment, then draw its figures"),
-    "check": ("dpbench.cli.check", "are the backends exact? norms and gradients beside the microbatch oracle"),
-    "explain": ("dpbench.cli.explain", "which route each use of each parameter takes, and what each would cost"),
-    "recommend": ("dpbench.cli.recommend", "every backend on one model, on this machine, and which to take"),
-    "template": ("dpbench.cli.template", "write a file with a model of one's own, for the other commands"),
+    "plan": ("dpbench.cli.plan", "what an experiment has done, pruned and left, and how long the rest takes"),
+    "run": ("dpbench.cli.run", "run the rest of an experiment, then draw its figures"),
+    "check": ("dpbench.cli.check", "are the backends exact? norms and gradients against the microbatch oracle"),
+    "explain": ("dpbench.cli.explain", "the route that each use of each parameter takes, and the cost of each route"),
+    "recommend": ("dpbench.cli.recommend", "compare every backend on one model, on this machine, and recommend one"),
+    "template": ("dpbench.cli.template", "write a file for your own model, for the other commands"),
     "compare": (
         "dpbench.cli.compare",
-        "two runs beside each other: faster, slower, same, inconclusive for each cell",
+        "compare two runs: faster, slower, same or inconclusive for each cell",
     ),
     "report": ("dpbench.cli.report", "figures and tables from records"),
-    "epsilon": ("dpbench.cli.epsilon", "the privacy that a training run buys, by each accountant"),
+    "epsilon": ("dpbench.cli.epsilon", "ε of a training run, by each accountant"),
     "calibrate": ("dpbench.cli.calibrate", "the noise, steps or sample rate for a target ε, by each accountant"),
 }
 #: The command that shows its own progress on a terminal.

@@ -24,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "phases",
         metavar="PHASES.toml",
         nargs="?",
-        help="phases of unlike steps: a [[phase]] each, of noise_multiplier, sample_rate and steps, or as the options",
+        help="phases of different steps: a [[phase]] each, with noise_multiplier, sample_rate, steps, or other options",
     )
     parser.add_argument("--noise-multiplier", metavar="S", help="σ, in units of the clipping norm")
     parser.add_argument(
         "--risk",
         action="store_true",
-        help="what ε means: membership advantage, true positive rate at 1 %% and 0.1 %% false positives, at most",
+        help="what ε means: largest membership advantage, and true positives at 1 %% and 0.1 %% false positives",
     )
     parser.add_argument(
         "--output", metavar="FILE", help="with --risk: the trade-off curve as a figure (.png, .svg, .pdf)"

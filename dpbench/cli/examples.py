@@ -6,10 +6,10 @@ from __future__ import annotations
 QUESTIONS = (
     ("Which clipping should I take for this model, on this machine?", "recommend resnet18 --batch-size 32"),
     ("The same for a model of my own, built by a function in a file?", "recommend my/model.py:build --memory 24GiB"),
-    ("How do I hand in a model that is none over images?", "template mine.py"),
+    ("How do I use a model that does not read images?", "template mine.py"),
     ("Is a backend exact on a model? Is my own?", "check --model vgg11 --backend bk_mixed --backend my/clip.py:Mine"),
     ("Why does a layer take this route, and what would another cost?", "explain timm:vit_tiny_patch16_224"),
-    ("What does private training cost beside ordinary training?", "run overhead --only model=cnn,resnet18"),
+    ("How much more does private training cost than ordinary training?", "run overhead --only model=cnn,resnet18"),
     ("How large a batch fits into 16 GiB, with each backend?", "run stress_test"),
     ("What is left of a run, and how long will it take?", "plan stress_test"),
     ("Has my change made anything slower?", "compare before/ after/ --fail-on slower:5%"),
@@ -26,14 +26,14 @@ _POINT = "--sample-rate 0.01 --steps 10000 --delta 1e-5"
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "list": (("", "every name that the other commands take"), ("--format json", "for scripts")),
     "plan": (
-        ("overhead", "what is recorded in ./results, what remains, and how long it will take"),
+        ("overhead", "what ./results has, what remains, and how long it will take"),
         ("stress_test --only backend=ghost,bk_mixed", "of these backends only"),
     ),
     "run": (
-        ("memory_speed --smoke", "in seconds: does everything work here?"),
-        ("overhead --only model=cnn,vgg11 --rounds 5", "a part of it; killed or not, the same line continues it"),
-        ("stress_test --retry error,timeout", "and once more what ended so"),
-        ("overhead --minutes 9", "what can be done in nine minutes; the same line goes on"),
+        ("memory_speed --smoke", "a quick test that everything works here"),
+        ("overhead --only model=cnn,vgg11 --rounds 5", "a part of it; the same command continues after a kill"),
+        ("stress_test --retry error,timeout", "run trials with these outcomes again"),
+        ("overhead --minutes 9", "as much as fits in nine minutes; the same command continues"),
         ("my/experiment.py --output out", "your own: EXPERIMENT = Experiment(...) in a file, records in ./out"),
     ),
     "check": (
@@ -41,7 +41,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("--backend my/clip.py:Mine", "the conformance cases for a backend of your own"),
     ),
     "explain": (
-        ("resnet18", "every use of every parameter, from shapes alone"),
+        ("resnet18", "every use of every parameter, from shapes only"),
         ("torchvision:vgg11 --batch-size 16 --measure", "with every route timed on this machine"),
         ("my/model.py:build --image-size 64 --format json", "your own model, for scripts"),
     ),
@@ -51,30 +51,30 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "timm:vit_tiny_patch16_224 --memory 24GiB",
             "one of timm's, and your card's memory",
         ),
-        ("mine.py:build --format json", "your own, as `dpbench template mine.py` shows it"),
+        ("mine.py:build --format json", "your own, in a file from `dpbench template mine.py`"),
         ('"transformers:gpt2?n_layer=6@256" --seconds 60', "six layers, 256 tokens, in a minute"),
     ),
-    "template": (("mine.py", "a function that returns a model, a few records and a loss, to be changed"),),
+    "template": (("mine.py", "a function that returns a model, a few records and a loss, for you to change"),),
     "compare": (
         ("results/overhead elsewhere/overhead", "two folders of records, cell by cell"),
-        ("before/ after/ --fail-on slower:5% --fail-on larger:10%", "exit code 1 if anything is so much worse"),
+        ("before/ after/ --fail-on slower:5% --fail-on larger:10%", "exit code 1 if anything is that much worse"),
     ),
     "report": (
         ("overhead", "figures and tables beside the records in ./results/overhead"),
         ("out/my_own --output figures", "of any folder of records"),
     ),
     "epsilon": (
-        (f"{_POINT} --noise-multiplier 1.1", "by every accountant, with what each of them says (bound, estimate)"),
+        (f"{_POINT} --noise-multiplier 1.1", "by every accountant, with the kind of its result (bound, estimate)"),
         (f"{_POINT} --noise-multiplier 1.1 --accountant pld --format json", "by one of them, for scripts"),
-        (f"{_POINT} --noise-multiplier 1.1 --risk --output risk.png", "what that means for an attack, and its picture"),
-        ("phases.toml", "of phases whose noise, rate or sampling differ, a [[phase]] each"),
+        (f"{_POINT} --noise-multiplier 1.1 --risk --output risk.png", "its meaning for an attack, with a figure"),
+        ("phases.toml", "for phases of different noise, rate or sampling, a [[phase]] each"),
     ),
     "calibrate": (
         (f"{_POINT} --target-epsilon 3", "the least noise for ε = 3, by every accountant"),
         (f"{_POINT} --target-epsilon 3 --accountant prv", "by one of them"),
         (
             f"{_POINT} --target-tpr 0.05 --accountant prv",
-            "an attack finds 5 % of the members, with 1 % false ones",
+            "an attack finds at most 5 % of the members, with 1 % false positives",
         ),
     ),
 }

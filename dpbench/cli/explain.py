@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time every route of every use on this device, and the memory and time of a step: takes many steps",
     )
     parser.add_argument(
-        "--device", choices=DEVICES, default="auto", help="for --measure; auto: cuda where there is one, else cpu"
+        "--device", choices=DEVICES, default="auto", help="for --measure; auto: cuda if available, else cpu"
     )
     parser.add_argument("--format", choices=("table", "json"), default="table")
 

@@ -23,7 +23,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add --image-size and --num-classes."""
     parser.add_argument(
-        "--image-size", metavar="S", type=int, help="default: 32 for built-ins and files, else 224 or what timm says"
+        "--image-size", metavar="S", type=int, help="default: 32 for built-ins and files, else 224 or timm's own"
     )
     parser.add_argument(
         "--num-classes", metavar="K", type=int, help="default: 1000 for timm and torchvision, 10 for all others"

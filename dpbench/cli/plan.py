@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         metavar="FILE",
         type=Path,
-        help="five lines of TOML, see dpbench.execution.cluster: predict it all there",
+        help="five lines of TOML, see dpbench.execution.cluster: predict the whole experiment on that cluster",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table")
 

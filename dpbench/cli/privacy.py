@@ -49,7 +49,7 @@ _ELSEWHERE = ("sampling", "adjacency", "seconds", "reason", "evaluations")
 def add_length(parser: argparse.ArgumentParser) -> None:
     """Add the options for the sampling of records and the number of steps."""
     parser.add_argument(
-        "--sample-rate", metavar="Q", help="chance of each record to be in a batch: a number, or 256/60000"
+        "--sample-rate", metavar="Q", help="probability that a record is in a batch: a number, or 256/60000"
     )
     parser.add_argument("--batch-size", metavar="B", help="with --dataset-size, in place of --sample-rate: B/N")
     parser.add_argument("--steps", metavar="T", help="number of steps")
@@ -90,18 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sampling", metavar="NAME", default="poisson", help=f"{', '.join(SAMPLINGS)}")
     proved = "; ".join(f"{sampling}: {', '.join(names)}" for sampling, names in PROVED.items())
     parser.add_argument(
-        "--adjacency", metavar="NAME", help=f"what has a bound under the sampling, by default the first ({proved})"
+        "--adjacency", metavar="NAME", help=f"one with a bound under the sampling, by default the first ({proved})"
     )
     parser.add_argument("--dataset-size", metavar="N", help="number of records")
-    parser.add_argument("--max-batch-size", metavar="B", help="at which truncated_poisson cuts a batch")
+    parser.add_argument("--max-batch-size", metavar="B", help="the size to which truncated_poisson cuts a batch")
     parser.add_argument(
         "--group-size",
         metavar="K",
         help="neighbours differ in K records at once, such as those of a person (default: 1)",
     )
-    parser.add_argument(
-        "--tuned", metavar="N", help="of the best of N runs on average, of which it alone is published (rdp, best)"
-    )
+    parser.add_argument("--tuned", metavar="N", help="for publishing only the best of N runs, on average (rdp, best)")
     parser.add_argument(
         "--tuned-by",
         metavar="NAME",

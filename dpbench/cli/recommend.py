@@ -51,18 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         metavar="B",
         type=int,
-        help="samples in the batch that is timed (default: {} for images of 32 pixels, else {}; on CUDA {} times more)"
-        "".format(*BATCH_SIZES, ON_CUDA),
+        help="samples in the timed batch (default: {} for images of 32 pixels, else {}; on CUDA {} times more)".format(
+            *BATCH_SIZES, ON_CUDA
+        ),
     )
     parser.add_argument(
         "--memory", metavar="SIZE", default="16GiB", help="the budget of the largest batch (default: %(default)s)"
     )
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one, else cpu")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda if available, else cpu")
     parser.add_argument(
         "--precision",
         choices=PROFILES,
         default="float32",
-        help="in which formats steps compute (default: %(default)s)",
+        help="the precision profile (default: %(default)s)",
     )
     add_sizes(parser)
     parser.add_argument(

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=folder,
         metavar="DIR",
-        help="where the figures go (default: beside the records); if `run --output DIR` left this experiment's records "
+        help="figures' folder (default: that of the records); if `run --output DIR` left this experiment's records "
         "in there, these are drawn",
     )
 

@@ -35,22 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(extra [slurm])",
     )
     group.add_argument(
-        "--address", metavar="HOST:PORT", help="ray: the cluster to join, or auto; else one is started here"
+        "--address", metavar="HOST:PORT", help="ray: the cluster to join, or auto (default: start one here)"
     )
-    group.add_argument("--cpus", metavar="N", type=int, help="CPUs of a trial that runs alone; else all of a node")
+    group.add_argument("--cpus", metavar="N", type=int, help="CPUs of a trial that runs alone (default: all of a node)")
     group.add_argument(
         "--gpu-type",
         metavar="TYPE",
-        help="on CUDA: of which type, as the cluster calls it (A100); to slurm it says that there is one",
+        help="on CUDA: the cluster's name for the GPU type (A100); with slurm, --device auto is then cuda",
     )
     group.add_argument("--partition", metavar="NAME", help="slurm: the partition")
     group.add_argument(
-        "--time", metavar="MINUTES", type=int, help="slurm: limit of a job, which is then submitted again"
+        "--time", metavar="MINUTES", type=int, help="slurm: time limit of a job, which is then submitted again"
     )
-    group.add_argument("--jobs", metavar="N", type=int, help="slurm: so many jobs at once (16)")
+    group.add_argument("--jobs", metavar="N", type=int, help="slurm: number of jobs at once (16)")
     group.add_argument("--cluster", metavar="NAME", help="slurm: `local` runs the jobs on this machine, by submitit")
     parser.add_argument(
-        "--wait", action="store_true", help="for another run that measures for the same folder, instead of refusing"
+        "--wait", action="store_true", help="for another run with the same folder to end, instead of refusing"
     )
     parser.add_argument_group("environment variables", _VARIABLES)
 
@@ -59,23 +59,23 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `run` and `plan`: which part of which experiment, where."""
     parser.add_argument("experiment", metavar="EXPERIMENT", help="its name, or my/file.py, or my/file.py:NAME")
     parser.add_argument(
-        "--output", metavar="DIR", type=folder, default=Path("results"), help="records and figures lie here"
+        "--output", metavar="DIR", type=folder, default=Path("results"), help="folder of records and figures"
     )
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one, else cpu")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda if available, else cpu")
     parser.add_argument(
-        "--only", metavar="FIELD=A,B", action="append", default=[], help="only trials whose field has one of the values"
+        "--only", metavar="FIELD=A,B", action="append", default=[], help="only trials with one of these values"
     )
     parser.add_argument("--rounds", metavar="N", type=int, help="how often each trial is run")
     parser.add_argument(
         "--retry",
         metavar="OUTCOME,...",
         default="",
-        help="run trials again that ended so: error,timeout,crash,mismatch",
+        help="run trials with these outcomes again: error,timeout,crash,mismatch",
     )
     parser.add_argument(
-        "--minutes", metavar="N", type=float, help="start no trial that would end later; the same line goes on"
+        "--minutes", metavar="N", type=float, help="start no trial that would end later; the same command continues"
     )
-    parser.add_argument("--smoke", action="store_true", help="the same in miniature: seconds, records apart")
+    parser.add_argument("--smoke", action="store_true", help="a quick version, with separate records")
 
 
 def request_from(args: argparse.Namespace) -> Request:
