@@ -16,6 +16,10 @@ those of `dpbench.measure.verify`.
 A model may cast to a narrower dtype itself (the RMSNorm of Llama always computes in float32). Rounding in *that* dtype
 then limits how closely the gradient of c·ℓ is c times that of ℓ, in the oracle too. So before reporting a mismatch,
 compare the oracle's gradient of ℓ/3 with a third of its gradient of ℓ; if they differ, use the tolerance for casts.
+
+Functions take:
+    case: samples and weights.
+    samples: the oracle's results on batches of one, with weight 1.
 """
 
 from __future__ import annotations
@@ -158,11 +162,7 @@ def nonlinearity(workload: Workload, one: tuple[Any, Any], whole: ClippedGradien
 
 
 def norms_of(samples: list[ClippedGradient]) -> Tensor:
-    """‖g_i‖ of batches of one, as one tensor [B].
-
-    Args:
-        samples: the oracle's results on batches of one.
-    """
+    """‖g_i‖ of batches of one, as one tensor [B]."""
     return torch.cat([sample.norms for sample in samples if sample.norms is not None])
 
 
@@ -170,8 +170,6 @@ def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: i
     """The expected result by definition, from the gradients of single samples with weight 1.
 
     Args:
-        case: samples and weights.
-        samples: the oracle's results on batches of one, with weight 1.
         clip: norms [B] -> factors [B].
         together: how many samples are averaged before clipping.
     """
@@ -203,11 +201,6 @@ def worst(errors: Iterable[float]) -> float:
 
 
 def arranged(case: Case, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The samples of `case`, taken from a batch of `weighted`, with its weights.
-
-    Args:
-        case: samples and weights.
-        batch: (inputs, targets) of `weighted`.
-    """
+    """The samples of `case`, taken from a batch of `weighted`, with its weights."""
     inputs, (weights, targets) = map_tensors(lambda x: x[case.samples], batch)
     return inputs, (weights.new_tensor(case.weights), targets)

@@ -18,6 +18,9 @@ convolution's operands in oneDNN's layout, the unfolded input in float64), which
 of memory allocated before the step are not seen; a step must own what it frees. The profiler slows the step down, so it
 watches a step of its own, never a timed one. No CPU allocator enforces a budget: a step that exceeds it raises
 `OverBudget`.
+
+Functions take:
+    budget: bytes, or None.
 """
 
 from __future__ import annotations
@@ -161,11 +164,7 @@ def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, 
 
 
 def set_budget(budget: int | None, device: torch.device) -> None:
-    """Limit CUDA's allocator to `budget` bytes from now on; does nothing on a CPU.
-
-    Args:
-        budget: bytes, or None.
-    """
+    """Limit CUDA's allocator to `budget` bytes from now on; does nothing on a CPU."""
     if budget is not None and device.type == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
@@ -177,7 +176,6 @@ def within_budget(result: dict[str, Any], budget: int | None) -> dict[str, Any]:
 
     Args:
         result: of a body.
-        budget: bytes, or None.
 
     Raises:
         OverBudget: with the result.

@@ -61,6 +61,9 @@ class Race:
         clock: monotonic seconds.
         tell: receives the progress, in words.
         seed: of the orders.
+
+    Methods take:
+        runners: including ordinary training.
     """
 
     def __init__(
@@ -76,7 +79,6 @@ class Race:
         """TURNS rounds of all runners, as time allows.
 
         Args:
-            runners: including ordinary training.
             until: by `clock`; only the first round may end later.
         """
         return self._rounds("race", runners, until, HEAT_SECONDS, TURNS)
@@ -85,7 +87,6 @@ class Race:
         """At least ROUNDS rounds, until every interval is narrow, as time allows.
 
         Args:
-            runners: including ordinary training.
             until: by `clock`; only the first ROUNDS rounds may end later.
             latest: the limit for those.
         """
@@ -115,7 +116,6 @@ class Race:
         """Repeat turns of all until the round's time is filled: name -> seconds of each step.
 
         Args:
-            runners: that take turns.
             seconds: the length of a round of short steps.
         """
         taken: dict[str, list[float]] = {runner.name: [] for runner in runners}

@@ -3,6 +3,12 @@
 Compares two batches on the same model and open backend: one with the record and one without it, otherwise in the same
 order. The distance of the two sums is computed in float64, over all parameters together. Nothing is verified, and no
 noise is added.
+
+Functions take:
+    backend: the backend class.
+    dtype: one of `dpbench.conformance.sensitivity.DTYPES`.
+    device: "cpu" or "cuda".
+    place: of the record in its batch.
 """
 
 from __future__ import annotations
@@ -77,9 +83,6 @@ def sensitivity(
     """Results of all cases that apply to `dtype`.
 
     Args:
-        backend: the backend class.
-        dtype: one of `dpbench.conformance.sensitivity.DTYPES`.
-        device: "cpu" or "cuda".
         cases: of hard records.
     """
     for case in cases:
@@ -94,9 +97,6 @@ def measured(case: HardRecord, backend: type[Backend], dtype: str, device: str =
 
     Args:
         case: of hard records.
-        backend: the backend class.
-        dtype: one of `DTYPES`.
-        device: "cpu" or "cuda".
     """
     if backend.together > 1:
         return Found(case.name, "unsupported", reason="it clips means of several samples, which is another mechanism")
@@ -142,7 +142,6 @@ def each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: st
         backend: opened on the problem's model.
         problem: batches, and records to add to them.
         dtype: of inputs and weights.
-        device: "cpu" or "cuda".
         limit: the largest allowed excess, in units of C.
 
     Raises:
@@ -199,7 +198,6 @@ def names_place(said: str, place: int) -> bool:
 
     Args:
         said: the error's words.
-        place: the position.
     """
     return re.search(rf"\b(record|sample)s?\b.*\b{place}\b", said, re.DOTALL) is not None
 
@@ -210,7 +208,6 @@ def between(batch: Tensor, one: Tensor, place: int) -> Tensor:
     Args:
         batch: [B, ...].
         one: [1, ...].
-        place: its position.
     """
     return torch.cat([batch[:place], one, batch[place:]])
 

@@ -7,6 +7,11 @@ spent. Later steps are recorded as measured: the report summarises them and trea
 On a CPU: `time.perf_counter` around each step; the caller sets the number of threads. On CUDA: an event before the
 first step and after each one, and one synchronisation at either end, so that the host runs ahead of the device as in
 training.
+
+Functions take:
+    stopwatch: of the device.
+    count: number of steps.
+    max_seconds: no step begins later.
 """
 
 from __future__ import annotations
@@ -47,9 +52,7 @@ def time_steps(step: Callable[[], object], *, stopwatch: Stopwatch, steps: int, 
     less than half a second are timed more often.
 
     Args:
-        stopwatch: of the device.
         steps: how many, at least.
-        max_seconds: of timing.
     """
     warmup = warm_up(step, stopwatch=stopwatch, max_seconds=max_seconds / 2)
     gc.collect()
@@ -59,12 +62,7 @@ def time_steps(step: Callable[[], object], *, stopwatch: Stopwatch, steps: int, 
 
 
 def warm_up(step: Callable[[], object], *, stopwatch: Stopwatch, max_seconds: float) -> list[float]:
-    """Run steps until two windows agree, or `max_seconds` or MAX_WINDOWS are spent; returns the seconds of each.
-
-    Args:
-        stopwatch: of the device.
-        max_seconds: of warming up.
-    """
+    """Run steps until two windows agree, or `max_seconds` or MAX_WINDOWS are spent; returns the seconds of each."""
     seconds = stopwatch(step, 1, math.inf)
     previous = math.inf
     for _ in range(MAX_WINDOWS):
@@ -84,12 +82,7 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 
 
 def cpu_stopwatch(step: Callable[[], object], count: int, max_seconds: float) -> list[float]:
-    """Seconds of each step, on the host's clock.
-
-    Args:
-        count: how many steps.
-        max_seconds: no step begins later.
-    """
+    """Seconds of each step, on the host's clock."""
     seconds: list[float] = []
     begin = time.perf_counter()
     for _ in range(count):
@@ -103,12 +96,7 @@ def cpu_stopwatch(step: Callable[[], object], count: int, max_seconds: float) ->
 
 
 def cuda_stopwatch(step: Callable[[], object], count: int, max_seconds: float) -> list[float]:
-    """Seconds on the device, from the end of one step to the end of the next.
-
-    Args:
-        count: how many steps.
-        max_seconds: no step begins later.
-    """
+    """Seconds on the device, from the end of one step to the end of the next."""
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True)]
     events[0].record()

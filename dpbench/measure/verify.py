@@ -10,6 +10,12 @@ differs by 10⁻².) Then in the trial's own precision, which runs other kernels
 The limits are those of `clipping.checks.verification`, by the formats in which the losses are computed. Ordinary
 training is compared with an oracle that does not clip. With an explicit dtype (`dpbench check --dtype`), limits depend
 on it. On CUDA, TF32 is off except in the check in the trial's own precision.
+
+Functions take:
+    backend: to be verified, or its name.
+    found: its errors.
+    limit: the largest errors due to rounding.
+    where: on which batch, in words.
 """
 
 from __future__ import annotations
@@ -39,23 +45,14 @@ def oracle(workload: Workload, inputs: Any, targets: Any, clip: ClipFunction) ->
 
 
 def against_oracle(backend: Backend, inputs: Any, targets: Any) -> tuple[Agreement, Limit, int]:
-    """The backend's difference from the oracle on the first samples of a batch, the limit, and how many samples.
-
-    Args:
-        backend: to be verified.
-    """
+    """The backend's difference from the oracle on the first samples of a batch, the limit, and how many samples."""
     samples = min(SAMPLES * backend.together, leading_dimension(inputs, targets))
     with tf32(False):
         return *agreement_with_oracle(backend, inputs, targets, SAMPLES), samples
 
 
 def verified(backend: Backend, inputs: Any, targets: Any, precision: str) -> tuple[dict[str, Any], str | None]:
-    """The record of both checks of a step (see above), and an error message or None.
-
-    Args:
-        backend: to be verified.
-        precision: the trial's profile; float64 needs one check.
-    """
+    """The record of both checks of a step (float64 needs one), and an error message or None."""
     found, limit, samples = against_oracle(backend, inputs, targets)
     record, wrong = verification_record(found, limit, samples), None
     if not found.within(limit):
@@ -74,7 +71,6 @@ def agreement(backend: Backend, inputs: Any, targets: Any, reference: ClippedGra
     """The backend's difference from the reference.
 
     Args:
-        backend: to be verified.
         reference: the oracle's result on the batch.
     """
     with tf32(False):
@@ -85,8 +81,6 @@ def verification_record(found: Agreement, limit: Limit, samples: int) -> dict[st
     """The record of a verification; raises nothing.
 
     Args:
-        found: the backend's errors.
-        limit: the largest errors due to rounding.
         samples: how many were compared.
     """
     return {
@@ -102,24 +96,13 @@ def mismatch(backend: str, found: Agreement, limit: Limit, result: dict[str, Any
     """The exception for a wrong result: by how much, and at which parameter.
 
     Args:
-        backend: its name.
-        found: its errors.
-        limit: the largest errors due to rounding.
         result: of the trial.
-        where: on which batch, in words.
     """
     return Mismatch(result, difference(backend, found, limit, where))
 
 
 def difference(backend: str, found: Agreement, limit: Limit, where: str = "") -> str:
-    """By how much, and at which parameter, the result is wrong.
-
-    Args:
-        backend: its name.
-        found: its errors.
-        limit: the largest errors due to rounding.
-        where: on which batch, in words.
-    """
+    """By how much, and at which parameter, the result is wrong."""
     return (
         f"{backend} differs from the microbatch oracle{where}: relative error {found.norm_error:.1e} in the norms and "
         f"{found.grad_error:.1e} in the gradient of {found.parameter!r}, expected at most {limit}"

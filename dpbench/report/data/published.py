@@ -2,6 +2,11 @@
 
 Each row of the CSV has paper, figure, data set, model, method, batch size, quantity, value, unit, and the precision of
 the value (exact in a table, or read off a figure).
+
+Functions take:
+    model, backend: our names.
+    image_size: in pixels, or None.
+    quantity: a column of the figure.
 """
 
 from __future__ import annotations
@@ -60,8 +65,6 @@ def value(figure: str, quantity: str, model: str, backend: str) -> float | str |
 
     Args:
         figure: "Table 4" and the like.
-        quantity: its column.
-        model, backend: ours.
     """
     method = _METHODS.get(backend)
     if method is None:
@@ -76,9 +79,6 @@ def throughput_ratio(model: str, image_size: int, backend: str, named: str | Non
     None without such a point, or for a throughput of 0, which means that a batch of one did not fit.
 
     Args:
-        model: ours.
-        image_size: in pixels.
-        backend: ours.
         named: the figure's name of the model, if it differs from ours.
     """
     name = f"{named or style.model(model)}@{image_size}"
@@ -134,13 +134,7 @@ _BOOK_KEEPING = {
 
 
 def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
-    """Values for this model and backend in Figure 4 of arXiv:2205.10683, or in Figure 4 or 5 of arXiv:2210.00038.
-
-    Args:
-        model: ours.
-        image_size: in pixels, or None.
-        backend: ours.
-    """
+    """Values for this model and backend in Figure 4 of arXiv:2205.10683, or in Figure 4 or 5 of arXiv:2210.00038."""
     plain, tokens = style.without_length(model)
     if plain in _TEXT and backend in _BOOK_KEEPING and tokens == _TOKENS:
         name, method, figure = _TEXT[plain], _BOOK_KEEPING[backend], f"Figure 4 of {BOOK_KEEPING}"
@@ -168,12 +162,7 @@ def _number(paper: str, figure: str, model: str, method: str, quantity: str) -> 
 
 
 def ratio(quantity: str, model: str, backend: str) -> float | str | None:
-    """A cell of the paper's Table 4 over the non-private cell of the same model: a number, 'OOM', or None.
-
-    Args:
-        quantity: its column.
-        model, backend: ours.
-    """
+    """A cell of the paper's Table 4 over the non-private cell of the same model: a number, 'OOM', or None."""
     ours, base = (value("Table 4", quantity, model, name) for name in (backend, "nonprivate"))
     if isinstance(ours, float) and isinstance(base, float):
         return ours / base
