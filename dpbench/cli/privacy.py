@@ -5,6 +5,7 @@ Functions take:
     detail: of the accountant's answer.
     error: the error raised.
     asked: typed after --accountant, or None.
+    name: as typed.
 """
 
 from __future__ import annotations
@@ -192,9 +193,6 @@ def in_turn(names: Sequence[str]) -> Iterator[str]:
 def load(name: str) -> Accountant:
     """An accountant by its name, or the user's own, ``path/file.py:Class``.
 
-    Args:
-        name: as typed.
-
     Raises:
         UsageError: the file lacks the class, or the class needs arguments.
     """
@@ -212,9 +210,6 @@ def load(name: str) -> Accountant:
 
 def asked(name: str, args: argparse.Namespace) -> Accountant:
     """The accountant of a row: by its name, or, if requested, for the best of several runs.
-
-    Args:
-        name: as typed.
 
     Raises:
         UsageError: of `load`, or --tuned-by without --tuned.

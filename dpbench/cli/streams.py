@@ -3,6 +3,9 @@
 Progress on standard error may be lost without harm, and the work continues. Output on standard output is the purpose of
 the command, so a failure to write it is an error. Both show control characters as escapes, since much of the text comes
 from files of others.
+
+Functions take:
+    text: any.
 """
 
 from __future__ import annotations
@@ -95,11 +98,7 @@ class Shown:
         self.terminal = terminal
 
     def write(self, text: str) -> int:
-        """Write all of it.
-
-        Args:
-            text: any.
-        """
+        """Write all of it."""
         waiting.wipe()
         self.terminal.write(printable(text))
         return len(text)
@@ -119,11 +118,7 @@ class Patient:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write the text, and report it as written in any case.
-
-        Args:
-            text: any.
-        """
+        """Write the text, and report it as written in any case."""
         self._quietly(lambda: self._stream.write(text))
         return len(text)
 

@@ -1,6 +1,9 @@
 """More small models with traits of real ones, each of which once gave a silently wrong sum.
 
 They use parameters outside of layers, or mix samples. Samples are [4], outputs [B, 3], unless a class says otherwise.
+
+Functions take:
+    x: [B, n].
 """
 
 from __future__ import annotations
@@ -179,27 +182,15 @@ class Sorting(nn.Module):
 
 
 def by_statistics(x: Tensor) -> Tensor:
-    """Normalise over the batch.
-
-    Args:
-        x: [B, n].
-    """
+    """Normalise over the batch."""
     return (x - x.mean(0)) / (x.var(0, correction=0) + 1).sqrt()
 
 
 def by_detached_mean(x: Tensor) -> Tensor:
-    """Centre over the batch, without a trace in the gradient.
-
-    Args:
-        x: [B, n].
-    """
+    """Centre over the batch, without a trace in the gradient."""
     return x - x.detach().mean(0)
 
 
 def by_rolling(x: Tensor) -> Tensor:
-    """Add the row two further on; neither a gradient nor a batch of two reveals it.
-
-    Args:
-        x: [B, n].
-    """
+    """Add the row two further on; neither a gradient nor a batch of two reveals it."""
     return x + 0.5 * x.detach().roll(2, 0)

@@ -14,6 +14,9 @@ result is wrong.
 Each backend computes two batches: all samples, then the last and the first alone, which reveals state kept from the
 first batch. The threshold lies between two norms, so some samples are clipped. The backend's own verification is off,
 except on a model that mixes samples: only verification can detect that.
+
+Functions take:
+    share: multiplies each loss; the gradients are divided by it.
 """
 
 from __future__ import annotations
@@ -142,11 +145,7 @@ def trained(trial: CoverageTrial, size: int | None, dtype: str) -> Opened:
 
 
 def together(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
-    """Per-sample gradients through one forward pass of the whole batch.
-
-    Args:
-        share: multiplies each loss; the gradients are divided by it.
-    """
+    """Per-sample gradients through one forward pass of the whole batch."""
     inputs, targets = batch
     named = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
     losses = workload.loss_fn(forward(workload.model, inputs), targets)
@@ -163,11 +162,7 @@ def _gradient(loss: Tensor, named: dict[str, Any], share: float) -> ClippedGradi
 
 
 def alone(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
-    """The gradient of each sample in a batch of its own.
-
-    Args:
-        share: multiplies each loss; the gradients are divided by it.
-    """
+    """The gradient of each sample in a batch of its own."""
     return [together(workload, one, share)[0] for one in one_by_one(batch)]
 
 

@@ -2,6 +2,9 @@
 
 Any error while such a model is built, or processes its first image, becomes a `ModelError` of one line with the
 original as its cause: most often the images are smaller than the architecture allows.
+
+Functions take:
+    reference: NAME?options.
 """
 
 from __future__ import annotations
@@ -40,9 +43,6 @@ class Classifier:
 def timm_model(reference: str, *, num_classes: int, image_size: int) -> Classifier:
     """`timm.create_model` of NAME?options, with random weights; img_size is passed to architectures that take it.
 
-    Args:
-        reference: NAME?options.
-
     Raises:
         ModelError: timm is missing, has no such model or no such option, or cannot build it for such images.
     """
@@ -66,9 +66,6 @@ def timm_model(reference: str, *, num_classes: int, image_size: int) -> Classifi
 
 def torchvision_model(reference: str, *, num_classes: int, image_size: int) -> Classifier:
     """A classification model of torchvision, NAME?options, with random weights.
-
-    Args:
-        reference: NAME?options.
 
     Raises:
         ModelError: torchvision is missing, has no such model or no such option, or cannot build it for such images.

@@ -1,6 +1,10 @@
 """Saves figures in forked processes, one for each CPU: saving takes most of a report's time.
 
 A fork has the figure already, writes its files and exits.
+
+Functions take:
+    figure: to be written.
+    paths: suffix -> path.
 """
 
 from __future__ import annotations
@@ -29,10 +33,6 @@ def save(figure: Figure, paths: Mapping[str, Path]) -> None:
     """Write the figure as PNG, SVG and PDF.
 
     PNG and PDF take four times as long as SVG: if the same SVG exists already, byte for byte, they are kept.
-
-    Args:
-        figure: to be written.
-        paths: suffix -> path.
     """
     sharpness = min(_DPI, _TALLEST / figure.get_figheight())
     # No version and no date in the files: they would change without new measurements.
@@ -83,12 +83,7 @@ class Pictures:
                 os.waitpid(pid, 0)
 
     def save(self, figure: Figure, paths: Mapping[str, Path]) -> None:
-        """Begin to write the figure; later changes to it are not in the files.
-
-        Args:
-            figure: to be written.
-            paths: suffix -> path.
-        """
+        """Begin to write the figure; later changes to it are not in the files."""
         if self._workers < 2:
             save(figure, paths)
             return
