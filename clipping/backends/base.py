@@ -1,8 +1,8 @@
-"""What every clipping backend is: a model and a loss in, the sum of clipped per-sample gradients out.
+"""The interface of clipping backends: model and loss in, sum of clipped per-sample gradients out.
 
-For sample i with loss ℓ_i let g_i = ∂ℓ_i/∂θ over all trainable parameters θ together. A backend returns Σ_i c_i g_i
-with c_i = clip(‖g_i‖). It adds no noise and divides by nothing. How it gets there is its own affair; that it gets there
-exactly is what `clipping.checks.verification` holds it to.
+For sample i with loss ℓ_i, let g_i = ∂ℓ_i/∂θ over all trainable parameters θ together. A backend returns Σ_i c_i g_i
+with c_i = clip(‖g_i‖). It adds no noise and does not divide. Any method is allowed that gives the exact sum;
+`clipping.checks.verification` checks it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ from clipping.program.step import Batch
 
 
 class Backend(ABC):
-    """Interface of the clipping backends; a context manager.
+    """Base class of the clipping backends; a context manager.
 
-    A backend leaves the model as it found it: no attribute on parameters, `requires_grad` and `.grad` untouched, no
-    hooks after `close()`, and no state from one call to the next that a result depends on.
+    A backend sets no attributes on parameters, leaves `requires_grad` and `.grad` alone, and leaves no hooks after
+    `close()`. No result depends on an earlier call.
 
     Args:
         model: called as model(inputs), model(*inputs) or model(**inputs).
         loss_fn: loss_fn(outputs, targets) -> [B], one loss a sample (`reduction="none"`).
         clip: norms [B] -> factors [B].
-        verify: compare the first batch, on two of its samples, with the microbatch oracle, and raise `WrongGradient`
-            if they differ; and see that samples stay apart (`clipping.checks.sample_independence`) at first, in new
-            shapes and graphs, and in one step of 200. Costs a few steps, once, and 0.4 % of a step.
+        verify: compare two samples of the first batch with the microbatch oracle, and check that samples do not mix
+            (`clipping.checks.sample_independence`): at first, for new shapes and graphs, and in one step of 200.
         compile: from the third batch of a shape on, run the step as one program if that is faster
             (`clipping.program.graphs`). True refuses what is no program; "auto" runs it eagerly, and leaves
             TorchInductor out on a CPU, where it compiles for a minute. By default "auto" for a model on a CUDA device,
@@ -54,22 +53,22 @@ class Backend(ABC):
         timing: take the fastest of several ways on this device; else the same one everywhere.
 
     Raises:
-        ValueError: `compile`, of a backend whose step is no graph.
-        UnsupportedModel: for what this backend cannot treat exactly, here or at the first call.
+        ValueError: `compile` is True and this backend's step is not a graph.
+        UnsupportedModel: this backend cannot clip the model exactly. Raised here or at the first call.
     """
 
     name: ClassVar[str]
     private: ClassVar[bool] = True
     together: ClassVar[int] = 1
-    """Samples whose mean gradient is clipped as one. More than 1 is another mechanism than clipping per sample."""
+    """Samples whose mean gradient is clipped as one. More than 1 is not per-sample clipping."""
     trusted: ClassVar[bool] = False
-    """Correct by definition: there is nothing to verify it against."""
+    """Correct by definition, so not verified."""
     refuses_no_numbers = True
-    """Raise for a record whose gradient is no number; comparisons want to see it."""
+    """Raise for a record whose gradient is NaN or infinite. Comparisons turn this off to see such gradients."""
     book_kept: ClassVar[bool] = False
-    """One backward pass leaves all that the sum is formed from: what a model sharded by FSDP2 can be trained by."""
+    """One backward pass leaves all that the sum needs. FSDP2 requires this."""
     compilable: ClassVar[bool] = False
-    """A step decides by shapes alone, and calls nothing but torch: it can be traced to a graph."""
+    """A step branches on shapes alone and calls only torch, so it can be traced to a graph."""
 
     def __init__(
         self,
@@ -83,23 +82,23 @@ class Backend(ABC):
     ) -> None:
         self.model = spread.unwrapped(model)
         self.replicated = self.model is not model
-        """A DistributedDataParallel: gradients are summed over all processes."""
+        """The model is a DistributedDataParallel: gradients are summed over all processes."""
         self.sharded = bool(spread.sharded_modules(self.model))
-        """By FSDP2: parameters and gradients are DTensors."""
+        """The model is sharded by FSDP2: parameters and gradients are DTensors."""
         spread.reshard(self.model)
         self.loss_fn = loss_fn
         self.clip: ClipFunction = Flat(max_grad_norm=1.0) if clip is None else clip
         self.coverage: dict[str, float] = {}
         self._verify = verify and not self.trusted and not self.sharded
         self.occasions = Occasions() if self._verify and self.private and self.together == 1 else None
-        """Of looking whether samples stay apart; None for never."""
+        """When to check that samples do not mix; None for never."""
         self.chosen_for = self.expected = 0
-        """Samples that routes are chosen for, and those of a batch as it is expected; 0 while nobody knows."""
+        """The batch size that routes are chosen for, and the expected batch size; 0 if unknown."""
         self._named = tuple(self.model.named_parameters())
         self._closed = False
         self.moving = Moving(self.model)
         self.graphs: Graphs | None = None
-        """Of its steps; None if they run as they are."""
+        """The programs that run the steps; None to run them eagerly."""
         self._ways: Mapping[str, str] = {}
         self.use_graphs(self._losses_of, compile, timing=timing)
         problems = [*self.problems(), *spread.problems(self.model, self.book_kept)]
@@ -108,11 +107,11 @@ class Backend(ABC):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Why this backend cannot run here (a package that is missing), or None if it can."""
+        """Why this backend cannot run here (such as a missing package), or None if it can."""
         return None
 
     def problems(self) -> Iterable[Problem]:
-        """What can be known to be unsupported before any input is seen."""
+        """Unsupported parts of the model that can be found before the first input."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
                 module.training or not module.track_running_stats
@@ -129,16 +128,12 @@ class Backend(ABC):
     def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
         """Clip the gradients of one batch.
 
-        Args:
-            inputs: a tensor, a tuple (positional) or a dict (keyword arguments); every tensor [B, ...].
-            targets: handed to the loss; every tensor in it [B, ...]. B = 0 (an empty Poisson batch) gives zeros.
-
         Raises:
-            ValueError: tensors that disagree about B, or a loss that is not shaped [B].
-            UnsupportedModel: an operation on a trainable parameter that this backend cannot treat exactly, or samples
-                that mix.
+            ValueError: the tensors disagree about B, or the loss does not have shape [B].
+            UnsupportedModel: this backend cannot treat an operation on a trainable parameter exactly, or samples mix.
             WrongGradient: the first batch differs from the oracle.
-            FloatingPointError: a record whose gradient is no number, by its position (on a CPU; else the sum shows it).
+            FloatingPointError: a record's gradient is NaN or infinite (raised on a CPU only; elsewhere the sum shows
+                it).
         """
         if self._closed:
             raise RuntimeError(f"expected an open backend, got {self.name} after close(); make a new one")
@@ -148,7 +143,7 @@ class Backend(ABC):
     def _of_this_process(self, inputs: Any, targets: Any) -> ClippedGradient:
         batch_size = leading_dimension(inputs, targets)
         inputs, targets = map_tensors(lambda x: x.detach(), (inputs, targets))
-        self._named = tuple(self.members().items())  # some may have been put in others' places
+        self._named = tuple(self.members().items())  # a parameter may have been replaced
         parameters = {name: p for name, p in self._named if p.requires_grad}
         if batch_size == 0:
             with torch.enable_grad():
@@ -162,7 +157,7 @@ class Backend(ABC):
                 if self.graphs is not None and self.graphs.is_new:
                     self.occasions.insist()
                 changes = self.occasions.changes(batch_size, inputs, targets, self.model.training, len(parameters))
-                if changes:  # vmap and peers, whose steps take seconds, are looked at by other records alone
+                if changes:  # vmap and peers take seconds a step: they are checked with other records alone
                     some = changes[: 3 if self.compilable else 2]
                     return self._twice(some, parameters, inputs, targets, batch_size)
             found = found or self._clipped(parameters, inputs, targets, batch_size)
@@ -180,10 +175,10 @@ class Backend(ABC):
     def _twice(
         self, changes: Sequence[Change], parameters: Parameters, inputs: Any, targets: Any, batch_size: int
     ) -> ClippedGradient:
-        """The result; and once more with each of `changes` to the batch.
+        """Clip the batch, and run the step again for each of `changes`.
 
         Raises:
-            UnsupportedModel: a loss or a norm is not what it was.
+            UnsupportedModel: a change to other records changed a loss or a norm.
         """
         draws = Draws()
         result = self._clipped(parameters, inputs, targets, batch_size)
@@ -217,7 +212,7 @@ class Backend(ABC):
             timing: take the fastest way to run a graph; else one whose results do not depend on time.
 
         Raises:
-            ValueError: `compile` is True, and of this backend, or of a sharded model, a step is no graph.
+            ValueError: `compile` is True, but the step of this backend, or of a sharded model, is not a graph.
         """
         has_graphs = self.compilable and not self.sharded
         if compile is None and any(p.is_cuda for p in self.model.parameters()):
@@ -245,14 +240,14 @@ class Backend(ABC):
 
     @property
     def ways(self) -> dict[str, str]:
-        """How steps run: shapes of a batch -> "eager", "traced", "replayed" or "compiled"."""
+        """Maps the shapes of a batch to how its steps run: "eager", "traced", "replayed" or "compiled"."""
         return {"all": "eager"} if self.graphs is None else self.graphs.ways
 
     def _decided(self) -> tuple[int, str]:
-        """If one of these changes, graphs are traced again: the size that routes are chosen for, and the clipping.
+        """The batch size that routes are chosen for, and the clipping: graphs are traced again if one changes.
 
         Raises:
-            UnsupportedModel: a clipping function that may change and not tell.
+            UnsupportedModel: the clipping function is mutable, so a change would go unnoticed.
         """
         clip: Any = self.clip
         if not getattr(getattr(clip, "__dataclass_params__", None), "frozen", False):
@@ -263,27 +258,24 @@ class Backend(ABC):
     def of_losses(
         self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
     ) -> ClippedGradient:
-        """A step of losses that are computed by the caller; nobody looks whether samples stay apart.
+        """Run a step from losses that the caller computes, without checking that samples stay apart.
 
         Args:
             losses: () -> ℓ [B], with their graph.
-            parameters: the trainable ones by name, as `losses` reads them.
-            batch: what `losses` reads of the samples, [B, ...] each.
-            batch_size: B.
+            parameters: name -> trainable parameter, as `losses` reads them.
+            batch: the tensors of the samples that `losses` reads, [B, ...] each.
         """
         raise NotImplementedError(f"{type(self).__name__} is not compilable")
 
     def sensitivity_bound(self, batch_size: int, *, worst: bool = False) -> float:
-        """C(1 + η): the most by which one record moves the sum that is *computed* (`numerics.rounding_bounds`).
+        """C(1 + η): the most by which one record moves the *computed* sum (`numerics.rounding_bounds`).
 
         Args:
-            batch_size: B, of the records that are added up.
-            worst: in the worst case of all roundings; else where each addition rounds at random, with probability
-                1 - 1e-12.
+            worst: for the worst case of all roundings; else for random ones, with probability 1 - 1e-12.
 
         Returns:
-            In units of the gradient. Of the shapes that were seen so far; before the first call, of T = 1,024
-            positions. Infinite for `nonprivate` and for peers, of whose arithmetic nothing is known.
+            The bound, in units of the gradient, for the shapes seen so far; before the first call, for T = 1,024
+            positions. Infinite for `nonprivate` and for peers, whose arithmetic is unknown.
         """
         excess = self._rounding(batch_size)
         if excess is None:
@@ -291,44 +283,37 @@ class Backend(ABC):
         return float(self.clip.sensitivity * (1 + excess[worst]))
 
     def members(self) -> dict[str, nn.Parameter]:
-        """All parameters of the model by name. Shards that are gathered are given back: they are other tensors."""
+        """All parameters of the model by name. Reshards gathered parameters first, because gathering replaces them."""
         if self.sharded:
             spread.reshard(self.model)
         return named_parameters(self.model)
 
     def _dtype(self) -> torch.dtype:
-        """Of the least precise parameter's sums: float32, or float64 if all are."""
+        """The dtype in which the least precise parameter is summed: float64 if all are, else float32."""
         found = {wide_dtype(p.dtype) for _, p in self._named if p.requires_grad}
         return torch.float64 if found == {torch.float64} else torch.float32
 
     def _rounding(self, batch_size: int) -> tuple[float, float] | None:
-        """η at random and in the worst case; None if nothing is known."""
+        """η for random rounding and in the worst case; None if unknown."""
         return None
 
     @abstractmethod
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        """Σ_i c_i g_i of a batch of at least one sample; gradients are enabled, inputs require none."""
+        """Σ_i c_i g_i of a non-empty batch, called with gradients enabled; inputs do not require them."""
 
     def losses(self, inputs: Any, targets: Any, batch_size: int) -> Tensor:
-        """`clipping.core.batches.losses_of` of this backend's model.
-
-        Args:
-            inputs: a tensor, a tuple or a dict; every tensor [B, ...].
-            targets: handed to the loss.
-            batch_size: B.
-        """
+        """`clipping.core.batches.losses_of` for this backend's model."""
         return losses_of(self.model, self.loss_fn, inputs, targets, batch_size)
 
     def blamed(self, error: Exception, reason: str, inputs: Any, targets: Any) -> Exception:
-        """`UnsupportedModel` for an error of the library underneath; the error itself if the model is what fails.
+        """`UnsupportedModel` for an error in the underlying library; the error itself if the model is at fault.
 
-        The model is at fault if it cannot treat the first sample without that library's help either, and memory that
-        ran out is nobody's.
+        The model is at fault if it fails on the first sample without the library. An out-of-memory error is returned as
+        it is.
 
         Args:
-            error: what was raised.
-            reason: what the library could not do, for the refusal.
-            inputs, targets: of the batch that it was raised for.
+            error: raised for this batch.
+            reason: what the library could not do, for the message.
         """
         if isinstance(error, (UnsupportedModel, torch.OutOfMemoryError)):
             return error
@@ -343,22 +328,22 @@ class Backend(ABC):
         return UnsupportedModel(self.name, [problem])
 
     def settle(self) -> dict[str, Any]:
-        """Decide nothing anew that changes how a step rounds; what was decided, as plain values for `resume`."""
+        """Fix every choice that affects rounding, and return the choices as plain values for `resume`."""
         ways = self._ways if self.graphs is None else self.graphs.settle()
         return {"graphs": ways} if ways else {}
 
     def resume(self, settled: Mapping[str, Any]) -> None:
-        """Decide as the backend that was settled: the same batches give the same bits, on a machine of that kind.
+        """Take over another backend's choices: the same batches give the same bits on the same kind of machine.
 
         Args:
-            settled: what `settled` of that backend gave.
+            settled: what `settle` of that backend returned.
         """
         self._ways = settled.get("graphs", {})
         if self.graphs is not None:
             self.graphs.resume(self._ways)
 
     def close(self) -> None:
-        """Take every hook off the model. Closing twice is fine."""
+        """Remove every hook from the model. Closing twice has no effect."""
         self._closed = True
 
     def __enter__(self) -> Backend:

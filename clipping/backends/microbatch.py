@@ -1,6 +1,6 @@
-"""The two ends of every comparison: one sample at a time, which defines the answer, and no clipping at all.
+"""Reference backends: one sample at a time, which defines the answer, and no clipping at all.
 
-And a third that is not to be compared with them: `TfMicrobatch`, which clips the mean of several samples.
+`TfMicrobatch` clips the mean of several samples, which is a different mechanism; do not compare it with the others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from clipping.numerics.rounding_bounds import excess
 
 
 class Microbatch(Backend):
-    """Forward and backward for one sample after the other: Σ_i c_i g_i by its definition.
+    """One forward and backward pass a sample: Σ_i c_i g_i by its definition.
 
-    Exact for whatever model autograd can differentiate, and slow: B small steps in place of one large one.
+    Exact for every model that autograd can differentiate, and slow: B small steps in place of one large one.
     """
 
     name = "microbatch"
@@ -35,27 +35,27 @@ class Microbatch(Backend):
 
 
 class TfMicrobatch(Microbatch):
-    """TF Privacy's microbatches: the mean gradient of each m = `together` samples in a row is clipped, Σ_k c_k ḡ_k.
+    """TF Privacy's microbatches: clips the mean gradient of each m = `together` samples in a row, Σ_k c_k ḡ_k.
 
-    **Another mechanism than per-sample clipping**, unless m = 1. One sample replaced moves one clipped mean anywhere in
-    the ball of radius C, so the sum by 2C, not C; one added or removed moves those after it to other microbatches, and
-    the sum by up to 2C for each. Larger m is faster, and the signal smaller: K = B/m means of length C at the most
-    beside the same noise. (TF Privacy, `num_microbatches` = K of `DPKerasSGDOptimizer`, whose l2_norm_clip is the "max
-    L2 norm of per microbatch gradients"; it then divides by K, as nothing here does.)
+    **Not per-sample clipping**, unless m = 1. Replacing one sample moves one clipped mean anywhere in the ball of
+    radius C, so it moves the sum by up to 2C, not C. Adding or removing one moves later samples to other microbatches,
+    and the sum by up to 2C for each. A larger m is faster, but leaves K = B/m means of length at most C beside the same
+    noise. (TF Privacy, `num_microbatches` = K of `DPKerasSGDOptimizer`; l2_norm_clip is its "max L2 norm of per
+    microbatch gradients". It then divides by K; this backend does not.)
 
-    The last microbatch of a batch that m does not divide is smaller; TF Privacy refuses such a batch. `norms` are [K],
-    of the means.
+    If m does not divide B, the last microbatch is smaller; TF Privacy refuses such a batch. `norms` are [K], of the
+    means.
     """
 
     trusted = False
 
     def _rounding(self, batch_size: int) -> None:
-        return None  # one record moves more than one mean
+        return None  # one record moves several means
 
 
 @cache
 def tf_microbatch(together: int) -> type[TfMicrobatch]:
-    """``tf_microbatch:M``: the backend for microbatches of M samples.
+    """The backend ``tf_microbatch:M``, with microbatches of M samples.
 
     Args:
         together: M, at least 1.
@@ -64,7 +64,7 @@ def tf_microbatch(together: int) -> type[TfMicrobatch]:
 
 
 class NonPrivate(Backend):
-    """Ordinary training: ∂(Σ_i ℓ_i)/∂θ. The baseline of every ratio; `clip` is ignored and norms are not known."""
+    """Ordinary training: ∂(Σ_i ℓ_i)/∂θ, the baseline of every ratio. Ignores `clip` and computes no norms."""
 
     name = "nonprivate"
     compilable = True
@@ -72,7 +72,7 @@ class NonPrivate(Backend):
     trusted = True
 
     def problems(self) -> list[Any]:
-        return []  # nothing per sample is asked of the model, BatchNorm included
+        return []  # no per-sample gradient is needed, so BatchNorm is fine
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         return self.of_losses(lambda: self.losses(inputs, targets, batch_size), parameters, (), batch_size)
@@ -80,7 +80,6 @@ class NonPrivate(Backend):
     def of_losses(
         self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
     ) -> ClippedGradient:
-        """See `clipping.backends.base.Backend.of_losses`."""
         found = losses()
         grads = gradients(found.sum(), parameters)
         return ClippedGradient(with_zeros(grads, parameters), None, found.detach())

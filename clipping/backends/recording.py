@@ -1,14 +1,13 @@
-"""Clipping where the caller runs the forward pass: the losses come with their graph, and no loss function is known.
+"""Clip losses that the caller computed: the forward pass is recorded, and no loss function is needed.
 
     recording = Recording(backend, inputs, batch_size)
-    with recording:                 # around each forward pass, at the least
+    with recording:                 # around each forward pass
         outputs = model(inputs)
-    losses = ...                    # [B], of the outputs; the tape need not be active
+    losses = ...                    # [B], of the outputs; may be computed outside `with`
     gradient = recording.finish(losses)
 
-What reads a parameter outside of `with` is found in the graph of the losses, and refused. Microbatch needs a tape only
-to look whether samples stay apart: with the graph at hand it differentiates one loss after the other, the definition,
-by which the others are verified.
+A parameter that is read outside `with` is found in the graph of the losses and refused. Microbatch differentiates one
+loss after the other, which is the definition and needs no tape; it records one only to check that samples do not mix.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ from clipping.tape.graph import read_before, unrecorded
 from clipping.tape.record import Tape
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Of a verification in one graph, by the formats that it computed in: only how sums are formed differs."""
+"""Tolerance of verification, by the formats of the computation. Both sides use one graph; only the sums may differ."""
 
 
 class Recording:
-    """One batch's forward passes (one, or several of the same samples), and what comes of them.
+    """Records the forward passes of one batch (one, or several of the same samples) and clips their losses.
 
     Args:
-        backend: a tape backend or microbatch, made for the model; its loss function is never called.
+        backend: a tape backend or microbatch, made for the model. Its loss function is never called.
         inputs: every tensor [B, ...].
         batch_size: B >= 1; or 0 with a row of zeros as inputs, in a sharded model: see `clipping.distributed.fsdp`.
         by_hand: called when a backward pass other than `finish`'s reaches a parameter; it may raise.
-        occasions: of looking whether samples stay apart (`clipping.checks.sample_independence`); None for never.
-        after: `ended` of a recording of another batch, which was dropped for this one; 0 if there was none.
+        occasions: when to check that samples stay apart (`clipping.checks.sample_independence`); None for never.
+        after: `ended` of an earlier recording that was dropped for this one; 0 if there was none.
 
     Attributes:
         ended: the number that autograd gives to the next node after the last forward pass.
@@ -78,7 +77,7 @@ class Recording:
             self.tape = Tape(self.parameters, inputs, batch_size)
 
     def again(self, inputs: Any) -> None:
-        """Another forward pass of the same samples is to come; the losses may depend on all of them.
+        """Expect another forward pass of the same samples; the losses may depend on all passes.
 
         Args:
             inputs: of the model.
@@ -98,17 +97,17 @@ class Recording:
             self.tape.__exit__(kind, error, tb)
 
     def finish(self, losses: Tensor, *, verify: bool = False) -> ClippedGradient:
-        """Backward and clip. The graph of the losses is used up.
+        """Run the backward pass and clip. Frees the graph of the losses.
 
         Args:
             losses: [B], with their graph; loss i depends on sample i alone.
-            verify: compare with autograd's own gradients of the first two losses, and the sum with an ordinary backward
-                pass of Σ_i c_i ℓ_i; in the same graph, so that no more than rounding can differ.
+            verify: compare with autograd's gradients of the first two losses, and the sum with an ordinary backward
+                pass of Σ_i c_i ℓ_i. All use the same graph, so only rounding may differ.
 
         Raises:
-            ValueError: losses that are not shaped [B].
-            UnsupportedModel: a use of a parameter that the backend cannot treat exactly, or that it did not see.
-            WrongGradient: the two differ; a loss that mixes samples shows here too.
+            ValueError: the losses do not have shape [B].
+            UnsupportedModel: the backend cannot treat a use of a parameter exactly, or did not see it.
+            WrongGradient: the gradients differ, for example because a loss mixes samples.
         """
         if tuple(losses.shape) != (self.batch_size,):
             raise ValueError(f"expected one loss a sample, shape [{self.batch_size}], got {list(losses.shape)}")
@@ -131,18 +130,18 @@ class Recording:
             self.close()
 
     def close(self) -> None:
-        """Take every hook off; what was recorded is let go."""
+        """Remove every hook and free what was recorded."""
         if self.tape is not None:
             self.tape.close()
             self.tape.uses.clear()
 
     def _look(self, losses: Tensor) -> None:
-        """Of a backend without a tape of its own: what that cannot follow it does not look at."""
+        """Check a backend without a tape of its own. Uses that the tape cannot follow are skipped."""
         stale = read_before(losses, self._after, self.parameters) if self._after else []
         if stale:
             raise UnsupportedModel(self.backend.name, stale)
         if self.tape is not None:
-            unrecorded(losses, self.tape, self.parameters)  # which gradients are to come
+            unrecorded(losses, self.tape, self.parameters)  # tells the tape which gradients to expect
             problem = mixed_rows(self.tape, losses, self.occasions)
             if problem is not None:
                 raise UnsupportedModel(self.backend.name, [problem])
@@ -150,7 +149,7 @@ class Recording:
     def _verify(self, result: ClippedGradient, losses: Tensor) -> None:
         clip, names = self.backend.clip, list(self.parameters)
         tolerance = coarsest([losses, *self.parameters.values()], TOLERANCE)
-        if any(rounds_operands(losses, library) for library in ("cublas", "cudnn")):  # with as many bits as float16 has
+        if any(rounds_operands(losses, library) for library in ("cublas", "cudnn")):  # to about float16's precision
             tolerance = max(tolerance, TOLERANCE[torch.float16])
         limit = Limit(min(tolerance, limit_of(formats(losses)).norm), tolerance)
         assert result.norms is not None
@@ -168,21 +167,21 @@ class Recording:
 
 
 def recordable(cls: type[Backend]) -> bool:
-    """Can this backend work from losses that its caller computed?"""
+    """Can this backend clip losses that its caller computed?"""
     return issubclass(cls, (TapeBackend, Microbatch))
 
 
 def for_recording(
     cls: type[Backend], model: nn.Module, clip: ClipFunction, *, timing: bool = False, expected: int = 0
 ) -> Backend:
-    """A backend whose plan is made by formula, and so the same in every run, unless `timing` has it timed.
+    """Make a backend for recording. Its plan is by formula, the same in every run, unless `timing` is set.
 
     Args:
-        cls: a backend that `recordable` says yes to.
+        cls: a backend for which `recordable` is true.
         model: to train.
         clip: norms [B] -> factors [B].
         timing: whether `bk_mixed` times its routes.
-        expected: records of a batch, on average; 0 if nobody knows.
+        expected: mean number of records in a batch; 0 if unknown.
     """
     assert recordable(cls)
     options: dict[str, Any] = {"timing": timing} if issubclass(cls, BkMixed) else {}
@@ -194,13 +193,13 @@ def for_recording(
 def one_by_one(
     losses: Tensor, parameters: Parameters, clip: ClipFunction, *, keep_graph: bool = False
 ) -> ClippedGradient:
-    """Σ_i c_i g_i by its definition: a backward pass for each loss [B], through the one graph.
+    """Σ_i c_i g_i by its definition: one backward pass for each loss, through one graph.
 
     Args:
         losses: ℓ [B], with their graph.
         parameters: name -> trainable parameter.
         clip: norms [B] -> factors [B].
-        keep_graph: for another backward pass.
+        keep_graph: keep the graph for another backward pass.
     """
     sums = Sums(parameters)
     norms, last = [], losses.shape[0] - 1

@@ -1,18 +1,18 @@
-"""The backends on the tape: one machine with two switches, how a norm is found and how the weighted gradient is formed.
+"""Tape backends: they differ in how norms are found and how the clipped sum is formed.
 
-                        every gradient instantiated   every Gram matrix   the better of the two
+                        instantiate every gradient    every Gram matrix   the cheaper of the two
     two passes          FastGradClip                  Ghost               MixedGhost
     book-keeping                                      BkGhost             BkMixed
 
-*Two passes*: a backward pass of activation gradients only, for the norms; then the same once more, for Σ_i c_i g_i.
-Kifer 2020, arXiv:2009.03106; Li et al. 2021, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683, Algorithm 1)
+*Two passes*: one backward pass of activation gradients for the norms, and another for Σ_i c_i g_i. (Kifer 2020,
+arXiv:2009.03106; Li et al. 2021, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683, Algorithm 1)
 
-*Book-keeping*: ordinary training spends T·p·d on the forward pass, on the activation gradients and on the weight
-gradients each. So does this: no second pass, and Σ_i c_i g_iᵀa_i is formed once, by the library's own kernels, from
-what the one backward pass left. What is left to pay is the norms. (Bu et al. 2022, arXiv:2210.00038, Algorithm 1)
+*Book-keeping*: one backward pass. Ordinary training spends T·p·d each on the forward pass, on the activation gradients
+and on the weight gradients. Book-keeping spends the same, because it forms Σ_i c_i g_iᵀa_i once, with the library's own
+kernels, from what the backward pass left. Only the norms are extra. (Bu et al. 2022, arXiv:2210.00038, Algorithm 1)
 
-With per-layer clipping each parameter has factors of its own, which no weighting of the losses can express: then the
-weighted gradient is formed where the norm is found, in all of them alike.
+Per-layer clipping gives each parameter its own factors, which no weights on the losses can express. All backends then
+form the weighted gradient where they find the norm.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 
 UNSEEN = (1024, 4096)
-"""Positions and features that a model is taken to have until it was called."""
+"""Positions and features assumed before the first call."""
 
 
 class TapeBackend(Backend):
-    """Forward under the tape, one backward pass of activation gradients, and `norms` to take what arrives."""
+    """Runs the forward pass under the tape, then one backward pass of activation gradients, which `norms` receives."""
 
     norms: ClassVar[type[Norms]] = TwoPasses
     compilable = True
@@ -87,19 +87,17 @@ class TapeBackend(Backend):
     def _choose_for(self, batch_size: int) -> None:
         """Have routes chosen for one batch size, to a power of two, until a batch is more than twice as large.
 
-        A norm's bound depends on its route. If a route depended on how many records there are, one record more would
-        change the factors of all the others.
+        A norm's bound depends on its route. If the route depended on the number of records, one more record would
+        change the factors of all others.
         """
         if batch_size > 2 * self.chosen_for:
             likely = self.expected if batch_size <= 2 * self.expected < 4 * batch_size else batch_size
             self.chosen_for = 1 << (likely - 1).bit_length()
 
     def settle(self) -> dict[str, Any]:
-        """See `clipping.backends.base.Backend.settle`."""
         return super().settle() | {"chosen_for": self.chosen_for}
 
     def resume(self, settled: Mapping[str, Any]) -> None:
-        """See `clipping.backends.base.Backend.resume`."""
         super().resume(settled)
         self.chosen_for = settled.get("chosen_for", 0)
 
@@ -116,11 +114,11 @@ class TapeBackend(Backend):
 
     @property
     def lets_go(self) -> bool:
-        """Whether inputs that activation checkpointing computes once more are not held for a norm meanwhile."""
+        """True if checkpointed inputs are freed and recomputed."""
         return not self.book_kept
 
     def by_ghost(self, rule: Rule) -> bool:
-        """Is this rule's norm found by Gram matrices (asked only where it has them)?
+        """Whether to find this rule's norm by Gram matrices. Called only if the rule has them.
 
         Args:
             rule: of a use.
@@ -137,7 +135,7 @@ class TapeBackend(Backend):
         return {use: [self.route(*rule, use.output) for rule in use.rules] for use in tape.uses}
 
     def route(self, source: Source, rule: Rule, output: Spec) -> Route:
-        """By `by_ghost`, in the way that the formulas prefer; kept where that takes no more than (a, g).
+        """Choose by `by_ghost` and the cost formulas; keep gradients that take no more memory than (a, g).
 
         Args:
             source: what the use reads.
@@ -156,7 +154,6 @@ class TapeBackend(Backend):
     def of_losses(
         self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
     ) -> ClippedGradient:
-        """See `clipping.backends.base.Backend.of_losses`."""
         return self._step(losses, None, parameters, batch, batch_size)
 
     def _step(
@@ -192,14 +189,14 @@ class TapeBackend(Backend):
         keep_graph: bool = False,
         occasions: Occasions | None = None,
     ) -> ClippedGradient:
-        """The rest, of a forward pass that somebody else ran under `tape`: see `clipping.backends.recording`.
+        """Clip a forward pass that the caller ran under `tape`: see `clipping.backends.recording`.
 
         Args:
-            tape: no longer active; its hooks are gone when this returns.
-            losses: [B], with their graph. Whatever reads a parameter there must be on the tape.
+            tape: no longer active. Its hooks are removed when this returns.
+            losses: [B], with their graph. The tape must hold every use of a parameter in it.
             parameters: the trainable ones, as the tape has them.
-            keep_graph: do not use up the graph of the losses.
-            occasions: of looking whether samples stay apart; None for never.
+            keep_graph: keep the graph of the losses.
+            occasions: when to check that samples stay apart; None for never.
         """
         with self._explained(tape):
             return self._rest(tape, losses, parameters, occasions, keep_graph)
@@ -221,7 +218,7 @@ class TapeBackend(Backend):
     def _explained(self, tape: Tape) -> Iterator[None]:
         try:
             yield
-        except Refused as refused:  # found out only when the gradient arrived
+        except Refused as refused:  # known only when the gradient arrived
             raise UnsupportedModel(self.name, [Problem("model", refused.reason, refused.remedy)]) from refused
         except RuntimeError as error:
             problem = compiled_code(error) or reentrant_checkpoint(error) or selective_checkpoint(error)
@@ -236,7 +233,7 @@ class TapeBackend(Backend):
     ) -> ClippedGradient:
         kind = LayerByLayer if self.clip.per_layer else self.norms
         if kind is Book and tape.let_go:
-            kind = TwoPasses  # what is computed once more in each backward pass is not held
+            kind = TwoPasses  # do not hold what each backward pass recomputes
         if self.sharded:
             kind = norms_of(kind, losses)
         routes: Routes = {}
@@ -254,7 +251,7 @@ class TapeBackend(Backend):
         self.coverage = norms.coverage()
         for name, grad in grads.items():
             wide = norm_dtype(parameters[name].dtype)
-            if grad.dtype != wide:  # of a parameter that met wider numbers
+            if grad.dtype != wide:  # type promotion made it wider
                 grads[name] = grad.to(wide)
         return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
 
@@ -270,7 +267,7 @@ class TapeBackend(Backend):
 
 
 class FastGradClip(TapeBackend):
-    """Every per-sample gradient instantiated, one use at a time, and let go once its norm is known."""
+    """Instantiates the per-sample gradients of one use at a time, and frees them once the norm is known."""
 
     name = "fastgradclip"
 
@@ -290,7 +287,7 @@ class Ghost(TapeBackend):
 class MixedGhost(TapeBackend):
     """Ghost norm where it takes less space than the gradient: 2T² ≤ pd. (arXiv:2205.10683, equation 4.1)
 
-    With groups there are as many Gram pairs as groups, and as many blocks of p·d entries: the rule is the same.
+    With G groups there are G Gram pairs and G blocks of p·d entries, so the rule is the same.
     """
 
     name = "mixed_ghost"
@@ -310,13 +307,13 @@ class BkGhost(Ghost):
 class BkMixed(TapeBackend):
     """Book-keeping with a planned route for each use.
 
-    With activation checkpointing the book would hold what is let go of for its sake: "auto" and "memory" go through
-    the graph twice then, as `MixedGhost` does, but for a model sharded by FSDP2.
+    Under activation checkpointing the book would hold the activations that the checkpoint frees. "auto" and "memory"
+    then run two backward passes, as `MixedGhost` does, unless the model is sharded by FSDP2.
 
     Args:
         model, loss_fn, clip, verify, compile: as for every backend.
-        plan: what the planner aims at (see `clipping.planning.planner`); None is the `strategy` of the class.
-        timing: time the routes on this device in the second step, too; else the plan is by formula.
+        plan: the planner's objective (see `clipping.planning.planner`); None is the `strategy` of the class.
+        timing: also time the routes on this device in the second step; else plan by formula.
     """
 
     name = "bk_mixed"
@@ -336,16 +333,14 @@ class BkMixed(TapeBackend):
         timing: bool = True,
     ) -> None:
         super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile, timing=timing)
-        # between a sharded module's passes its parameters are not there to be timed with
+        # a sharded module's parameters are absent between passes, so there is nothing to time with
         self.planner = Planner(plan or self.strategy, timing=timing and not self.sharded)
 
     def settle(self) -> dict[str, Any]:
-        """See `clipping.backends.base.Backend.settle`; which library multiplies is part of it."""
         own = {"plans": self.planner.settle(), "onednn_from": onednn_from(torch.get_num_threads())}
         return super().settle() | own
 
     def resume(self, settled: Mapping[str, Any]) -> None:
-        """See `clipping.backends.base.Backend.resume`."""
         super().resume(settled)
         if settled:
             self.planner.resume(settled["plans"])
@@ -353,7 +348,7 @@ class BkMixed(TapeBackend):
 
     @property
     def lets_go(self) -> bool:
-        """Where memory counts: with activation checkpointing a second backward pass takes the place of the book."""
+        """True where memory counts: under checkpointing a second backward pass replaces the book."""
         return self.planner.strategy in ("auto", "memory") and not self.sharded
 
     def plan(self, tape: Tape, losses: Tensor) -> Routes:
@@ -362,7 +357,7 @@ class BkMixed(TapeBackend):
 
 
 class BkMixedPaper(BkMixed):
-    """Book-keeping with the ghost norm where 2T² ≤ pd, as arXiv:2210.00038 mixes them."""
+    """Book-keeping with the ghost norm where 2T² ≤ pd, as in arXiv:2210.00038."""
 
     name = "bk_mixed:paper"
     strategy = "paper"
@@ -376,7 +371,7 @@ class BkMixedTime(BkMixed):
 
 
 class BkMixedMemory(BkMixed):
-    """Book-keeping with the route of each use that keeps least, whatever its time."""
+    """Book-keeping with the route of each use that keeps the least memory, whatever its time."""
 
     name = "bk_mixed:memory"
     strategy = "memory"

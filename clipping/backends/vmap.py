@@ -1,4 +1,4 @@
-"""All per-sample gradients at once: torch.func.vmap over torch.func.grad (what functorch was)."""
+"""All per-sample gradients at once: torch.func.vmap over torch.func.grad (formerly functorch)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class Vmap(Backend):
-    """Per-sample gradients of every parameter, [B, *shape] each, then norms, factors and the weighted sum.
+    """Instantiates per-sample gradients [B, *shape] of every parameter, then forms norms, factors and the weighted sum.
 
-    Works for what vmap can trace: no data-dependent control flow, no in-place update of a buffer. Space B times the
-    parameters, beside activations.
+    Supports what vmap can trace: no data-dependent control flow, no in-place update of a buffer. Needs B times the
+    memory of the parameters, beside activations.
     """
 
     name = "vmap"
@@ -46,9 +46,9 @@ class Vmap(Backend):
         return ClippedGradient(summed, norms, losses)
 
     def _traced(self, run: Callable[[], T], device: torch.device) -> T:
-        """What it gives; without fused attention if it fails with that: torch's rule for many samples takes no mask.
+        """Call `run`; if it fails with fused attention, retry without: torch's batching rule takes no mask.
 
-        Whether it does is known from then on, and later steps do not try again.
+        The result of the retry is remembered, so later steps do not try again.
         """
         if self._without_fused or not _fuses_attention(device):
             with sdpa_kernel(SDPBackend.MATH) if self._without_fused else nullcontext():
@@ -69,5 +69,5 @@ class Vmap(Backend):
 
 
 def _fuses_attention(device: torch.device) -> bool:
-    """Whether scaled dot product attention has kernels there that vmap may not get along with."""
+    """Whether this device has fused attention kernels, which vmap may not support."""
     return device.type == "cuda"
