@@ -1,1 +1,1 @@
-"""From the gradients that arrive in a backward pass to norms, factors and the clipped sum."""
+"""Turns the gradients of a backward pass into norms, factors and the clipped sum."""

@@ -1,11 +1,12 @@
-"""What becomes of the uses of parameters, as their gradients arrive in the backward pass: norms, and the clipped sum.
+"""Collects the gradients of a backward pass into norms and the clipped sum.
 
-    TwoPasses     norms only; the sum in a second backward pass, when the factors are known
-    Book          norms, and what the sum needs is kept until the factors are known
-    LayerByLayer  per-layer clipping: the factors of a parameter are known at once, and so is its sum
+    TwoPasses     norms only; a second backward pass forms the sum once the factors are known
+    Book          norms; keeps what the sum needs until the factors are known
+    LayerByLayer  per-layer clipping: forms each parameter's factors and sum at once
 
-Several uses of one parameter add up *before* the norm: ‖Σ_k u_k‖² = Σ_k ‖u_k‖² + 2 Σ_{k<l} <u_k, u_l>, by Gram matrices
-where each pair has them (a tied embedding and head, a linear layer called twice), else instantiated and added.
+Gradients of several uses of one parameter add up *before* the norm: ‖Σ_k u_k‖² = Σ_k ‖u_k‖² + 2 Σ_{k<l} <u_k, u_l>.
+Gram matrices give this where each pair has them (tied embedding and head, a linear layer called twice); else the
+gradients are instantiated and added.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use
 
 SMALL = 64
-"""What fits so often into a workspace is small: gradients of one parameter that are kept whatever the route says."""
+"""A gradient is small if a batch of it fits this often into the workspace. Small gradients are always kept."""
 
 
 def _unknown(squares: Tensor) -> Reach:
-    """Of a use of which nothing is known but its squared norms [B]."""
+    """The reach of a use for which only the squared norms [B] are known."""
     terms = squares.clamp(min=0).sqrt() * UNKNOWN
     return Reach(terms, torch.zeros_like(terms), terms.square())
 
@@ -60,7 +61,7 @@ class Term(NamedTuple):
 
 
 class Norms(ABC):
-    """Adds up squared norms [B], and what several uses of a parameter must share first.
+    """Adds up squared norms [B] and combines the uses that share a parameter.
 
     Products of Gram matrices may cancel below zero, by a
     rounding: each norm is brought back before it is added, or it would make others smaller than they are.
@@ -68,7 +69,7 @@ class Norms(ABC):
     Args:
         counts: parameter name -> number of uses.
         losses: [B], with their graph.
-        parameters: the trainable parameters by name.
+        parameters: name -> trainable parameter.
         clip: the clipping function.
         routes: of the uses.
         planned_for: number of samples that they were chosen for.
@@ -93,10 +94,10 @@ class Norms(ABC):
         self._kinds: dict[str, str] = {}
 
     def arrived(self, use: Use, g: Tensor) -> None:
-        """Take the gradient of a use's output, [B·k, ...].
+        """Receive the gradient of a use's output, [B·k, ...].
 
         Args:
-            use, g: one that the tape recorded, and the gradient of its output.
+            use, g: a recorded use, and the gradient of its output.
         """
         for (source, rule), route in zip(use.rules, self._routes[use], strict=True):
             alone, by_ghost = True, "ghost" if route.ghost else "instantiated"
@@ -112,10 +113,10 @@ class Norms(ABC):
 
     @abstractmethod
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """‖g_i‖ [B], and parameter name -> Σ_i c_i g_i for those that the loss depends on."""
+        """Return ‖g_i‖ [B], and name -> Σ_i c_i g_i for the parameters that the loss depends on."""
 
     def coverage(self) -> dict[str, float]:
-        """Share of the parameters by the route of their norm; those that the loss did not reach cost nothing."""
+        """Share of the parameters by route of their norm. Those that the loss did not reach count as instantiated."""
         shares = dict.fromkeys(("ghost", "instantiated", "fallback"), 0.0)
         total = sum(p.numel() for p in self._parameters.values()) or 1
         for name, p in self._parameters.items():
@@ -129,7 +130,7 @@ class Norms(ABC):
     def _squared_norms(self, term: Term, others: Sequence[Term] = ()) -> tuple[Tensor, list[Reach]]:
         """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them.
 
-        With `others`, its companions, the sum of all their squared norms. With the reach of each, if found at once.
+        Pulls gradients back to the parameters, unless the tensor only rearranges them.
         """
         source, rule, route, g = term
         if source.rearranged:
@@ -177,7 +178,7 @@ class Norms(ABC):
 
 
 class _WholeNorms(Norms):
-    """The norm of the whole gradient; uses that share a parameter are kept for its end."""
+    """The norm of the whole gradient. Uses that share a parameter are kept until the end."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -190,7 +191,7 @@ class _WholeNorms(Norms):
             super()._several(term)
 
     def _total(self) -> tuple[Tensor, Tensor]:
-        """‖g_i‖ [B], and what clipping is to take it for; then `_pairs` holds what was paired, `_sums` the rest."""
+        """‖g_i‖ [B], and the bound to clip by. Leaves paired uses in `_pairs` and instantiated gradients in `_sums`."""
         for name in list(self._pairs):
             squares = self._pairwise(self._pairs[name]) if name not in self._sums else None
             if squares is not None:
@@ -237,14 +238,13 @@ class _WholeNorms(Norms):
 
 
 class TwoPasses(_WholeNorms):
-    """The norms; then the same backward pass once more, in which the sums are formed.
+    """Finds the norms, then repeats the same backward pass to form the sums.
 
-    Not a pass of Σ_i c_i ℓ_i, in which every gradient on the way is another number, rounded anew: where what comes
-    before a use cancels (an attention's softmax), its g would have other digits than the one that the norm came of.
-    Gradients that are small, or of several uses, are summed from what their norms came of.
+    A pass of Σ_i c_i ℓ_i would round differently: where something before a use cancels (the softmax of attention), g
+    would not be the one that gave the norm. Gradients that are small, or of several uses, are kept from the first pass.
 
     Attributes:
-        again: that pass.
+        again: runs the second pass.
     """
 
     second_pass = True
@@ -295,16 +295,15 @@ class TwoPasses(_WholeNorms):
 
 
 class Book(_WholeNorms):
-    """The norms, and beside them what Σ_i c_i g_i will be formed from, one entry a use.
+    """Finds the norms, and keeps one entry a use from which to form Σ_i c_i g_i.
 
-    An entry is the per-sample gradients, where the route says that they are kept, else the input and the output
-    gradient (a, g) that they are made of. Norms found from (a, g) wait for the end of the backward pass: its memory is
-    free again, and the same few lines of code run one after the other. Small gradients, of biases and scales, wait for
-    one another (`clipping.norms.small_gradients`).
+    An entry holds the per-sample gradients if the route keeps them, else their factors (a, g). Norms from (a, g) are
+    found after the backward pass, whose memory is then free. Small gradients, of biases and scales, are batched
+    (`clipping.norms.small_gradients`).
     """
 
     joins: ClassVar[bool] = True
-    """Small gradients do wait."""
+    """Whether small gradients are batched."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -330,7 +329,7 @@ class Book(_WholeNorms):
 
         def kept(samples: slice) -> tuple[Tensor, Tensor]:
             gradients = rule.instantiate(g, samples, way)
-            return gradients, sum_of_squares(gradients)  # while it is in the caches
+            return gradients, sum_of_squares(gradients)  # while it is in cache
 
         parts, squares = map(list, zip(*each(kept, rule.blocks(g, way, route.block)), strict=True))
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
@@ -363,7 +362,7 @@ class Book(_WholeNorms):
                 uses = [(term.rule, term.g) for term in self._pairs.pop(name)]
                 self._entries.append((source, partial(weighted_of_all, uses)))
             self._entries.sort(key=lambda entry: -entry[0].tensor.numel())
-            while self._entries:  # a large gradient (an embedding's) waits until others have let go of what they kept
+            while self._entries:  # largest last (an embedding's), when the others are freed
                 source, weigh = self._entries.pop()
                 source.add_to(grads, weigh(factors))
             while self._derived:
@@ -373,7 +372,7 @@ class Book(_WholeNorms):
 
 
 class LayerByLayer(Norms):
-    """Per-layer clipping: as soon as a parameter's norms are known, so are its factors and its weighted gradient."""
+    """Per-layer clipping: forms a parameter's factors and weighted gradient as soon as its norms are known."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -401,7 +400,7 @@ class LayerByLayer(Norms):
     def _factors(self, name: str, squares: Tensor, doubt: Doubt) -> Tensor:
         squares = squares.to(self._squares).clamp_(min=0)
         self._squares += squares
-        # a layer's factors depend on its own norms, its place, and L
+        # a layer's factors depend on its own norms, its position, and the number of layers
         layers = doubt.bound(squares).expand(len(self._parameters), -1)
         return self._clip.factors(layers)[list(self._parameters).index(name)]
 

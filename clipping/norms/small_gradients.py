@@ -1,4 +1,4 @@
-"""Small gradients of many parameters as one matrix: to begin an operation takes longer than to carry it out."""
+"""Batch small gradients of many parameters into one matrix, to save launch overhead."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from clipping.provenance.derived_parameters import Source
 
 
 class Joined:
-    """Per-sample gradients that wait for one another until the backward pass is over."""
+    """Per-sample gradients that are batched at the end of the backward pass."""
 
     def __init__(self) -> None:
         self._sources: list[Source] = []
         self._waiting: list[Tensor] = []
 
     def add(self, source: Source, gradients: Tensor) -> None:
-        """Those of a source, [B, *shape].
+        """Add gradients of one source.
 
         Args:
-            source: whose gradients they are.
-            gradients: one a sample.
+            source: the tensor that they belong to.
+            gradients: [B, *shape].
         """
         self._sources.append(source)
         self._waiting.append(gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1))
 
     def squares(self, like: Tensor) -> Tensor:
-        """‖·‖² [B] of all together; they are one matrix from now on.
+        """‖·‖² [B] over all gradients. Concatenates them into one matrix.
 
         Args:
             like: [B].
@@ -41,7 +41,7 @@ class Joined:
         return sum_of_squares(self._waiting[0])
 
     def sums(self, factors: Tensor) -> Iterable[tuple[Source, Tensor]]:
-        """Σ_i c_i g_i of each source, after `squares`; then nothing waits any longer.
+        """Σ_i c_i g_i of each source. Call once, after `squares`; frees the gradients.
 
         Args:
             factors: c [B].

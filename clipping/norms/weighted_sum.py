@@ -1,11 +1,11 @@
-"""Σ_i c_i g_i of one use of parameters, when the factors are known, and what it is added to.
+"""Form Σ_i c_i g_i of one use of parameters, once the factors are known.
 
 Functions take:
-    source, rule, g: what the use reads, made of the parameters; its rule; the gradient of its output, [B, ...].
+    source, rule, g: the tensor that is read, its rule, and the gradient of the use's output, [B, ...].
     factors: c, [B].
-    grads: name -> the sum of that parameter so far, which is added to.
-    uses: of each use its rule and the gradient of its output; used up.
-    parts: per-sample gradients, in blocks of samples; used up.
+    grads: name -> the sum of that parameter so far; updated.
+    uses: the rule and the output's gradient of each use; emptied.
+    parts: per-sample gradients, in blocks of samples; emptied.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ def pulled_back_in(source: Source, rule: Rule, g: Tensor | Spec) -> list[slice]:
 
 
 def add_sum(grads: dict[str, Tensor], source: Source, rule: Rule, g: Tensor, factors: Tensor) -> None:
-    """Add Σ_i c_i g_i of one use to those of the parameters.
+    """Add Σ_i c_i g_i of one use to the sums of its parameters.
 
-    Of a tensor that was made of them by more than rearranging, it is the sum of the very gradients that the norms came
-    of, pulled back once more. To pull back their sum is to round it anew: where that cancels (the mean, in a weight
-    that is standardised) nothing but rounding may be left, and in half precision it has few digits.
+    If the tensor does more than rearrange them, each gradient is pulled back again, as for the norms. Pulling back the
+    sum would round differently: where it cancels (the mean, in weight standardisation) only rounding may be left.
     """
     if source.rearranged:
         return source.add_to(grads, rule.weighted(g, factors))
@@ -51,7 +50,7 @@ def add_sum(grads: dict[str, Tensor], source: Source, rule: Rule, g: Tensor, fac
 
 
 def weighted_of_all(uses: list[tuple[Rule, Tensor]], factors: Tensor) -> Tensor:
-    """Σ_i c_i g_i of all uses of one parameter; each is let go of when it is added."""
+    """Σ_i c_i g_i of all uses of one parameter. Frees each use once it is added."""
     rule, g = uses.pop(0)
     total = rule.weighted(g, factors)
     while uses:
@@ -61,7 +60,7 @@ def weighted_of_all(uses: list[tuple[Rule, Tensor]], factors: Tensor) -> Tensor:
 
 
 def weighted_sum_of(parts: list[Tensor], factors: Tensor) -> Tensor:
-    """Σ_i c_i g_i of per-sample gradients in blocks of samples; each block is let go of when it is added."""
+    """Σ_i c_i g_i of per-sample gradients in blocks of samples. Frees each block once it is added."""
     if len(parts) == 1:
         return weighted_sum(factors, parts.pop())
     total, stop, wide = None, len(factors), wide_dtype(parts[0].dtype)
