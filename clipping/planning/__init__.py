@@ -1,1 +1,1 @@
-"""Which way the norm of each use is found: what each costs on this device, and what a step then holds in memory."""
+"""Chooses the route of each use's norm from its cost on this device and the memory of the step."""

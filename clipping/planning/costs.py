@@ -1,11 +1,16 @@
-"""What each way of finding a norm costs on this device: measured once for a kind of use, and kept for the next run.
+"""Measure the cost of each way to find a norm, and cache it in a file for later runs.
 
-A kind of use is the rule with its shapes and dtype, and the number of samples to a power of two. Of each, the seconds
-of one sample: of the norm by every way that is not hopeless, in blocks of various sizes; of its share of the clipped
-sum by the ordinary weight gradient, and from kept gradients. All are measured on the input of the step at hand and a
-random output gradient. They are written to a file that is the device's, the version of torch's, the number of threads'
-and the rules' source's, in the folder DPBENCH_CACHE (default: $XDG_CACHE_HOME/dpbench or ~/.cache/dpbench; "off" keeps
-nothing). A folder or a file that others could have written is not used, and a warning says so.
+A kind of use is a rule with its shapes and dtype, and the number of samples rounded to a power of two. For each kind,
+the seconds of one sample are measured, on the input of the current step and a random output gradient: of the norm, by
+every way that is not hopeless, in several block sizes; and of its share of the clipped sum, by the ordinary weight
+gradient and from kept gradients.
+
+There is one file for each device, torch version, number of threads and source of the rules, in the folder DPBENCH_CACHE
+(default: $XDG_CACHE_HOME/dpbench or ~/.cache/dpbench; "off" writes no file). A folder or file that others could have
+written is not used; a warning says so.
+
+Functions take:
+    rule, output: of a use, the rule with its input; and the shape and dtype of the output.
 """
 
 from __future__ import annotations
@@ -36,23 +41,23 @@ Key = tuple[bool, str, int]
 Clock = Callable[[Callable[[], object]], float]
 
 HOPELESS = 4
-"""A way is not timed if its formula says that it takes this many times what the best one was measured to."""
+"""Skip a way whose predicted time exceeds this multiple of the best time measured."""
 MOST_SAMPLES = 64
 SHORTLIST = 3
 CACHES = 32 * 2**20
-"""Bytes that no core's own cache holds."""
+"""Bytes beyond the caches of any one core."""
 REPEATS = 2
 TURNS = 4
-"""Of what may be chosen: a way that a disturbed moment makes look slow or fast would stay on record."""
+"""Repetitions of the timing of the best ways, so that a disturbance does not stay on record."""
 
 
 class Costs(NamedTuple):
     """Seconds of one sample.
 
     Attributes:
-        norms: (ghost, way, block) -> of its norm.
+        norms: (ghost, way, block) -> seconds of the norm.
         weight_gradient: of its share of the sum by the ordinary weight gradient.
-        kept: of its share of the sum from kept gradients, None if none was instantiated.
+        kept: of its share of the sum from kept gradients; None if none was instantiated.
     """
 
     norms: dict[Key, float]
@@ -60,10 +65,10 @@ class Costs(NamedTuple):
     kept: float | None
 
     def best(self, *, ghost: bool) -> tuple[Route, float] | None:
-        """The fastest route by Gram matrices, or by instantiating, and its seconds; None if there is none.
+        """The fastest route and its seconds; None if there is none.
 
         Args:
-            ghost: by Gram matrices, or by instantiating.
+            ghost: among Gram matrices; else among instantiations.
         """
         found = _of(self.norms, ghost)
         if not found:
@@ -72,11 +77,7 @@ class Costs(NamedTuple):
         return Route(*key), self.norms[key]
 
     def fit(self, rule: Rule) -> bool:
-        """Whether every way is one of this rule, and there is one.
-
-        Args:
-            rule: of a use.
-        """
+        """Whether there are norms, and each is by a way of this rule."""
         return bool(self.norms) and all(
             way in (rule.ghosts if ghost else rule.instantiations) for ghost, way, _ in self.norms
         )
@@ -94,11 +95,10 @@ def ghost_by_paper(positions: int, inputs: int, outputs: int) -> bool:
 
 
 def predicted(rule: Rule, output: Spec, *, kernels: float | None = None) -> Costs:
-    """The same by formula, from rough rates.
+    """Predict the costs by formula, from rough rates.
 
     Args:
-        rule, output: of a use.
-        kernels: what the time of those ways that not every machine has is multiplied by; None leaves them out.
+        kernels: multiplies the predicted time of ways that only some machines have; None leaves them out.
     """
     norms = {}
     for ghost, ways in ((True, rule.ghosts), (False, rule.instantiations)):
@@ -111,12 +111,7 @@ def predicted(rule: Rule, output: Spec, *, kernels: float | None = None) -> Cost
 
 
 def measured(rule: Rule, output: Spec) -> Costs:
-    """Time every way that may win, in the blocks that may, on the rule's own input.
-
-    Args:
-        rule: of a use, with its input.
-        output: shape and dtype of the use's output.
-    """
+    """Time every way that may be fastest, in the block sizes that may be, on the rule's own input."""
     count = min(rule.samples(output), MOST_SAMPLES)
     device = rule.parameter.device
     g = torch.randn((rule.output_rows(count), *output.shape[1:]), dtype=output.dtype, device=device)
@@ -126,7 +121,7 @@ def measured(rule: Rule, output: Spec) -> Costs:
     for ghost, way, _ in sorted(formulas, key=formulas.__getitem__):
         if not single or formulas[ghost, way, 0] <= HOPELESS * min(single.values()):
             single |= _descend(rule, g, ghost, way, clock)
-    # one block again and again finds its memory in the caches: the best are timed as they will run, in turns
+    # a repeated block stays in cache, so time the best ways again as they will run, in turns
     keys = [key for ghost in (True, False) for key in sorted(_of(single, ghost), key=single.__getitem__)[:SHORTLIST]]
     cold = _clock(device, emptied=True)
     turns = [_turn(rule, g, keys, cold) for _ in range(TURNS)]
@@ -138,7 +133,7 @@ def measured(rule: Rule, output: Spec) -> Costs:
 
 
 def _turn(rule: Rule, g: Tensor, keys: list[Key], clock: Clock) -> Costs:
-    """The norm by each of these, the weight gradient, and the sum from what the fastest one instantiates."""
+    """Time the norm by each key, the weight gradient, and the sum from gradients that the fastest way instantiates."""
     count = rule.samples(g)
     factors = torch.ones(count, device=g.device, dtype=g.dtype)
     norms = {key: clock(lambda key=key: _run(rule, g, key)) / count for key in keys}  # type: ignore[misc]
@@ -157,7 +152,7 @@ def _of(norms: Iterable[Key], ghost: bool) -> list[Key]:
 
 
 def _run(rule: Rule, g: Tensor, key: Key) -> object:
-    """The whole batch by a route, with what it keeps."""
+    """Run a route on the whole batch, and return what it keeps."""
     ghost, way, block = key
     if ghost:
         return rule.squared_norms(g, Route(*key))
@@ -169,7 +164,7 @@ def _run(rule: Rule, g: Tensor, key: Key) -> object:
 
 
 def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock) -> dict[Key, float]:
-    """Seconds of one sample: from the largest block that the workspace holds, halved while that helps."""
+    """Seconds of one sample, from the largest block that fits the workspace, halved while that helps."""
     find = rule._ghost if ghost else rule._instantiated
     block = rule.blocks(g, way)[0].stop
     found: dict[Key, float] = {}
@@ -184,17 +179,16 @@ def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock) -> dict
 
 
 def _more_than_caches(device: torch.device) -> int:
-    """So many bytes, when written, leave nothing else in the device's caches: twice what all cores of a GPU share."""
+    """Bytes to write to flush the device's caches: on a GPU, twice its L2 cache."""
     if device.type != "cuda":
         return CACHES
     return max(CACHES, 2 * torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
-    """Times a function: the best of a few runs after one that does not count.
+    """Return a function that times another: the best of a few runs, after one to warm up.
 
-    `emptied`: one run, with nothing in the caches, and (on a CPU) the result in pages that nothing has touched yet, as
-    in a step.
+    `emptied`: one run with flushed caches and, on a CPU, untouched pages for the result, as in a step.
     """
     filler = torch.empty(_more_than_caches(device), dtype=torch.uint8, device=device) if emptied else None
 
@@ -219,16 +213,16 @@ def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
     return seconds
 
 
-#: What an entry that is torn, or not ours, can come to.
+# Errors that a truncated or foreign entry may raise.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class CostCache:
-    """Measured costs by kind of use, read from the device's file and written back when one is added.
+    """Measured costs by kind of use. Reads the device's file, and rewrites it when costs are added.
 
     Args:
-        device: whose costs.
-        file: False for one of this process alone.
+        device: the device that the costs are of.
+        file: False to keep the costs in memory only.
     """
 
     def __init__(self, device: torch.device, *, file: bool = True) -> None:
@@ -242,31 +236,31 @@ class CostCache:
             except cache.Untrusted as error:
                 warnings.warn(f"timed routes are not kept: {error}", stacklevel=2)
                 self._path = None
-            except (OSError, *_FOREIGN):  # not there yet, or torn: measured again
+            except (OSError, *_FOREIGN):  # missing or truncated: measure again
                 pass
         for kind, entry in entries.items() if isinstance(entries, dict) else ():
             with contextlib.suppress(*_FOREIGN):
                 self._costs[kind] = _decoded(entry)
 
     def get(self, kind: str) -> Costs | None:
-        """What is known of a kind of use.
+        """The costs of a kind of use, or None.
 
         Args:
-            kind: of a use, as `kind` of the planner has it in words.
+            kind: repr of the planner's `kind`.
         """
         return self._costs.get(kind)
 
     def add(self, found: dict[str, Costs]) -> None:
-        """Remember, here and in the file.
+        """Store costs, here and in the file.
 
         Args:
-            found: kind of use -> what was measured of it.
+            found: kind of use -> measured costs.
         """
         self._costs |= found
         if self._path is None:
             return
         entries = {kind: _encoded(costs) for kind, costs in self._costs.items()}
-        with contextlib.suppress(OSError):  # a home that cannot be written to: measured again next time
+        with contextlib.suppress(OSError):  # read-only home: measure again next time
             cache.replace(self._path, json.dumps(entries).encode())
 
 
@@ -300,6 +294,6 @@ def _path(device: torch.device) -> Path | None:
     sources = [file.read_text() for kind in kinds for file in sorted(here.glob(kind))]
     compiled = str(device.type == "cpu" and kernels.cpu.supported(torch.empty(0, dtype=torch.float32, device="cpu")))
     known = [name, platform.node(), torch.__version__, str(torch.get_num_threads()), compiled, *sources]
-    if device.type == "cuda":  # products of float32 in TF32 are other products
+    if device.type == "cuda":  # TF32 changes the cost of products
         known += [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision]  # type: ignore[attr-defined]
     return folder / f"routes-{device.type}-{hashlib.sha256(chr(10).join(known).encode()).hexdigest()[:16]}.json"
