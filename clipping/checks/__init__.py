@@ -1,1 +1,1 @@
-"""Is a backend exact on this model, and do its samples stay apart?"""
+"""Checks that a backend is exact on a model, and that samples do not mix."""

@@ -1,13 +1,12 @@
-"""Do the samples of a batch stay apart? Two looks that need no oracle, at the whole batch, in the mode that trains.
+"""Check that the samples of a batch do not mix, without an oracle: on the whole batch, in training mode.
 
-rows    Let S be some of the samples. In a backward pass of Σ_{i∈S} ℓ_i the gradient of each use's output must be zero,
-        exactly, in the rows of all other samples: else samples mix, or rows are in another order than the samples.
-others  The same step again, with other records, or more or fewer of them, beside those of S: losses and norms of S must
-        be what they were (`clipping.checks.second_look`). This shows what no gradient does (a detached mean of the
-        batch).
+rows    For a subset S of the samples, run a backward pass of Σ_{i∈S} ℓ_i. The gradient of each use's output must be
+exactly zero in the rows of all other samples; else samples mix, or rows are not in the order of the samples.
+others  Run the step again with other records, or more or fewer of them, beside those of S. Losses and norms of S must
+not change (`clipping.checks.second_look`). This finds what no gradient shows (a detached mean of the batch).
 
-Rows are looked at when the graph of the losses is new, the others when shapes are, and both in about one step of 400;
-rows at first by so many S that any two samples are told apart by one of them.
+Rows are checked when the graph of the losses is new, the others when shapes are new, and both in about one step of 400.
+The first check of rows uses enough sets S to separate any two samples.
 """
 
 from __future__ import annotations
@@ -31,11 +30,16 @@ if TYPE_CHECKING:
 
 RATE = 1 / 400
 KNOWN = 32
-"""So many graphs and shapes are told apart; after that no graphs, and sizes by their powers of two."""
+"""Graphs and shapes told apart. Beyond this many, new graphs are not checked, and sizes count as powers of two."""
 
 
 class Occasions:
-    """When to look, and by which samples. The same in every run, so that training can be repeated."""
+    """Decides when to check, and with which samples. Seeded, so that training can be repeated.
+
+    Methods take:
+        batch_size: B.
+        graph: the number of the losses' graph (`clipping.tape.graph`), equal for graphs of the same nodes.
+    """
 
     def __init__(self) -> None:
         self._graphs: set[int] = set()
@@ -45,7 +49,7 @@ class Occasions:
         self._insisted = [False, False]
 
     def insist(self) -> None:
-        """Rows and others are looked at in the next step that is asked about: its code is new."""
+        """Check rows and others in the next step, because its code is new."""
         self._insisted = [True, True]
 
     def _is_due(self, what: int) -> bool:
@@ -53,12 +57,7 @@ class Occasions:
         return self._random.random() < RATE or insisted
 
     def rows(self, batch_size: int, graph: int) -> Sequence[Tensor]:
-        """Sets S, [B] bool, to look at the rows of this step by; none for most steps.
-
-        Args:
-            batch_size: B.
-            graph: the same number for graphs of the same nodes.
-        """
+        """The sets S, [B] bool, for the rows of this step; empty for most steps."""
         due = self._is_due(0)
         if batch_size < 2:
             return ()
@@ -68,19 +67,14 @@ class Occasions:
         return (self._half(batch_size),) if due else ()
 
     def rows_passed(self, graph: int) -> None:
-        """What mixes is looked at again, if somebody goes on with it.
-
-        Args:
-            graph: the number of the losses' graph, as `clipping.tape.graph` gives it.
-        """
+        """Record that this graph passed. A graph that fails is checked again if training goes on."""
         if len(self._graphs) < KNOWN:
             self._graphs.add(graph)
 
     def changes(self, batch_size: int, *trees: Any) -> Sequence[Change]:
-        """Of the batch, to repeat the step with; none for most steps.
+        """The changed batches to repeat this step with; empty for most steps.
 
         Args:
-            batch_size: B.
             trees: the batch's tensors [B, ...], and numbers about it.
         """
         due = self._is_due(1)
@@ -96,7 +90,7 @@ class Occasions:
         return every if self._shape not in self._shapes else (self._random.choice(every),)
 
     def others_passed(self) -> None:
-        """In the last step that was asked about."""
+        """Record that the last shapes passed."""
         self._shapes.add(self._shape)
 
     def _half(self, batch_size: int) -> Tensor:
@@ -106,9 +100,9 @@ class Occasions:
 
 
 def separating(batch_size: int) -> list[Tensor]:
-    """Sets [B] bool of about half the samples, such that for any i ≠ j one holds i and not j.
+    """Sets [B] bool of about half the samples: for any i ≠ j, one holds i but not j.
 
-    Sample i is in the sets of the i-th choice of ⌊n/2⌋ out of n, none of which contains another (Sperner 1928).
+    Sample i is in the sets of the i-th choice of ⌊n/2⌋ out of n; no such choice contains another (Sperner 1928).
 
     Args:
         batch_size: B, at least 1.
@@ -121,12 +115,12 @@ def separating(batch_size: int) -> list[Tensor]:
 
 
 def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Problem | None:
-    """Where a row of some use's output has a gradient of another sample's loss; None if there is none to be found.
+    """Find a row of a use's output that another sample's loss depends on; None if there is none.
 
     Args:
-        tape: as the forward pass left it; it stays so.
-        losses: [B], whose graph is kept.
-        occasions: None for never.
+        tape: as the forward pass left it; not changed.
+        losses: [B]; their graph is kept.
+        occasions: when to check; None for never.
     """
     batch_size = len(losses)
     if occasions is None:

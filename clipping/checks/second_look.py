@@ -1,14 +1,14 @@
-"""The same step once more, with other records in the batch: a record's loss and norm must be what they were.
+"""Run a step again with other records in the batch: the losses and norms of the rest must not change.
 
-others   the floating numbers of all records but those of S are NaN, and their integers are those of a record of S. What
-         becomes NaN, or another number, depends on other records: through gates that are 0, scripts and numbers that
-         were detached as well. Outputs of embeddings are poisoned where the batch's own integers are looked up. What
-         refuses NaN, and norms whose sums multiply others by 0, are looked at by other records of the batch instead.
-number   there is one record more, or an eighth less. What divides by the size of the batch changes.
+others   Records outside S get NaN for floating numbers, and a record of S for integers; the outputs of embeddings are
+poisoned where the batch's own integers are looked up. A number of S that changes depends on other records, even through
+gates that are 0, scripts and detached numbers. Models that refuse NaN, and norms whose sums multiply other records by
+0, are checked with real records instead.
+number   The batch has one record more, or an eighth less. This shows a division by the batch size.
 
-A difference counts if it is there again, in float64 too where the model can be cast, and if the same batch gives the
-same numbers twice. (Experts are chosen by numbers that may be within a rounding of one another; a generator or a
-counter of the model's own makes each run another one.) NaN counts in any case.
+A difference counts if it recurs, in float64 too where the model can be cast, and if the same batch gives the same
+numbers twice: experts may be chosen by numbers within a rounding of each other, and a generator or counter of the
+model's own changes every run. NaN always counts.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ REMEDY = (
     "(GroupNorm for BatchNorm); if only the order of rows differs from that of the samples, use microbatch or vmap"
 )
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Of the second step beside the first, by the dtype that was computed in. Kernels and shapes are those of the first,
-and so are the rows of S, unless what is computed of them depends on the others."""
+"""Tolerance of the second step, by the dtype of the computation. Kernels and shapes are the same in both steps."""
 OF_OTHER_SHAPES, OF_ROUNDED_OPERANDS = 10, 2e-2
-"""For a batch of another size, whose kernels round otherwise: so many times that, and at least so much where operands
-are rounded (TF32)."""
+"""For a batch of another size, whose kernels round differently: the factor on `TOLERANCE`, and the least tolerance
+where operands are rounded (TF32)."""
 ITSELF = (
     "what the model computes of a batch differs from one run to the next by itself (a random generator or a counter of "
     "its own): whether samples stay apart was looked at by NaN alone"
 )
 _CHECKED = {F.binary_cross_entropy, torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_}
 _CHECKED |= {torch.multinomial, Tensor.multinomial, torch.poisson}
-"""What refuses NaN; on a GPU by ending the process."""
+"""Functions that refuse NaN; on a GPU they end the process."""
 _CASTS = {Tensor.long, Tensor.int, Tensor.short, Tensor.char, Tensor.byte, Tensor.to, Tensor.type}
 Run = Callable[["Change", bool], Sequence[Tensor]]
 
@@ -55,12 +54,11 @@ class Change(NamedTuple):
     """A batch with other records in it.
 
     Attributes:
-        size: B, of the batch as it was.
-        take: [B'], which of its records is at each place.
-        own: [B'] bool: must this record's numbers stay what they were?
-        poison: floating numbers of the others are NaN.
-        wide: floating numbers are cast to float64.
-        alike: each record draws the same random numbers, in whatever batch it is.
+        size: B of the original batch.
+        take: [B'], the index of the record at each place.
+        own: [B'] bool: the results of this record must not change.
+        poison, wide: set the floating numbers of the others to NaN; cast floating numbers to float64.
+        alike: each record draws the same random numbers in every batch.
     """
 
     size: int
@@ -71,7 +69,7 @@ class Change(NamedTuple):
     alike: bool = False
 
     def of(self, x: Tensor) -> Tensor:
-        """A new tensor [B'·k, ...] for one of the batch, [B·k, ...]; a copy of any other.
+        """Apply the change to a tensor of the batch: [B·k, ...] -> [B'·k, ...]. Copies any other tensor.
 
         Args:
             x: of the batch.
@@ -90,7 +88,7 @@ class Change(NamedTuple):
         return x
 
     def alone(self, losses: Tensor) -> Tensor:
-        """Losses without those of the others, whose gradients are 0.
+        """Losses with those of the other records set to 0, which have no gradient.
 
         Args:
             losses: [B'].
@@ -99,12 +97,12 @@ class Change(NamedTuple):
 
     @property
     def resized(self) -> bool:
-        """Is B' another number than B?"""
+        """Whether B' differs from B."""
         return len(self.take) != self.size
 
     @contextmanager
     def making(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """`of`; what embeds integers of a batch that it has made gives NaN for the others, too, if this poisons."""
+        """Yield `of`. With `poison`, embeddings of integers made by it return NaN for the other records."""
         words = set[int]()
 
         def of(x: Tensor) -> Tensor:
@@ -119,7 +117,7 @@ class Change(NamedTuple):
 
 
 class _Embeddings(TorchFunctionMode):
-    """Writes NaN to the other records' rows of an embedding whose indices lie at one of the addresses `words`."""
+    """Writes NaN to the other records' rows of an embedding whose indices lie at an address in `words`."""
 
     def __init__(self, change: Change, words: set[int]) -> None:
         super().__init__()
@@ -132,21 +130,21 @@ class _Embeddings(TorchFunctionMode):
         found = func(*args, **kwargs)
         if func is F.embedding and args and _memory(args[0]) in self._words - {0}:
             if len(found) and len(found) % len(self._change.take) == 0:
-                self._change._poisoned(found.data)  # behind autograd's back: its graph stays as it is
+                self._change._poisoned(found.data)  # without autograd noticing: its graph stays
         elif func in _CASTS and args[0].is_floating_point() and not found.is_floating_point():
             return func(args[0].nan_to_num(), *args[1:], **kwargs)  # NaN is no index
         return found
 
 
 def _memory(x: Tensor) -> int:
-    """The address of its memory; 0 if it has none of its own."""
+    """The address of a tensor's memory; 0 if it has none."""
     with suppress(RuntimeError, NotImplementedError):
         return x.untyped_storage().data_ptr()
     return 0
 
 
 def replaced(half: Tensor, *, poison: bool = False) -> Change:
-    """All records but those of `half` are others: copies of the last one before them, so that what is sorted stays so.
+    """Replace all records outside `half` by copies of the last kept one before them, so that sorted input stays sorted.
 
     Args:
         half: [B] bool, true of at least one.
@@ -160,7 +158,7 @@ def replaced(half: Tensor, *, poison: bool = False) -> Change:
 
 
 def fewer(size: int) -> Change:
-    """An eighth of the records, at least one, is left out: what divides by their number changes by 12 % or more.
+    """Leave out an eighth of the records, at least one: a division by their number changes by 12 % or more.
 
     Args:
         size: B, at least 2.
@@ -170,7 +168,7 @@ def fewer(size: int) -> Change:
 
 
 def more(size: int) -> Change:
-    """One more, a copy of the first record: memory may be as good as full.
+    """Add one record, a copy of the first. Only one, because memory may be full.
 
     Args:
         size: B.
@@ -180,7 +178,7 @@ def more(size: int) -> Change:
 
 
 def same(size: int) -> Change:
-    """The batch as it was.
+    """The unchanged batch.
 
     Args:
         size: B.
@@ -190,20 +188,20 @@ def same(size: int) -> Change:
 
 
 def differing(before: Sequence[Tensor], after: Sequence[Tensor], change: Change, tolerance: float) -> int | None:
-    """A sample whose numbers are not what they were, relative to the largest in each tensor; None if there is none.
+    """Find a sample whose numbers changed, relative to the largest in each tensor; None if there is none.
 
     Args:
-        before, after: the same tensors of both steps, [B·k, ...] and [B'·k, ...], or with samples in another dimension
-            if B' is not B. Others are left out.
+        before, after: the tensors of both steps, [B·k, ...] and [B'·k, ...]. The batch may be another dimension if B'
+            is not B. Other tensors are skipped.
         change: of the batch.
-        tolerance: the largest difference that rounding explains, relative.
+        tolerance: the largest relative difference that rounding explains.
     """
     take, own = change.take, change.own
     for one, other in zip(before, after, strict=True):
         at = [i for i in range(one.dim()) if other.dim() != one.dim() or one.shape[i] != other.shape[i]] or [0]
         if not one.dim() or not one.is_floating_point() or len(at) > 1:
             continue
-        one, other = one.movedim(at[0], 0), other.movedim(at[0], 0)  # where the size of the batch shows
+        one, other = one.movedim(at[0], 0), other.movedim(at[0], 0)  # the dimension of the batch
         if len(one) % change.size or len(one) // change.size * len(take) != len(other):
             continue
         rows = one.detach().double().reshape(change.size, -1)[take[own].to(one.device)]
@@ -221,10 +219,10 @@ def mixed(
     """Find a sample whose numbers change when other records do; None if there is none.
 
     Args:
-        model: what is run.
-        run: (change, only losses?) -> tensors [B'·k, ...], by the random numbers of the first run. Only losses, the
-            first of the tensors, are asked for where the model reads float64.
-        before: what the first run gave, [B·k, ...] each.
+        model: the one that is run.
+        run: (change, only losses?) -> tensors [B'·k, ...], with the random numbers of the first run. Returns only the
+            losses, its first tensor, where the model reads float64.
+        before: the result of the first run, [B·k, ...] each.
         changes: of the batch.
         tolerance: relative to the largest number in each tensor.
     """
@@ -243,19 +241,19 @@ def mixed(
 
 
 def _only_norms(before: Sequence[Tensor], after: Sequence[Tensor], change: Change, limit: float) -> bool:
-    """Do the losses stay, and what follows differs? Sums of ours multiply others by 0, and 0 times NaN is NaN."""
+    """Whether the losses agree but not the norms: our sums multiply others by 0, and 0 times NaN is NaN."""
     alike = differing(before[:1], after[:1], change, limit) is None
     return alike and differing(before[1:], after[1:], change, limit) is not None
 
 
 def _explained(model: nn.Module, run: Run, before: Sequence[Tensor], change: Change, limit: float) -> bool:
-    """Is a difference one of roundings or of random numbers, or there without a change, too?"""
+    """Whether rounding or random numbers explain a difference, or it occurs without a change."""
     change = change._replace(alike=change.resized)
     unchanged = same(change.size)._replace(alike=change.resized)
     was, now = _or_none(run, unchanged), _or_none(run, change)
     if was is None or now is None or differing(was, now, change, limit) is None:
         return True
-    if change.resized and differing(before, was, unchanged, limit) is not None:  # numbers that no record has for itself
+    if change.resized and differing(before, was, unchanged, limit) is not None:  # random numbers drawn for the batch
         with in_eval(model):
             calm, other = _or_none(run, unchanged), _or_none(run, change)
         if calm is None or other is None or differing(calm, other, change, limit) is None:
@@ -276,18 +274,18 @@ def _explained(model: nn.Module, run: Run, before: Sequence[Tensor], change: Cha
 
 
 def of_other_kernels(of: Tensor, tolerance: float) -> float:
-    """The tolerance where other kernels may compute the same.
+    """The tolerance where other kernels may compute the same result.
 
     Args:
-        of: what was computed.
-        tolerance: where the same ones do.
+        of: a result.
+        tolerance: for the same kernels.
     """
     rounded = any(rounds_operands(of, library) for library in ("cublas", "cudnn"))
     return max(OF_OTHER_SHAPES * tolerance, OF_ROUNDED_OPERANDS if rounded else 0.0)
 
 
 def _or_none(run: Run, change: Change) -> Sequence[Tensor] | None:
-    """What it gives; None where such a batch cannot be computed."""
+    """Run the change; None if such a batch cannot be computed."""
     try:
         return run(change, False)
     except torch.OutOfMemoryError:
@@ -299,13 +297,13 @@ def _or_none(run: Run, change: Change) -> Sequence[Tensor] | None:
 
 
 def _has_nan(before: Sequence[Tensor], after: Sequence[Tensor], change: Change) -> bool:
-    """Is something NaN that was not?"""
+    """Whether a number became NaN."""
     was = [torch.where(x.detach().isnan(), torch.nan, 0.0).double() for x in before]
     return differing(was, [x.detach().isnan().double() for x in after], change, 0.0) is not None
 
 
 def mixing(sample: int, what: str) -> Problem:
-    """The problem of samples that a second look found to depend on others.
+    """The problem to report for a sample that depends on others.
 
     Args:
         sample: its position in the batch.
@@ -315,12 +313,10 @@ def mixing(sample: int, what: str) -> Problem:
 
 
 class Moving:
-    """What a forward pass writes to besides its outputs.
-
-    Attributes of modules, buffers, and frozen parameters that were written to since.
+    """The state that a forward pass may write to: module attributes, buffers, and frozen parameters.
 
     Args:
-        model: as it is before its first step.
+        model: before its first step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -329,10 +325,10 @@ class Moving:
         self._frozen = [(p, p._version) for p in model.parameters() if not p.requires_grad and not p.is_inference()]
 
     def functions(self, *, again: bool = False) -> list[FunctionType]:
-        """Those of the classes of modules: `forward` and what it calls.
+        """The functions of the modules' classes: `forward` and what it calls.
 
         Args:
-            again: modules may be of other classes than before.
+            again: modules may have changed their classes.
         """
         if again or not self._classes:
             kinds = {kind for module in self._model.modules() for kind in type(module).__mro__}
@@ -341,12 +337,12 @@ class Moving:
 
     @contextmanager
     def repeated(self, draws: Draws) -> Iterator[None]:
-        """What runs inside has the random numbers that came after `draws`, and leaves the model as it is.
+        """Inside, random numbers are those that followed `draws`; afterwards the model is restored.
 
         Args:
             draws: the state of the generators to begin from.
         """
-        # what modules hold: numbers that they count, and the tensors that are their buffers
+        # attributes of modules (such as counters) and buffers
         held = [(of, dict(of)) for module in self._model.modules() for of in (vars(module), module._buffers)]
         buffers = [
             x for of, _ in held for x in of.values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
@@ -365,10 +361,10 @@ class Moving:
 
 
 def put_back(kept: Iterable[tuple[Tensor, Tensor, int]]) -> None:
-    """Give tensors that were written to since the numbers that they had.
+    """Restore the values of tensors that were written to.
 
     Args:
-        kept: (a tensor, its copy, its version when that was made).
+        kept: (tensor, its copy, its version when copied).
     """
     with torch.no_grad():
         for x, copy, version in kept:

@@ -1,9 +1,15 @@
-"""Is a backend exact on this model? Two of its samples against the definition (`core.reference`), in the mode that
-trains: each sample draws the same random numbers alone and beside the other one (`clipping.numerics.rng_replay`).
+"""Verify a backend on a model: compare two samples with the definition (`core.reference`), in training mode.
 
-Errors are relative and norm-wise. For a parameter, ‖Δ‖ / max(‖reference‖, floor) with the floor a thousandth of the
-whole gradient's norm: a parameter whose gradient vanishes but for rounding (a bias before a normalisation) would
-otherwise fail for noise. For norms, |Δ_i| / max(‖g_i‖, floor): a fault of one sample is not hidden by a larger norm.
+Each sample draws the same random numbers alone and in the batch (`clipping.numerics.rng_replay`).
+
+Errors are relative and norm-wise. For a parameter, ‖Δ‖ / max(‖reference‖, floor), where the floor is a thousandth of
+the whole gradient's norm: else a gradient that is zero but for rounding (a bias before a normalisation) would fail. For
+norms, |Δ_i| / max(‖g_i‖, floor), so that a larger norm does not hide the error of a sample.
+
+Functions take:
+    backend: the one to verify.
+    inputs, targets: of a batch; every tensor [B, ...].
+    samples: how many of them to compare.
 """
 
 from __future__ import annotations
@@ -26,31 +32,28 @@ from clipping.numerics.rng_replay import Draws, same_for_each
 
 FLOOR = 1e-3
 CAST_TOLERANCE = 1e-6
-"""For a model computed in float64 that may hold casts to float32 of its own (the RMSNorm of Llama)."""
+"""For a model in float64 that may cast to float32 itself (the RMSNorm of Llama)."""
 LOWERED = 1e-3
-"""By how much roundings in such a cast may lower a factor, and with it a sum (`clipping.numerics.rounding_bounds`)."""
+"""How much rounding in such a cast may lower a factor and its sum (`clipping.numerics.rounding_bounds`)."""
 EXACT = 1e-9
-"""Of what is computed in float64 throughout."""
+"""For a computation in float64 throughout."""
 ROUNDINGS, FLIPS = 8, 2e-2
-"""What rounding explains of a norm, and of most gradients: so many unit roundoffs u of the coarsest format (3.1e-2 in
-bfloat16, whose u is 2⁻⁸), but at least `FLIPS`.
+"""What rounding explains of a norm, and of most gradients: `ROUNDINGS` unit roundoffs of the coarsest format, but at
+least `FLIPS`.
 
-A norm is the root of a sum of many squares, whose roundings mostly cancel: exact backends came to 1.8 u at the worst
-(7e-3; eight models, bfloat16 by autocast and throughout). A sum of gradients is rounded where it is formed, and once
-more where it is stored: 2 to 5 u (1.1e-2 to 1.9e-2). `FLIPS`: in any format a pre-activation within rounding of zero
-may pass a ReLU in a batch of one and not of two: one unit's worth of gradient, 1e-2 and more in small layers. So a
-fault of 5 % in one sample's norm is found in every format."""
+A norm is the root of a sum of many squares, whose roundings mostly cancel. A sum of gradients is rounded when formed
+and again when stored. `FLIPS`: in any format a pre-activation within rounding of zero may pass a ReLU in a batch of one
+and not of two, which changes a small layer's gradient by one unit's share. A fault of 5 % in one sample's norm is found
+in every format."""
 SPREAD = 4
-"""Where many layers of ReLUs add up such differences no multiple of u holds: the gradient of one layer of ResNet18 in
-bfloat16 is off by 0.29 in the definition itself, and vmap's differs from that by 0.22. Then the definition's distance
-from its own answer in float64 says what this arithmetic does to this model; exact backends came to 3.4 of it (float16,
-whose sums are formed twice), and this many are allowed."""
+"""Many layers of ReLUs add up such differences beyond any multiple of u (ResNet18 in bfloat16). The definition's
+distance from its own answer in float64 then measures the arithmetic; this multiple of it is allowed."""
 GRADIENTS = {torch.float32: FLIPS, torch.float16: 1.5e-1, torch.bfloat16: 4e-1}
-"""Where that cannot be asked, for the model cannot be computed in float64: what was seen of ResNet18, and half more."""
+"""For models that cannot be computed in float64: the error seen on ResNet18, and half more."""
 
 
 class Limit(NamedTuple):
-    """What rounding explains: relative errors of norms and of gradients."""
+    """The relative errors of norms and gradients that rounding explains."""
 
     norm: float
     grad: float
@@ -60,14 +63,14 @@ class Limit(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """How far a result is from the reference: relative errors, and where the gradient's is largest."""
+    """Relative errors of a result, and the parameter with the largest gradient error."""
 
     norm_error: float
     grad_error: float
     parameter: str
 
     def within(self, limit: Limit | float) -> bool:
-        """Both errors are numbers and at most `limit`: NaN is never within.
+        """Whether both errors are at most `limit`; NaN is not.
 
         Args:
             limit: one for both, or one for each.
@@ -77,10 +80,10 @@ class Agreement(NamedTuple):
 
 
 def limit_of(dtypes: Iterable[torch.dtype]) -> Limit:
-    """What rounding explains of what was computed in these formats, and cannot be computed in wider ones.
+    """What rounding explains of a computation in these formats, if it cannot run in wider ones.
 
     Args:
-        dtypes: of what took part; at least one.
+        dtypes: of all that took part; at least one.
     """
     limits = [_limit_of(dtype) for dtype in dtypes]
     return Limit(max(limit.norm for limit in limits), max(limit.grad for limit in limits))
@@ -106,9 +109,9 @@ class WrongGradient(Exception):
 
 
 def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
-    """Errors of `result` relative to `reference`; norms that either does not know are left out (error 0).
+    """Errors of `result` relative to `reference`. A missing norm counts as error 0.
 
-    Norms of another number than the reference's are of something else: both errors are infinite.
+    If the numbers of norms differ, both errors are infinite.
 
     Args:
         result: a backend's.
@@ -133,13 +136,8 @@ def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
 def verify(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> Agreement:
     """Compare `backend` with the oracle on the first `samples` samples of a batch.
 
-    Args:
-        backend: the one that is doubted.
-        inputs, targets: of a batch; every tensor [B, ...].
-        samples: how many of them to compare on.
-
     Raises:
-        WrongGradient: an error above the limit, or one that is not a number.
+        WrongGradient: an error above the limit, or NaN.
     """
     agreement, limit = agreement_with_oracle(backend, inputs, targets, samples)
     if not agreement.within(limit):
@@ -150,28 +148,18 @@ def verify(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> Agree
 def agreement_with_oracle(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
     """The errors on the first `samples` samples, and what rounding explains of them.
 
-    A backend that clips the means of several samples is held to its own definition, on so many times as many samples.
-    Computed in float64, to which the model is cast meanwhile, so that an error of any size is one of the method; in the
-    model's own arithmetic where it cannot be cast. What numpy or Python draws cannot be had by sample: if that makes
-    them differ, eval mode decides.
-
-    Args:
-        backend: the one that is doubted.
-        inputs, targets: of a batch; every tensor [B, ...].
-        samples: how many of them to compare on.
+    Computed in float64 if the model can be cast, so that any error is one of the method; else in the model's own
+    arithmetic. A backend that clips the means of m samples is compared with its own definition, on m times as many
+    samples. Random numbers from numpy or Python cannot be drawn per sample: if they cause a difference, eval mode
+    decides.
     """
     return _on_few(_agreement, backend, inputs, targets, samples)
 
 
 def agreement_in_own_arithmetic(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
-    """The same in the formats in which the model is trained, where other kernels run than in float64.
+    """The same in the formats of training, where other kernels run than in float64.
 
-    Both sides compute in them. The limit: see `ROUNDINGS` and `SPREAD`.
-
-    Args:
-        backend: the one that is doubted.
-        inputs, targets: of a batch; every tensor [B, ...].
-        samples: how many of them to compare on.
+    The limit: see `ROUNDINGS` and `SPREAD`.
     """
     return _on_few(_agreement_as_it_is, backend, inputs, targets, samples)
 
@@ -213,18 +201,18 @@ def _agreement_as_it_is(backend: Clips, few: Any) -> tuple[Agreement, Limit, boo
 
 
 def _in_float64(backend: Clips, few: Any) -> _Both | None:
-    """Both answers in float64; None if the model cannot be cast, or its losses are of another dtype all the same."""
+    """Both results in float64; None if the model cannot be cast, or its losses keep another dtype."""
     wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, few)
     try:
         with _cast_to_float64(backend.model):
             both = _both(backend, *wide)
-    except (RuntimeError, TypeError, NotImplementedError):  # a cast of the model's own, or a device without float64
+    except (RuntimeError, TypeError, NotImplementedError):  # the model casts, or the device has no float64
         return None
     return both if both.reference.losses.dtype == torch.float64 else None
 
 
 class _Both(NamedTuple):
-    """The two answers, in which formats the losses were computed, and whether anything was drawn outside of torch."""
+    """Both results, the formats of the losses, and whether numbers were drawn outside of torch."""
 
     result: ClippedGradient
     reference: ClippedGradient
@@ -238,7 +226,7 @@ _Check = Callable[[Any, Any], tuple[Agreement, Limit, bool]]
 def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
     clip = backend.clip if backend.private else Flat(max_grad_norm=float("inf"))
     with same_for_each(leading_dimension(inputs, targets)) as seeded:
-        result = backend(inputs, targets)  # first: what it refuses, it gives its reason for
+        result = backend(inputs, targets)  # first, because its refusals give a reason
         drew = seeded.used_outside_of_torch()
     reference = definition(
         backend.model,
@@ -257,11 +245,12 @@ def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
 
 @contextmanager
 def reading_float64(model: nn.Module) -> Iterator[None]:
-    """Its modules read copies of float64 meanwhile. The parameters are not touched: a cast in place would cut them off
-    from what an earlier forward pass computed, and its gradients would be none.
+    """Inside, modules read float64 copies; the parameters are not touched.
+
+    A cast in place would cut parameters off from an earlier forward pass, and they would get no gradient.
 
     Args:
-        model: whose modules hold other parameters and buffers meanwhile.
+        model: whose modules temporarily hold the copies.
     """
     copies = {id(x): _copied(x) for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()}
     held: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
@@ -286,15 +275,15 @@ def _copied(x: Tensor) -> Tensor:
 
 def _hold(module: nn.Module, kind: dict[str, Any], name: str, x: Tensor) -> None:
     kind[name] = x
-    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:  # it reads a list of its own
+    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:  # RNNs read a list of their own
         module._flat_weights[module._flat_weights_names.index(name)] = x
 
 
 @contextmanager
 def _cast_to_float64(model: nn.Module) -> Iterator[None]:
-    """Its parameters and buffers are of float64 meanwhile, for whoever holds them; of no graph that is still wanted.
+    """Cast parameters and buffers to float64 in place. Must not be used while a graph of them is still needed.
 
-    A parameter has no `.grad` meanwhile: none of another dtype can be put back.
+    Parameters have no `.grad` inside, because its dtype could not match.
     """
     before = [(t, t.data, t.grad) for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     try:
@@ -311,7 +300,7 @@ def _cast_to_float64(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """All of its modules are in eval mode meanwhile.
+    """Put all modules in eval mode, and restore their modes afterwards.
 
     Args:
         model: any module.
@@ -330,7 +319,7 @@ def _norm(x: Tensor, order: float = 2) -> Tensor:
 
 
 def _worst(found: Tensor, right: Tensor) -> float:
-    """The largest relative error of norms [B], a small one's beside the floor."""
+    """The largest relative error of norms [B]; small norms count as the floor."""
     if not len(right):
         return 0.0
     scale = right.abs().clamp(min=FLOOR * float(right.abs().max()))
