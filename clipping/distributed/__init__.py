@@ -1,1 +1,1 @@
-"""A model that is spread over several processes."""
+"""Clips a model that is spread over several processes."""

@@ -1,26 +1,25 @@
-"""A model spread over processes: each clips its own samples, and what crosses between them is sums.
+"""Clip a model spread over processes: each process clips its own samples, and only sums are communicated.
 
-A per-sample gradient belongs to one sample, and a sample to one process. So norms and factors are local, whatever the
-parameters are; only Σ_i c_i g_i runs over all processes.
+A per-sample gradient belongs to one sample, and a sample to one process. Norms and factors are therefore local, even if
+parameters are sharded; only Σ_i c_i g_i runs over all processes.
 
-*DistributedDataParallel*: every process has the whole model. The local sums are added up by all-reduce; the wrapper's
-own communication, which averages gradients that were not clipped, is passed by.
+*DistributedDataParallel*: every process has the whole model, and all-reduce adds the local sums. The wrapper's own
+communication, which averages gradients that were not clipped, is bypassed.
 
-*FSDP2* (``fully_shard``): a parameter is a DTensor, of which each process holds a shard. While a module runs, a plain
-tensor stands in for it, gathered before and freed after; before the module's backward it is gathered again, by FSDP's
-own hooks. They fire in a backward pass for activation gradients alone, and find no weight gradient to reduce. So
+*FSDP2* (``fully_shard``): a parameter is a DTensor, and each process holds a shard. While a module runs, a plain tensor
+stands in for it, gathered before and freed after; FSDP's hooks gather it again for the module's backward, even in a
+backward pass of activation gradients alone. So
 
-    norms            from (a, g) or the instantiated gradient, when g arrives: the stand-in is there
-    Σ_i c_i g_i      from (a, g) alone, one parameter after the other: nothing is gathered a third time, and each is
-                     reduce-scattered before the next is formed
+    norms            from (a, g) or the instantiated gradient when g arrives, while the stand-in exists
+    Σ_i c_i g_i      from (a, g) alone: nothing is gathered again, and each parameter's sum is reduce-scattered before
+                     the next is formed
 
-What a process holds is its shards, one module's parameters, and one parameter's gradient beside ordinary activations.
-Every process takes part in every collective, in the same order: one without samples runs a row of zeros, of which
-nothing is used.
+A process holds its shards, one module's parameters, and one parameter's gradient beside ordinary activations. Every
+process must take part in every collective, in the same order: one without samples runs a row of zeros.
 
-Refused: two passes (the second would hold all weight gradients at once), one sample at a time (processes with
-different numbers of samples would wait for each other), and other ways of sharding. The first batch is not verified
-under FSDP2: check the model before it is sharded.
+Refused: two passes (the second would hold all weight gradients at once), one sample at a time (processes with different
+numbers of samples would wait for each other), and other ways of sharding. The first batch is not verified under FSDP2:
+check the model before sharding it.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from clipping.tape.uses import Use
 
 
 def reduced(local: Tensor | None, p: Tensor) -> Tensor:
-    """The sum over all processes of what each has for parameter `p`, of p's own placement.
+    """Sum over all processes, with the placement of `p`.
 
     Args:
-        local: of the parameter's whole shape; None is zeros.
+        local: this process's part, of the parameter's whole shape; None for zeros.
         p: a DTensor of floating point.
     """
     from torch.distributed.tensor import DTensor, Partial
@@ -50,23 +49,23 @@ def reduced(local: Tensor | None, p: Tensor) -> Tensor:
     mine = torch.zeros(p.shape, dtype=wide, device=p.device) if local is None else local.to(wide)
     whole = DTensor.from_local(mine.contiguous(), p.device_mesh, [Partial()] * p.device_mesh.ndim, run_check=False)
     shard = whole.redistribute(placements=p.placements).to_local()
-    if hasattr(shard, "wait"):  # or the whole of it would live until somebody reads the shard
+    if hasattr(shard, "wait"):  # frees the whole tensor now, not when the shard is read
         shard = shard.wait()
     return DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 class _Sharded(Norms):
-    """What depends on a stand-in's values is settled while it is there: afterwards only its shape is."""
+    """Uses the values of a stand-in while it exists; later only its shape is available."""
 
     def arrived(self, use: Use, g: Tensor) -> None:
         super().arrived(use, g)
         for _, rule in use.rules:
-            if not rule.is_fallback:  # which has been instantiated; the others read the shape alone
+            if not rule.is_fallback:  # a fallback is instantiated by now; others need the shape alone
                 rule.parameter = rule.parameter.new_empty(()).expand(rule.parameter.shape)
 
 
 class ShardedBook(_Sharded, Book):
-    """Book-keeping whose sums are formed and reduced one parameter after the other."""
+    """Book-keeping that forms and reduces the sum of one parameter after the other."""
 
     joins = False
 
@@ -100,7 +99,7 @@ class ShardedBook(_Sharded, Book):
 
 
 class ShardedLayers(_Sharded, LayerByLayer):
-    """Per-layer clipping: the local sums are there when the backward pass ends, and are reduced in order."""
+    """Per-layer clipping: local sums are complete after the backward pass, and are reduced in order."""
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         total, grads = super().finish()
@@ -108,7 +107,7 @@ class ShardedLayers(_Sharded, LayerByLayer):
 
 
 class Nothing(Norms):
-    """A process without samples: the passes were run for the sake of the others."""
+    """For a process without samples, which runs the passes only for the other processes."""
 
     def arrived(self, use: Use, g: Tensor) -> None:
         pass
@@ -121,7 +120,7 @@ class Nothing(Norms):
 
 
 def norms_of(kind: type[Norms], losses: Tensor) -> type[Norms]:
-    """What takes the place of `kind` in a sharded model.
+    """The class that replaces `kind` in a sharded model.
 
     Args:
         kind: of a model that is not sharded.

@@ -1,6 +1,9 @@
-"""How a model is spread over processes, and what of it is not supported; `distributed.fsdp` says how it is clipped.
+"""Find out how a model is spread over processes, and which ways are unsupported. See `distributed.fsdp` for clipping.
 
-Nothing is imported to find out that a model is not spread at all.
+Imports nothing to find that a model is not spread.
+
+Functions take:
+    model: any module, without its DistributedDataParallel wrapper.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ _WAIT_TOGETHER = "under FSDP2 every process must run the same number of passes"
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Is this parameter a DTensor, of which each process holds a part?
+    """Whether this parameter is a DTensor, so that each process holds a part.
 
     Args:
         x: any tensor.
@@ -30,21 +33,17 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Those that ``fully_shard`` was called on; nothing is imported to find out that there is none.
-
-    Args:
-        model: any module.
-    """
+    """The modules that ``fully_shard`` was called on."""
     library = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(library, "FSDPModule", None)
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within a DistributedDataParallel, whose parameters have the names that they have without it.
+    """The model inside a DistributedDataParallel, whose parameters have their original names; else the model itself.
 
     Args:
-        model: any module; one that nobody wrapped is returned as it is.
+        model: any module.
     """
     library = sys.modules.get("torch.nn.parallel.distributed")
     kind = getattr(library, "DistributedDataParallel", None)
@@ -52,20 +51,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def reshard(model: nn.Module) -> None:
-    """Give parameters back that a forward pass without a backward left gathered (the root's).
-
-    Args:
-        model: any module; one that is not sharded stays as it is.
-    """
+    """Free parameters that a forward pass without a backward left gathered (the root's)."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 def problems(model: nn.Module, book_kept: bool) -> Iterable[Problem]:
-    """What is not supported of a model's sharding.
+    """The unsupported parts of a model's sharding.
 
     Args:
-        model: not the wrapper.
         book_kept: the backend forms the sum from what one backward pass left.
     """
     if type(model).__name__ == "FullyShardedDataParallel":
@@ -91,39 +85,35 @@ def problems(model: nn.Module, book_kept: bool) -> Iterable[Problem]:
 
 
 def _is_data_parallel(p: Any) -> bool:
-    """One shard dimension, and before it at most one of replicas (HSDP)."""
+    """Whether there is one shard dimension, and before it at most one of replicas (HSDP)."""
     *replicas, last = p.placements
     return bool(last.is_shard()) and len(replicas) < 2 and all(x.is_replicate() for x in replicas)
 
 
 class StandIns:
-    """Whose place a plain tensor takes while a module runs: then the model itself has it under the parameter's name."""
+    """Maps the plain tensor that stands in for a parameter while its module runs to the parameter's name."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._known: dict[int, tuple[Tensor, str]] = {}
 
     def __call__(self, tensor: Tensor) -> str | None:
-        """The name of the parameter, or None for what is none of the model's trainable ones."""
+        """The name of the parameter, or None for any other tensor."""
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_sharded(tensor):
             return None
-        if id(tensor) not in self._known:  # before it is in its place FSDP itself reads it: only what is there is kept
+        if id(tensor) not in self._known:  # FSDP reads it before the model has it: keep those that the model has
             here = {id(p): (p, name) for name, p in self._model.named_parameters() if not is_sharded(p)}
             self._known |= here
         return self._known[id(tensor)][1] if id(tensor) in self._known else None
 
 
 def stand_ins(model: nn.Module) -> StandIns | None:
-    """None for a model that is not sharded.
-
-    Args:
-        model: any module.
-    """
+    """The stand-ins of a sharded model; None for any other."""
     return StandIns(model) if sharded_modules(model) else None
 
 
 def summed(result: ClippedGradient) -> ClippedGradient:
-    """With the gradients added up over all processes: norms and losses stay those of this process's samples.
+    """Add up the gradients over all processes. Norms and losses stay those of this process.
 
     Args:
         result: of this process's samples.
@@ -137,7 +127,7 @@ def summed(result: ClippedGradient) -> ClippedGradient:
 
 
 def row_of_zeros(tree: Any) -> Any:
-    """A batch of one sample that is nothing, for a process without samples.
+    """A batch of one zero sample, for a process without samples.
 
     Args:
         tree: the batch's tensors [0, ...] in nested tuples, lists and dicts.
@@ -146,7 +136,7 @@ def row_of_zeros(tree: Any) -> Any:
 
 
 def no_rows(outputs: Any) -> Any:
-    """Its outputs without the row, still in its graph: what is computed from them has a gradient of zero.
+    """Drop the row from the outputs but keep their graph, so that its gradient is zero.
 
     Args:
         outputs: of the model, for one row.
@@ -155,10 +145,6 @@ def no_rows(outputs: Any) -> Any:
 
 
 def held_here(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers that lie in this process's memory: shards, where the model is sharded.
-
-    Args:
-        model: any module.
-    """
+    """Parameters and buffers in this process's memory; for a sharded model, its shards."""
     tensors = [*model.parameters(), *model.buffers()]
     return [x.to_local() if is_sharded(x) else x for x in tensors]  # type: ignore[attr-defined]
