@@ -1,1 +1,1 @@
-"""What a plan does with each use of each parameter, in words and numbers."""
+"""Explains what a plan does with each use of each parameter."""

@@ -1,4 +1,4 @@
-"""`bk_mixed` without one of the things that make it faster or smaller: what each is worth, `ablation` measures."""
+"""`bk_mixed` with one optimisation removed; the experiment `ablation` measures the effect of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clipping.numerics import kernels, products
 
 @contextmanager
 def replaced(module: Any, **values: Any) -> Iterator[None]:
-    """In here a module has other values.
+    """Replace globals of a module inside.
 
     Args:
         module: whose globals are replaced.
@@ -32,10 +32,10 @@ def replaced(module: Any, **values: Any) -> Iterator[None]:
 
 
 class Ablated(BkMixed):
-    """Without what it names, in each of its calls."""
+    """Runs each call without the optimisation that it names."""
 
     def without(self) -> tuple[Any, dict[str, Any]]:
-        """A module, and what takes the place of some of its globals."""
+        """A module, and the replacements of some of its globals."""
         raise NotImplementedError
 
     def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
@@ -45,7 +45,7 @@ class Ablated(BkMixed):
 
 
 class WithoutKernels(Ablated):
-    """torch's own operations in place of the kernels in C."""
+    """Uses torch's own operations in place of the kernels in C."""
 
     name = "bk_mixed:without_kernels"
 
@@ -54,7 +54,7 @@ class WithoutKernels(Ablated):
 
 
 class WithoutChunks(Ablated):
-    """A convolution's input gradient is formed at once."""
+    """Forms a convolution's input gradient at once."""
 
     name = "bk_mixed:without_chunks"
 
@@ -63,7 +63,7 @@ class WithoutChunks(Ablated):
 
 
 class WithoutOverwriting(Ablated):
-    """Each gradient of an activation has memory of its own."""
+    """Allocates memory for each activation gradient."""
 
     name = "bk_mixed:without_overwriting"
 
@@ -72,7 +72,7 @@ class WithoutOverwriting(Ablated):
 
 
 class WithoutBatching(Ablated):
-    """Small gradients are summed parameter by parameter."""
+    """Sums small gradients parameter by parameter."""
 
     name = "bk_mixed:without_batching"
 
@@ -81,7 +81,7 @@ class WithoutBatching(Ablated):
 
 
 class WithoutOneDnn(Ablated):
-    """Every product of matrices is MKL's."""
+    """Uses MKL for every matrix product."""
 
     name = "bk_mixed:without_onednn"
 

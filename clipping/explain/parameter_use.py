@@ -1,7 +1,10 @@
-"""What a step reads of its parameters, and how: the forward pass on a tape, planned, and one backward pass.
+"""Record how a step uses its parameters: a planned forward pass on a tape, and one backward pass.
 
-A `Reading` is what a backend decides upon: one source of one use, with its rule, and the gradient of the use's output.
-`record` makes them as the backends do, and lets plans be made of the tape while it has its graph.
+A backend chooses a route for each `Reading`: one source of one use, with its rule and the gradient of the use's output.
+`record` makes readings as the backends do, and makes plans while the tape has its graph.
+
+Functions take:
+    reading, readings: one use of a source; all uses of all parameters, in the order of the forward pass.
 """
 
 from __future__ import annotations
@@ -28,33 +31,33 @@ from clipping.tape.uses import Use
 
 @dataclass(eq=False)
 class Reading:
-    """One source that a use reads: what a backend decides upon. `g` is None if the loss does not depend on the use."""
+    """One source that a use reads. `g` is None if the loss does not depend on the use."""
 
     use: Use
     source: Source
     rule: Rule
     g: Tensor | None
     alone: bool
-    """No parameter of the source is used anywhere else."""
+    """The parameters of the source have no other use."""
 
     @property
     def is_planned(self) -> bool:
-        """Its norm is that of its parameter alone, by a rule of its own: each route has a cost."""
+        """Whether the norm belongs to one parameter alone, by a rule of its own: each route has a cost."""
         return self.g is not None and self.alone and self.source.rearranged and not self.rule.is_fallback
 
 
 def record(
     backend: TapeBackend, inputs: Any, targets: Any, planner: Planner, plans: int = 1
 ) -> tuple[list[Reading], list[Plan]]:
-    """The readings of one forward pass and one backward pass for activation gradients, as `backend` would make them.
+    """Record one forward pass, and one backward pass of activation gradients, as `backend` would.
 
     Args:
-        backend: whose model and loss.
+        backend: with its model and loss.
         inputs, targets: real tensors or fake ones.
-        planner, plans: how often it is asked for a plan: the first time it has its formulas, the second it may time.
+        planner, plans: makes this many plans: the first by formula, later ones may be timed.
 
     Returns:
-        The readings, and the plans, whose routes are in the same order.
+        The readings, and the plans, with routes in the same order.
 
     Raises:
         UnsupportedModel: a parameter without an exact rule.
@@ -70,7 +73,7 @@ def record(
         problems = tape.problems or unrecorded(losses, tape, parameters)
         if problems:
             raise UnsupportedModel(backend.name, dict.fromkeys(problems))
-        readings = [  # before the backward pass, in which uses let go of their rules
+        readings = [  # before the backward pass, which frees the rules
             Reading(use, source, rule, None, all(tape.counts[name] == 1 for name in source.parameters))
             for use in tape.uses
             for source, rule in use.rules
@@ -79,7 +82,7 @@ def record(
         tape.backward(losses, gradients.__setitem__, retain_graph=False)
         for reading in readings:
             reading.g = gradients.get(reading.use)
-            if reading.rule.is_fallback and reading.g is not None:  # what it cannot do shows when it is done
+            if reading.rule.is_fallback and reading.g is not None:  # a fallback fails only when it runs
                 reading.rule.instantiate(reading.g, slice(0, reading.rule.samples(reading.g)))
     except Refused as refused:
         raise UnsupportedModel(backend.name, [Problem("model", refused.reason, refused.remedy)]) from refused
@@ -89,14 +92,13 @@ def record(
 
 
 def decide(readings: Sequence[Reading], by_ghost: Callable[[Rule], bool]) -> list[str | None]:
-    """The route of each reading, under a backend that prefers Gram matrices where `by_ghost` says so.
+    """The route of each reading, under a backend that prefers Gram matrices where `by_ghost` is true.
 
-    Uses of one parameter share a route: all by Gram matrices, if each of them reads the parameter itself and each pair
-    has a cross term, or else all instantiated and added up.
+    All uses of a parameter share one route: Gram matrices if each use reads the parameter itself and each pair has a
+    cross term; else all are instantiated and added.
 
     Args:
-        readings: all uses of all parameters.
-        by_ghost: of a rule that has a Gram form, whether to take it.
+        by_ghost: rule with a Gram form -> whether to use it.
     """
     found: list[str | None] = []
     together: defaultdict[str, list[int]] = defaultdict(list)
@@ -119,12 +121,9 @@ def decide(readings: Sequence[Reading], by_ghost: Callable[[Rule], bool]) -> lis
 
 
 def have_cross_terms(readings: Sequence[Reading]) -> bool:
-    """Has each pair of these uses of one parameter an inner product that needs no instantiated gradient?
+    """Whether each pair of these uses of one parameter has an inner product without instantiated gradients.
 
-    Asked once for each two kinds of use: a recurrent weight may have hundreds of uses, all alike.
-
-    Args:
-        readings: all uses of one parameter.
+    Checked once for each two kinds of use, because a recurrent weight may have hundreds of equal uses.
     """
     kinds = {likeness(reading): reading for reading in readings}
     several = Counter(likeness(reading) for reading in readings)
@@ -139,29 +138,21 @@ def have_cross_terms(readings: Sequence[Reading]) -> bool:
 
 
 def likeness(reading: Reading) -> tuple[type, str]:
-    """All about a reading but the values of its tensors: what its costs can depend on.
-
-    Args:
-        reading: one use.
-    """
+    """Everything about a reading that its costs can depend on: all but the values of tensors."""
     shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in vars(reading.rule).items()}
     return type(reading.rule), repr((shapes, None if reading.g is None else tuple(reading.g.shape)))
 
 
 def cross_terms(readings: Sequence[Reading]) -> dict[Reading, tuple[int, int]]:
-    """(operations, bytes) of the cross terms of each reading with those of the same parameter that come after it.
-
-    Args:
-        readings: all uses, in the order of the forward pass.
-    """
-    later: defaultdict[int, Counter[int]] = defaultdict(Counter)  # parameter -> features of a Gram entry -> positions
+    """(operations, bytes) of each reading's cross terms with later uses of the same parameter."""
+    later: defaultdict[int, Counter[int]] = defaultdict(Counter)  # parameter -> features -> positions
     found = {}
     for reading in reversed(readings):
         rule, after = reading.rule, later[id(reading.rule.parameter)]
         if reading.alone or reading.g is None:
             continue
         mine = features(rule)
-        # one-hot inputs of either side make the Gram matrix over them a look-up
+        # one-hot inputs on either side turn the Gram matrix over them into a look-up
         operations = sum(2 * rule.positions * count * min(mine, theirs) for theirs, count in after.items())
         entries = 2 * rule.positions * after.total()
         found[reading] = operations, entries * norm_dtype(reading.g.dtype).itemsize
@@ -182,9 +173,8 @@ def in_words(reading: Reading, route: Route, decided: str | None) -> str | None:
     """What `bk_mixed` does with a reading: "ghost by pixels, blocks of 16", "kept, grouped", "discarded, unfold".
 
     Args:
-        reading: what is read.
         route: the plan's.
-        decided: what `decide` makes of all routes of the plan.
+        decided: this reading's result of `decide` for the plan.
     """
     rule, g = reading.rule, reading.g
     if g is None:

@@ -1,15 +1,19 @@
-"""How much slower the planned routes are than the best ones, by a second measurement that no plan has seen.
+"""Measure how much slower the planned routes are than the best ones, with fresh timings.
 
-By the timings that it was made from, a plan always looks good: of two routes alike it took the one that noise favoured.
-So every use is run again on the step's own input and gradient, as book-keeping runs it (the norm, and the use's share
-of the clipped sum), by each route that may be best. Routes take turns, and each counts with
-its median over the rounds. Then
+A plan always looks good by the timings that it was made from: of two equal routes it chose the one that noise favoured.
+So each use is run again on the step's own input and gradient, as book-keeping runs it (the norm, and the use's share of
+the clipped sum), by each route that may be fastest. Routes take turns, and each counts with its median over the rounds.
+Then
 
     regret = Σ over uses of (seconds of the planned route − least seconds of any route)
 
-which is never negative, and includes what a plan paid to save memory. What is left of the noise makes it too large: the
-least of several medians is below the least of what they estimate. Uses that share a parameter, or a function of it,
-have one route only, and are not in it.
+It is never negative, and includes what a plan paid to save memory. Noise makes it too large, because the least of
+several medians underestimates the least time. Uses that share a parameter, or read a function of it, have one route
+only and are left out.
+
+Functions take:
+    reading, readings: one use, with a real gradient; or all, on the device to measure.
+    costs: of a first measurement, which selects the routes to time; see `fresh_costs`.
 """
 
 from __future__ import annotations
@@ -34,11 +38,10 @@ ROUNDS = 5
 
 
 def fresh_costs(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]:
-    """Position -> measured costs of each reading that has routes: those that the plan was made from, and others'.
+    """Position -> measured costs of each reading with several routes: the plan's, or measured here.
 
     Args:
-        readings: all uses of all parameters.
-        plan: of the step that has them.
+        plan: of the step with these readings.
     """
     found = dict(plan.costs)
     others: dict[Hashable, Costs] = {}
@@ -56,9 +59,7 @@ def regrets(readings: Sequence[Reading], plans: Sequence[Plan], costs: dict[int,
     """Seconds that each plan loses on the whole batch.
 
     Args:
-        readings: with real gradients, on the device that is asked about.
         plans: of these readings.
-        costs: of a first measurement, which says what may be best; see `fresh_costs`.
     """
     lost = [0.0] * len(plans)
     seconds: dict[tuple[Hashable, Route], float] = {}
@@ -78,12 +79,7 @@ def regrets(readings: Sequence[Reading], plans: Sequence[Plan], costs: dict[int,
 
 
 def candidates(reading: Reading, costs: Costs) -> list[Route]:
-    """The best of each kind of route, by measured costs and by the formulas.
-
-    Args:
-        reading: one use.
-        costs: measured.
-    """
+    """The best of each kind of route, by measured costs and by formula."""
     found = []
     for known in (costs, predicted(reading.rule, reading.use.output)):
         for ghost in (True, False):
@@ -94,11 +90,10 @@ def candidates(reading: Reading, costs: Costs) -> list[Route]:
 
 
 def settled(reading: Reading, route: Route) -> Route:
-    """The same route with its way and its block spelled out: two that do the same thing are equal.
+    """The same route with its way and block size filled in, so that equal routes compare equal.
 
     Args:
-        reading: one use.
-        route: one of its routes.
+        route: one of the reading's routes.
     """
     rule, output = reading.rule, reading.use.output
     way = route.way or rule.best_way(output, ghost=route.ghost)
@@ -110,30 +105,28 @@ def remeasured(reading: Reading, routes: Sequence[Route]) -> dict[Route, float]:
     """Seconds of the whole batch by each route, norm and share of the sum: medians of interleaved rounds.
 
     Args:
-        reading: one use.
-        routes: of it.
+        routes: of the reading.
     """
     device = reading.rule.parameter.device
     filler = torch.empty(CACHES, dtype=torch.uint8, device=device)
     seconds: dict[Route, list[float]] = {route: [] for route in routes}
     made: list[object] = []
-    for turn in range(ROUNDS + 1):  # the first does not count
+    for turn in range(ROUNDS + 1):  # the first is a warm-up
         for route in routes:
-            filler.fill_(0)  # in a step, other layers' tensors are in the caches,
+            filler.fill_(0)  # as in a step, other layers' tensors are in the caches,
             spent, results = _seconds(partial(followed, reading, route), device)
             if turn:
                 seconds[route].append(spent)
             if device.type == "cpu":
-                made.append(results)  # and the results lie in pages that nothing has touched
+                made.append(results)  # and results lie in untouched pages
     return {route: median(each) for route, each in seconds.items()}
 
 
 def followed(reading: Reading, route: Route) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The squared norms [B], the sum with factors of 1, and what was kept for it: as `norms.collection.Book` has them.
+    """Squared norms [B], the sum with factors of 1, and what was kept for it, as in `norms.collection.Book`.
 
     Args:
-        reading: one use, with its output's gradient.
-        route: one of its routes.
+        route: one of the reading's routes.
     """
     rule, g = reading.rule, reading.g
     assert g is not None

@@ -1,12 +1,12 @@
-"""Which route the norm of each use of each parameter takes, what each would cost, and what `bk_mixed` plans.
+"""Explain the route of each use's norm, its costs, and the plan of `bk_mixed`.
 
-The decisions are those of the two-pass backends (`clipping.backends.tape`), found without their work: the forward pass
-is recorded on a tape, one backward pass hands every use the gradient of its output, and of both only shapes are read.
-Fake tensors will do. The plan is the one that `clipping.planning.planner` makes of that very tape.
+The decisions are those of the two-pass backends (`clipping.backends.tape`), without their work: a forward pass is
+recorded, one backward pass gives every use the gradient of its output, and only shapes are read, so fake tensors will
+do. The plan is made by `clipping.planning.planner` from that tape.
 
-Costs are those of one sample, by the formulas of the rule itself, in the way that they prefer (a convolution's Gram
-matrices may be had from its pixels or from its patches, its gradient from patches or by a grouped convolution). With
-the T positions, d inputs, p outputs and G groups of arXiv:2205.10683, section 4, in short:
+Costs are those of one sample, by the formulas of the rule, in the way that they prefer (a convolution's Gram matrices
+may come from pixels or from patches, its gradient from patches or a grouped convolution). With the T positions, d
+inputs, p outputs and G groups of arXiv:2205.10683, section 4, in short:
 
 ==============  ===========================  ==============================================================
 route           operations                   bytes, in entries: `Rule.work(...).workspace`
@@ -19,15 +19,20 @@ A multiplication and an addition are two operations. Those of `ghost` are `2 · 
 take 2 (T² p + N² C) G, and from `clipping.numerics.gram.HALVED` positions on the symmetry of a Gram matrix saves some.
 Bytes are workspace beside the operation's own input and output gradient, before it is cut into blocks. Besides:
 
-- An embedding's inputs are one-hot, and both its norm and its gradient add up T rows of p.
-- A parameter without a linear form (bias, norm, bare parameter) is one or two operations for an entry of g.
-- A fallback's operations are not known.
-- Several uses of one parameter by Gram matrices need the cross term of each pair, 2TS(p + d) operations, 2TS entries.
-  It is counted with whichever of the two comes first in the forward pass, whose gradient arrives last.
-- A slice, a cast or another function of parameters is instantiated itself, and then pulled back to the gradient of each
-  parameter that it is made of. Its own gradient is counted with the first of them.
+- An embedding's inputs are one-hot; both its norm and its gradient add up T rows of p.
+- A parameter without a linear form (bias, norm, bare parameter) takes one or two operations for an entry of g.
+- A fallback's operations are unknown.
+- Several uses of one parameter by Gram matrices need the cross term of each pair: 2TS(p + d) operations, 2TS entries.
+  It counts for the use that comes first in the forward pass, whose gradient arrives last.
+- The gradient of a slice, a cast or another function of parameters is instantiated, then pulled back to each parameter.
+  It counts for the first of them.
 
 Seconds are those of the whole batch: of the norm, and of the use's share of the clipped sum.
+
+Functions take:
+    reading, rule: one use of a source, and its rule.
+    g: the gradient of the use's output, [B, ...].
+    ghost: by Gram matrices, or instantiated.
 """
 
 from __future__ import annotations
@@ -53,24 +58,24 @@ from clipping.rules.embedding import EmbeddingWeight
 STRATEGIES: dict[str, type[TapeBackend]] = {"ghost": Ghost, "instantiate": FastGradClip, "mixed": MixedGhost}
 
 Seconds = Mapping[str, float | None]
-"""Of the whole batch, norm and share of the sum: "ghost", "kept" and "discarded"; None where there is no such route."""
+""""ghost", "kept", "discarded" -> seconds of norm and share of the sum for the whole batch; None: no such route."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one sample's norm takes by each route, in bytes or in operations.
+    """Bytes or operations of one sample's norm by each route.
 
-    None: there is no such route, the loss does not depend on the use, or (operations of a fallback) it is not known.
+    None: there is no such route, the loss does not depend on the use, or the operations of a fallback are unknown.
     """
 
     ghost: int | None
     instantiate: int | None
 
     def of(self, route: str | None) -> int | None:
-        """The cost of "ghost", "instantiate" or "fallback", which instantiates too.
+        """The cost of a route; a fallback costs as much as "instantiate".
 
         Args:
-            route: one of these, or None, which has no cost.
+            route: "ghost", "instantiate" or "fallback"; None has no cost.
         """
         return None if route is None else self.ghost if route == "ghost" else self.instantiate
 
@@ -85,11 +90,11 @@ class Row:
         positions, inputs, outputs, groups: T, d, p of each group, and the number of groups; None without a linear form.
         bytes, operations: see the module's docstring.
         routes: strategy -> "ghost", "instantiate" or "fallback"; None if the loss does not depend on this use.
-        reason: why "mixed" does not follow the paper's rule here, where that is so.
-        plan: what `bk_mixed` does (`clipping.explain.parameter_use.in_words`); None if the loss does not depend on
-            this use.
-        predicted, measured: seconds by each route of `bk_mixed`, by formula and on this device; None if it has but one,
-            or nothing was measured.
+        reason: why "mixed" does not follow the paper's rule, if so.
+        plan: what `bk_mixed` does (`clipping.explain.parameter_use.in_words`); None if the loss does not depend on this
+            use.
+        predicted, measured: seconds by each route of `bk_mixed`, by formula and on this device; None if there is only
+            one route, or nothing was measured.
     """
 
     parameter: str
@@ -116,12 +121,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found.
+    """The result of `explain`.
 
     Attributes:
         rows: one for each use of each trainable parameter, in the order of the forward pass.
-        regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.explain.plan_regret`), if that
-            was measured.
+        regret: "formula" and "timed" -> seconds that such a plan loses (`clipping.explain.plan_regret`), if measured.
     """
 
     rows: list[Row]
@@ -140,14 +144,14 @@ def explain(
     """The routes of the two-pass backends, and the plan of `bk_mixed`.
 
     Args:
-        model, loss_fn, inputs, targets: as a backend takes them; real tensors or fake ones.
-        planner: which makes the plan; by default one like that of `bk_mixed` that reads and writes no file.
-        measure: time the routes on this device, twice over, and say what the timed plan is and loses. Takes many times
-            a step's time and memory for the inputs and gradients of all uses; on real tensors only.
+        model, loss_fn, inputs, targets: as for a backend; real tensors or fake ones.
+        planner: makes the plan; by default one like that of `bk_mixed` that uses no file.
+        measure: time the routes on this device, twice, and report the timed plan and its regret. Takes many times a
+            step's time, and memory for the inputs and gradients of all uses. Needs real tensors.
 
     Raises:
-        UnsupportedModel: what the two-pass backends refuse, with every problem.
-        ValueError: tensors that disagree about the batch size, or a loss that is not shaped [B].
+        UnsupportedModel: the two-pass backends refuse the model; lists every problem.
+        ValueError: the tensors disagree about the batch size, or the loss does not have shape [B].
     """
     planner = Planner(file=False) if planner is None else planner
     backends = {name: make(model, loss_fn, verify=False) for name, make in STRATEGIES.items()}
@@ -177,11 +181,10 @@ def explain(
 
 
 def seconds(reading: Reading, costs: Costs) -> Seconds:
-    """Of the whole batch, by each route.
+    """Seconds of the whole batch, by each route.
 
     Args:
-        reading: one use of a source.
-        costs: what was measured of it.
+        costs: measured or predicted.
     """
     count = reading.rule.samples(reading.use.output)
     ghost, instantiated = costs.best(ghost=True), costs.best(ghost=False)
@@ -195,13 +198,12 @@ def seconds(reading: Reading, costs: Costs) -> Seconds:
 def rows_of(
     reading: Reading, routes: dict[str, str | None], crossing: tuple[int, int], reason: str | None
 ) -> list[Row]:
-    """A row for each parameter that the source of a reading is made of.
+    """A row for each parameter of the reading's source.
 
     Args:
-        reading: one use of a source.
-        routes: strategy -> the route that it takes.
+        routes: strategy -> route.
         crossing: operations and bytes of the cross terms with other uses.
-        reason: why "mixed" does not follow the paper's rule here, where that is so.
+        reason: why "mixed" does not follow the paper's rule, if so.
     """
     rule, source, g = reading.rule, reading.source, reading.g
     ghost = routes["ghost"] == "ghost"
@@ -239,55 +241,38 @@ def rows_of(
 
 
 def workspace(rule: Rule, g: Tensor, *, ghost: bool) -> int:
-    """Bytes of one sample's norm, in the way that the formulas prefer.
-
-    Args:
-        rule: of a use.
-        g: the gradient of its output, [B, ...].
-        ghost: by Gram matrices, or instantiated.
-    """
+    """Bytes of one sample's norm, in the way that the formulas prefer."""
     return int(rule.work(g, rule.best_way(g, ghost=ghost)).workspace)
 
 
 def multiplying(rule: Rule, g: Tensor) -> int:
-    """Operations of one sample's norm by Gram matrices, in the way that the formulas prefer.
-
-    Args:
-        rule: of a use, which has a Gram form.
-        g: the gradient of its output, [B, ...].
-    """
+    """Operations of one sample's norm by Gram matrices, in the way that the formulas prefer."""
     if isinstance(rule, EmbeddingWeight):
         return rule.positions * rule.outputs
     return int(2 * rule.work(g, rule.best_way(g, ghost=True)).multiplications)
 
 
 def instantiating(rule: Rule, g: Tensor) -> int | None:
-    """Operations of one sample's instantiated gradient.
-
-    Args:
-        rule: of a use.
-        g: the gradient of its output, [B, ...].
-    """
+    """Operations of one sample's instantiated gradient."""
     if rule.is_fallback:
         return None
     if isinstance(rule, EmbeddingWeight):
         return rule.positions * rule.outputs
     if rule.positions:
         return 2 * rule.positions * rule.inputs * rule.outputs * rule.groups
-    inner = getattr(rule, "rule", rule)  # of rows that are regrouped by sample
+    inner = getattr(rule, "rule", rule)  # rows regrouped by sample
     entries = g.numel() // rule.samples(g)
-    if isinstance(inner, Broadcast) and inner.dim:  # concatenated: a segment of g is its gradient
+    if isinstance(inner, Broadcast) and inner.dim:  # concatenated: its gradient is a segment of g
         entries = entries * inner.parameter.shape[inner.dim] // g.shape[inner.dim]
-    # the entries of g are added up; those of a product's gradient are multiplied by the other factor first
+    # entries of g are added; for a product they are first multiplied by the other factor
     multiplied = getattr(inner, "factor", None) is not None or hasattr(inner, "x")
     return entries * (2 if multiplied else 1)
 
 
 def why(reading: Reading, route: str | None, best: str | None, wanted: bool) -> str | None:
-    """Why "mixed" takes this route where its rule alone would not; None if it follows the rule or has none to follow.
+    """Why "mixed" deviates from its rule for a single use; None if it does not.
 
     Args:
-        reading: what is read.
         route, best: the routes of "mixed" and of "ghost".
         wanted: the rule prefers Gram matrices.
     """
