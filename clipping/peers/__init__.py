@@ -1,1 +1,1 @@
-"""Other libraries behind the interface of our backends, one a module; each imports what it wraps."""
+"""Adapters of other libraries, one a module; each imports the library that it wraps."""

@@ -1,8 +1,8 @@
-"""Other libraries behind our interface: what their adapters share.
+"""The common part of the adapters of other libraries.
 
-A library puts hooks, methods and switched-off `inplace` flags on modules, and norms, gradients and counters on
-parameters. All of it is mounted for the length of a call and taken off again: between calls the model is free, several
-of these backends may be open on it, and nothing of a step reaches the next.
+A library puts hooks, methods and `inplace` flags on modules, and norms, gradients and counters on parameters. These are
+mounted for the length of a call and then removed: the model is unchanged between calls, several backends may share it,
+and no state of a step reaches the next.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 
 NOISE = "Full backward hook is firing|Using a non-full backward hook|In CPU autocast"
-"""Warnings about the libraries' own ways, which nobody who uses them can change."""
+"""Warnings about the libraries' internals, which a user cannot act on."""
 
 NAMED = 8
-"""A transformer may have hundreds of parameters that a library does not know."""
+"""Parameters named in a refusal; a transformer may have hundreds."""
 
 
 class Step(NamedTuple):
-    """What a library found: gradients of the parameters that the loss depends on, norms [B], losses [B]."""
+    """The result of a library: gradients of the parameters that the loss depends on, norms [B], losses [B]."""
 
     grads: dict[str, Tensor]
     norms: Tensor
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Peer(Backend):
-    """A backend that is another library's work; only the clipping function may be ours."""
+    """A backend that wraps another library; only the clipping function may be ours."""
 
     refuses_no_numbers = False
     library: ClassVar[str]
@@ -49,9 +49,9 @@ class Peer(Backend):
     install: ClassVar[str]
     """How to make `package` importable, in a few words."""
     in_place: ClassVar[bool] = True
-    """Survives modules that work in place; if not, their `inplace` flags are off within a call."""
+    """Supports modules that work in place; else their `inplace` flags are off during a call."""
     captured: ClassVar[tuple[str, ...]] = ("activations", "max_batch_len")
-    """What it keeps on a module from its forward to its backward pass, for ever if there is no backward pass."""
+    """Attributes that it sets on a module in the forward pass, and keeps if no backward pass follows."""
 
     _engine: Any = None
     _engine_for: tuple[str, ...] | None = None
@@ -60,7 +60,7 @@ class Peer(Backend):
     @classmethod
     def unavailable(cls) -> str | None:
         spec = importlib.util.find_spec(cls.package)
-        if spec is None or spec.origin is None:  # a mere folder of that name has no origin
+        if spec is None or spec.origin is None:  # a plain folder of that name has no origin
             return f"the package {cls.package} is not importable; {cls.install}"
         try:
             with quiet():
@@ -77,18 +77,18 @@ class Peer(Backend):
 
     @abstractmethod
     def _attach(self, parameters: Parameters) -> Any:
-        """Hand the model to the library: the engine, kept while the same parameters are trained."""
+        """Pass the model to the library; returns the engine, kept while the same parameters are trained."""
 
     @abstractmethod
     def _step(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> Step:
-        """One step of `self._engine`; every `.grad` is None before it."""
+        """Run one step of `self._engine`; every `.grad` is None before it."""
 
     @abstractmethod
     def _route(self, module: nn.Module, name: str) -> str:
         """How the norm of the module's own parameter `name` was found: "ghost", "instantiated" or "fallback"."""
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        if not parameters:  # nothing for a library to hold on to
+        if not parameters:  # nothing for the library to train
             losses = self.losses(inputs, targets, batch_size).detach()
             return ClippedGradient({}, losses.new_zeros(batch_size, dtype=norm_dtype(losses.dtype)), losses)
         try:
@@ -121,7 +121,7 @@ class Peer(Backend):
 
     @contextlib.contextmanager
     def _mounted(self) -> Iterator[None]:
-        """The library's hooks and attributes in place, every `.grad` None; then the model as it was."""
+        """Mount the library's hooks and attributes, with every `.grad` None; restore the model afterwards."""
         before = [(p, p.grad, dict(vars(p))) for _, p in self._named]
         saved = [mount.put() for mount in self._mounts]
         for p, _, _ in before:
@@ -140,10 +140,10 @@ class Peer(Backend):
                 vars(p).update(attributes)
 
     def _owed(self, names: Iterable[str], what: str) -> None:
-        """Refuse parameters that the library left without something.
+        """Refuse parameters for which the library left no result.
 
         Raises:
-            UnsupportedModel: with their names, the first few of many.
+            UnsupportedModel: with the first few of their names.
         """
         names = list(names)
         if names:
@@ -168,14 +168,14 @@ class Peer(Backend):
 
 @dataclass
 class _Mount:
-    """What a library put on one module or parameter: attributes, and hooks in its tables of hooks."""
+    """The attributes and hooks that a library put on one module or parameter."""
 
     on: Any
     attributes: dict[str, Any]
     hooks: dict[str, dict[int, Any]]
 
     def put(self) -> dict[str, Any]:
-        """Put it back; returns the attributes that it hides."""
+        """Mount them; returns the attributes that they hide."""
         hidden = {name: value for name, value in vars(self.on).items() if name in self.attributes}
         vars(self.on).update(self.attributes)
         for table, hooks in self.hooks.items():
@@ -183,7 +183,7 @@ class _Mount:
         return hidden
 
     def take(self, hidden: dict[str, Any]) -> None:
-        """Take it off again."""
+        """Remove them, and restore the hidden attributes."""
         for name in self.attributes:
             vars(self.on).pop(name, None)
         vars(self.on).update(hidden)
@@ -194,7 +194,7 @@ class _Mount:
 
 @dataclass
 class _Before:
-    """One module or parameter before a library came."""
+    """The state of one module or parameter before the library changed it."""
 
     on: Any
     attributes: dict[str, Any]
@@ -206,7 +206,7 @@ class _Before:
         return cls(on, dict(vars(on)), tables)
 
     def restore(self) -> _Mount | None:
-        """As it was; what had come is returned."""
+        """Restore the state, and return what the library added."""
         now = vars(self.on)
         new = {name: v for name, v in now.items() if name not in self.attributes or self.attributes[name] is not v}
         hooks = {t: {k: h for k, h in now[t].items() if k not in keys} for t, keys in self.tables.items()}
@@ -227,6 +227,6 @@ def norms_of(samples: Iterable[Tensor], like: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Standard output is for results; the libraries greet on it."""
+    """Discard standard output, which is for results; the libraries print greetings."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

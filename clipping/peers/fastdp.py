@@ -1,9 +1,9 @@
-"""fastDP behind our interface: book-keeping (arXiv:2210.00038), as its authors published it.
+"""Adapter of fastDP: book-keeping (arXiv:2210.00038), as published by its authors.
 
-One backward pass; where 2T² ≤ pd the ghost norm and a second product for the weighted gradient, else the per-sample
-gradients, kept and reduced ("MixOpt"). Its hooks compute the factors themselves, so its clipping functions are the only
-ones: flat, automatic, and each of them per parameter. Autograd's weight gradients are computed beside (its
-`origin_params`, which would save them, are named by hand for each model).
+One backward pass ("MixOpt"). Where 2T² ≤ pd it uses the ghost norm and a second product for the weighted gradient, else
+it keeps and reduces per-sample gradients. Its hooks compute the factors, so only its clipping functions work: flat,
+automatic, and each of them per parameter. Autograd also computes the weight gradients (fastDP's `origin_params` would
+avoid this, but must be named by hand for each model).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CLIPPING: dict[type, tuple[str, str]] = {
     Automatic: ("automatic", "all-layer"),
     PerLayer: ("Abadi", "param-wise"),
 }
-"""Ours to its `clipping_fn` and `clipping_style`."""
+"""Our clipping functions -> its `clipping_fn` and `clipping_style`."""
 
 
 class FastDP(Peer):
-    """`PrivacyEngine(clipping_mode="MixOpt")` without noise; what it left as `private_grad`, no optimiser's step."""
+    """`PrivacyEngine(clipping_mode="MixOpt")` without noise. Reads `private_grad`; runs no optimiser step."""
 
     name = "fastdp"
     library = "fastDP"
@@ -63,7 +63,7 @@ class FastDP(Peer):
             loss_reduction="sum",
         )
         for p in self.model.parameters():
-            p.noise = 0.0  # type: ignore[attr-defined]  # 0·C is not a number for C = inf
+            p.noise = 0.0  # 0·C is NaN for C = inf
         return engine
 
     def _step(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> Step:
@@ -76,7 +76,7 @@ class FastDP(Peer):
             clip(*args, **kwargs)
 
         losses = self.losses(inputs, targets, batch_size)
-        hooks._per_block_clip_grad = seen  # where its hooks find it; it forgets the norms before it returns
+        hooks._per_block_clip_grad = seen  # its hooks call this; they delete the norms before returning
         try:
             losses.sum().backward()
         finally:

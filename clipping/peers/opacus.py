@@ -1,8 +1,8 @@
-"""Opacus behind our interface: its four ways to per-sample gradients or norms, the clipping function ours.
+"""Adapter of Opacus: its four ways to per-sample gradients or norms, with our clipping function.
 
-Three keep every parameter's per-sample gradient as `p.grad_sample` [B, *shape]; they are clipped and summed here as
-`DPOptimizer` does. The ghost mode keeps norms alone and runs a second backward pass. The hooks let autograd compute
-the ordinary weight gradient beside what they keep: that is what training with Opacus costs.
+Three modes keep the per-sample gradients of every parameter as `p.grad_sample` [B, *shape]; they are clipped and summed
+here as in `DPOptimizer`. The ghost mode keeps only norms, and runs a second backward pass. In all modes autograd also
+computes the ordinary weight gradient, as in training with Opacus.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ class _Opacus(Peer):
         found = samples_of(parameters, "grad_sample", batch_size)
         bare = [name for name, p in parameters.items() if p.grad is not None and name not in found]
         self._owed(bare, f"per-sample gradient [{batch_size}, ...]")
-        # as DPOptimizer finds norms, in the precision of the gradients; what the loss does not reach counts, too
+        # norms as in DPOptimizer, in the precision of the gradients; parameters that the loss does not reach count, too
         zero = torch.zeros_like(losses, dtype=norm_dtype(losses.dtype))
         layers = [found[name].flatten(1).norm(2, dim=1).to(zero) if name in found else zero for name in parameters]
         norms, factors = factors_by_name(torch.stack(layers), list(parameters), self.clip, parameters=0)
-        # all per-sample gradients live until the last sum, as they do until DPOptimizer.zero_grad(), which adds them up
-        # in their own precision
+        # as in DPOptimizer, all per-sample gradients live until the last sum, and are summed in their own precision
         sums = {name: torch.einsum("i,i...", factors[name].to(grad.dtype), grad) for name, grad in found.items()}
         return Step(sums, norms, losses)
 
     def _losses(self, inputs: Any, targets: Any, batch_size: int) -> Tensor:
-        """`losses`, with Opacus' wrapper in the place of the model."""
+        """`losses`, with Opacus' wrapper in place of the model."""
         model, self.model = self.model, self._engine
         try:
             return self.losses(inputs, targets, batch_size)
@@ -67,14 +66,14 @@ class _Hooked(_Opacus):
             yield Problem("model", "Opacus' hooks capture nothing in eval mode", "model.train()")
 
     def _shares(self, parameters: Parameters) -> dict[str, float]:
-        # Opacus does not look for a formula inside a module that has parameters of its own and no formula
+        # Opacus looks for no formula inside a module that has parameters of its own and no formula
         hooked = self._engine.iterate_submodules(self.model)
         self._by_formula = {m for m in hooked if type(m) in self._engine.GRAD_SAMPLERS}
         return super()._shares(parameters)
 
 
 class OpacusHooks(_Hooked):
-    """Opacus' default, `grad_sample_mode="hooks"`: a formula for each type of layer, functorch where it has none."""
+    """Opacus' default, `grad_sample_mode="hooks"`: a formula for each type of layer, else functorch."""
 
     name = "opacus_hooks"
 
@@ -88,9 +87,7 @@ class OpacusHooks(_Hooked):
 
 
 class OpacusFunctorch(_Hooked):
-    """`grad_sample_mode="functorch"`: every layer by vmap(grad), or the outermost module that has
-    parameters of its own.
-    """
+    """`grad_sample_mode="functorch"`: vmap(grad) for every layer, or outermost module with own parameters."""
 
     name = "opacus_functorch"
 
@@ -101,7 +98,7 @@ class OpacusFunctorch(_Hooked):
 
 
 class OpacusEw(_Opacus):
-    """`grad_sample_mode="ew"`: PyTorch's expanded weights, tensors that know per-sample rules for some functions."""
+    """`grad_sample_mode="ew"`: PyTorch's expanded weights, tensors with per-sample rules for some functions."""
 
     name = "opacus_ew"
 
@@ -114,7 +111,7 @@ class OpacusEw(_Opacus):
 class OpacusGhost(_Hooked):
     """`grad_sample_mode="ghost"`: norms in one backward pass, Σ c_i ℓ_i in a second.
 
-    Only nn.Linear and nn.Embedding have a ghost norm; other layers are instantiated one at a time, by functorch where
+    Only nn.Linear and nn.Embedding have a ghost norm. Other layers are instantiated one at a time, by functorch where
     Opacus has no formula. Both passes compute every weight gradient.
     """
 
@@ -148,7 +145,7 @@ class OpacusGhost(_Hooked):
         self._engine.enable_hooks()  # its second pass turns them off
         self._engine.get_clipping_coef = factors
         losses = self._losses(inputs, targets, batch_size)
-        between = SimpleNamespace(zero_grad=zero_grad)  # in the place of an optimizer, of which no more is asked
+        between = SimpleNamespace(zero_grad=zero_grad)  # a minimal optimizer
         DPTensorFastGradientClipping(self._engine, between, losses, "sum").backward()
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         return Step(grads, norms_of(found.values(), losses), losses.detach())
@@ -160,7 +157,7 @@ class OpacusGhost(_Hooked):
 
 
 def samples_of(parameters: Parameters, attribute: str, batch_size: int) -> dict[str, Tensor]:
-    """What Opacus left on the parameters in this step, by name: `grad_sample` [B, *shape] or `_norm_sample` [B].
+    """The per-sample results that Opacus left on parameters, by name: `grad_sample` [B, *shape] or `_norm_sample` [B].
 
     Args:
         parameters: name -> parameter.

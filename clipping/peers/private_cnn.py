@@ -1,7 +1,7 @@
-"""private_CNN behind our interface: the mixed ghost clipping of arXiv:2205.10683, as its authors published it.
+"""Adapter of private_CNN: mixed ghost clipping (arXiv:2205.10683), as published by its authors.
 
-Two backward passes that compute every weight gradient; ghost norm for linear layers and embeddings, the mixed rule for
-convolutions. The clipping function is ours.
+Two backward passes, both of which compute every weight gradient; ghost norm for linear layers and embeddings, the mixed
+rule for convolutions. The clipping function is ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clipping.peers.base import Peer, Step, norms_of
 
 
 class PrivateCNN(Peer):
-    """`PrivacyEngine(ghost_clipping=True, mixed=True)` without noise; its step, but no optimiser's."""
+    """`PrivacyEngine(ghost_clipping=True, mixed=True)` without noise. Runs its step, but no optimiser step."""
 
     name = "private_cnn"
     library = "private_CNN"
@@ -36,7 +36,7 @@ class PrivateCNN(Peer):
         with self._mode():
             engine = importlib.import_module(self.package).PrivacyEngine(
                 self.model,
-                batch_size=1,  # what its step divides by
+                batch_size=1,  # the divisor of its step
                 sample_size=2,
                 epochs=1,
                 max_grad_norm=1.0,
@@ -70,7 +70,7 @@ class PrivateCNN(Peer):
 
     @contextmanager
     def _mode(self) -> Iterator[None]:
-        """What its hooks compute is a global of its module: set within, as it was without."""
+        """Set the mode of its hooks, a global of its module, and restore it afterwards."""
         hooks = importlib.import_module(f"{self.package}.privacy_utils.autograd_grad_sample")
         before = hooks.get_hooks_mode()
         hooks.set_hooks_mode("ghost_norm_mixed")
