@@ -1,12 +1,17 @@
-"""Privacy accountants: what ε do T steps of the subsampled Gaussian mechanism have at δ?
+"""Privacy accountants: the ε of T steps of the subsampled Gaussian mechanism at δ.
 
     >>> from accounting import SubsampledGaussian, load_accountant
     >>> step = SubsampledGaussian(noise_multiplier=4.0, sample_rate=0.01)
     >>> round(load_accountant("moments").epsilon(step, steps=10_000, delta=1e-5), 4)
     1.2586
 
-`Accountant.guarantee` gives the same with its kind (an upper bound, or less than that) and how it came about. Nothing
-of dpbench is imported here, and no torch; an accountant's module is imported when it is loaded.
+`Accountant.guarantee` also returns the kind of ε (an upper bound, or less) and how it was computed. The package imports
+neither dpbench nor torch. An accountant's module is imported when it is loaded.
+
+Functions take:
+    mechanism: the `SubsampledGaussian` of each step.
+    steps, delta: T, and δ in (0, 1).
+    sigma, q: the noise multiplier σ > 0, in units of the sensitivity, and the sample rate in (0, 1].
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every accountant takes and gives: a mechanism, a guarantee, and the answers at the edges.
+"""The interface of accountants, and the answers at edge cases.
 
 One step of DP-SGD releases the sum of the clipped gradients (each of norm at most C) of a Poisson sample of rate q,
 plus N(0, σ²C²I). T adaptive steps are (ε, δ)-differentially private, under adding or removing one record, if for every
@@ -6,18 +6,17 @@ event S
 
     P[M(D) ∈ S] ≤ e^ε P[M(D') ∈ S] + δ.
 
-The batches may also be drawn otherwise, and two datasets may be neighbours otherwise (`SAMPLINGS`, `ADJACENCIES`; the
-pairs with bounds, and what is meant where no adjacency is named: `accounting.sampling.PROVED`). An accountant names the
-pairs that it has a formula for. An upper bound under these may be one elsewhere too, by the reductions of
-`accounting.reductions`; what none of them covers gets no number.
+Other ways of sampling and other adjacencies are named in `SAMPLINGS` and `ADJACENCIES`; `accounting.sampling.PROVED`
+lists the pairs with bounds, and the default adjacency of each sampling. An accountant names the pairs that its formula
+covers. The reductions of `accounting.reductions` extend an upper bound to other pairs; elsewhere `NoAnswer` is raised.
 
-An accountant is a function (σ, q, T, δ) → ε. These edges are answered here, once, in this order, before any formula:
+An accountant is a function (σ, q, T, δ) → ε. These edges are answered here, in this order, before any formula:
 
     q = 0, or T = 0, or σ = ∞    ε = 0      nothing that depends on a record is released
     δ ≥ 1                        ε = 0      everything is (0, 1)-private
     σ = 0, or δ = 0              ε = ∞      no noise; the Gaussian mechanism is never (ε, 0)-private
 
-Inside them 0 < q ≤ 1, 0 < σ < ∞, T ≥ 1, 0 < δ < 1, and a formula may give any ε in [0, ∞].
+Formulas get 0 < q ≤ 1, 0 < σ < ∞, T ≥ 1, 0 < δ < 1, and may return any ε in [0, ∞].
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from accounting.mechanism import NoAnswer, SubsampledGaussian, whole, within
 from accounting.reductions import at_home, bound_elsewhere
 from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, unproved
 
-#: What an ε is worth. Only an upper bound is a privacy guarantee.
+#: The kind of an ε. Only an upper bound is a privacy guarantee.
 Kind = Literal["upper_bound", "lower_bound", "estimate", "heuristic"]
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """An ε in [0, ∞], what it is worth, and how it came about.
+    """An ε in [0, ∞], its kind, and how it was computed.
 
-    `detail` holds plain values only (a float may be infinite): `sampling`, `adjacency`, `seconds` (of computing), and
-    what the accountant adds, such as the order or the split of δ that it used, or `reason` where the answer is an edge.
+    `detail` holds plain values (a float may be infinite): `sampling`, `adjacency`, `seconds` of computation, and what
+    the accountant adds, such as the order or the split of δ, or `reason` at an edge.
     """
 
     epsilon: float
@@ -51,11 +50,16 @@ class Guarantee:
 
 
 class Accountant(ABC):
-    """Maps a mechanism, a number of steps and δ to ε. Instances hold options only and can be used again.
+    """Maps a mechanism, a number of steps and δ to ε. Instances hold only options and can be reused.
 
-    A subclass gives `kind`, what its ε is worth; `supports`, the schemes (sampling, adjacency) of its formula; whether
+    A subclass defines `kind`, the kind of its ε; `supports`, the schemes (sampling, adjacency) of its formula; whether
     it `composes` unlike steps numerically (`accounting.varying`); whether its ε is `plain`, that of the steps alone;
-    and `_inside`, the formula, inside the edges of the module's table.
+    and `_inside`, the formula.
+
+    Methods take:
+        mechanism: one step: its noise, sampling and adjacency.
+        steps: T, a whole number ≥ 0, as an int or a float.
+        delta: δ in [0, 1].
     """
 
     kind: Kind = "upper_bound"
@@ -64,15 +68,10 @@ class Accountant(ABC):
     plain: ClassVar[bool] = True
 
     def epsilon(self, mechanism: SubsampledGaussian, *, steps: float, delta: float) -> float:
-        """ε after `steps` steps at `delta`: `guarantee` without its detail. In [0, ∞], never NaN.
-
-        Args:
-            mechanism: the noise, the sampling and the adjacency of each step.
-            steps: how many, a whole number >= 0.
-            delta: in [0, 1].
+        """ε after `steps` steps at `delta`, in [0, ∞], never NaN: `guarantee` without its detail.
 
         Raises:
-            ArgumentError: an argument out of its range.
+            ArgumentError: an argument is out of its range.
             NoAnswer: the accountant has no bound for this mechanism.
         """
         return self.guarantee(mechanism, steps=steps, delta=delta).epsilon
@@ -80,15 +79,9 @@ class Accountant(ABC):
     def guarantee(self, mechanism: SubsampledGaussian, *, steps: float, delta: float) -> Guarantee:
         """ε with its kind and detail.
 
-        Args:
-            mechanism: one step.
-            steps: T, a whole number ≥ 0, as an int or a float.
-            delta: δ in [0, 1].
-
         Raises:
-            ArgumentError: naming `steps` or `delta`.
-            NoAnswer: if there is no number to give: no bound is known here for the mechanism's sampling and adjacency,
-                or it cannot be computed.
+            ArgumentError: names `steps` or `delta`.
+            NoAnswer: no bound is known for the mechanism's sampling and adjacency, or it cannot be computed.
         """
         count, probability = whole("steps", steps), within("delta", delta)
         start = time.perf_counter()
@@ -105,7 +98,7 @@ class Accountant(ABC):
         return Guarantee(epsilon, kind, detail)
 
     def _answer(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        """`_inside` under the schemes that it knows, a reduction to them elsewhere."""
+        """`_inside` for supported schemes, else a reduction to them."""
         if expected := unproved(*mechanism.scheme):
             raise NoAnswer(f"no valid bound: expected adjacency {expected}, got {mechanism.adjacency!r}")
         mechanism = at_home(mechanism)
@@ -120,7 +113,7 @@ class Accountant(ABC):
         raise NoAnswer(f"no valid bound by this accountant under {sampling}, {adjacency}")
 
     def _of_group(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        """Of several records at once: they move a sum by k at most, in a sample by as many as are in it."""
+        """ε for several records at once: k records move a sum by k at most."""
         if mechanism.sample_rate == 1 and mechanism.scheme == HOME:
             sigma = mechanism.noise_multiplier / mechanism.group_size
             if sigma == 0:
@@ -128,20 +121,20 @@ class Accountant(ABC):
             return self._answer(replace(mechanism, noise_multiplier=sigma, group_size=1), steps, delta)
         if not self.composes:
             raise NoAnswer("no bound for a group of records by this accountant; prv and pld have one")
-        from accounting.schemes import epsilon  # with scipy, which takes long to import
+        from accounting.schemes import epsilon  # imports scipy, which is slow
 
         return epsilon(mechanism, steps, delta)
 
     @abstractmethod
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        """(ε, detail) for 0 < q ≤ 1, 0 < σ < ∞, 1 ≤ T < ∞, 0 < δ < 1, under a scheme out of `supports`.
+        """(ε, detail) for 0 < q ≤ 1, 0 < σ < ∞, 1 ≤ T < ∞, 0 < δ < 1, under a supported scheme.
 
-        A detail `kind` is this answer's own kind, where it is worth more or less than the accountant's others.
+        A detail `kind` overrides the accountant's kind for this answer.
         """
 
 
 def _edge(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]] | None:
-    """The module's table, or None inside of it. A T beyond the largest float counts as ∞, and so does ε."""
+    """The module's table; None inside the edges. A T beyond the largest float counts as ∞, and so does ε."""
     for applies, epsilon, reason in (
         (mechanism.sample_rate == 0, 0.0, "sample_rate is 0: no record is ever used"),
         (steps == 0, 0.0, "no steps"),

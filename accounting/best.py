@@ -1,6 +1,6 @@
-"""The smallest valid upper bound of all accountants, with the certified lower bound beside it.
+"""The smallest valid upper bound of all accountants, with the certified lower bound.
 
-The smallest of several upper bounds is one, so long as which one is taken depends on public parameters only (as here).
+The smallest of several upper bounds is an upper bound if the choice depends on public parameters only, as here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from accounting.sampling import SCHEMES, Scheme
 
 
 class Best(Accountant):
-    """ε of the accountant whose upper bound is smallest.
+    """ε of the accountant with the smallest upper bound.
 
-    The detail has its name (`accountant`), the certified `lower` bound and the `gap`, where there is one, and who had
-    no answer.
+    The detail holds its name (`accountant`), the certified `lower` bound and the `gap` if there is one, and the
+    accountants without an answer.
     """
 
     supports: ClassVar[frozenset[Scheme]] = SCHEMES

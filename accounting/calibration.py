@@ -1,6 +1,13 @@
-"""The noise, or the steps, epochs or sample rate, at which T steps have a target ε at δ, or a target risk.
+"""Find the noise, the steps, the epochs or the sample rate at which T steps have a target ε at δ, or a target risk.
 
-How it is found, and how tightly: `accounting.inverse`.
+See `accounting.inverse` for the method and its tightness.
+
+Functions take:
+    accountant: an accountant or its name.
+    target_epsilon: the largest ε allowed.
+    noise_multiplier, sample_rate, steps, delta: σ, q in (0, 1], T, δ in (0, 1]: all but the unknown are given.
+    tolerance: relative; see `accounting.inverse`. 0: to the last step, or to 1e-12.
+    scheme: `sampling`, `adjacency`, `dataset_size` and `max_batch_size` of `SubsampledGaussian`.
 """
 
 from __future__ import annotations
@@ -40,24 +47,24 @@ def calibrate(
     tolerance: float = 1e-3,
     **scheme: Any,
 ) -> Calibration:
-    """The smallest noise multiplier, or the largest number of steps or epochs or sample rate, whose ε is in the target.
+    """The smallest noise multiplier, or the largest number of steps or epochs or sample rate, within the target.
 
-    The target may be a risk instead (`accounting.risk`): then it is the risk that is met, and ε is told.
+    The target may be a risk (`accounting.risk`) instead of ε; the result then also has the ε.
 
     Args:
-        accountant: one, or its name.
-        unknown: one of `UNKNOWNS`; the argument of this name is not looked at.
-        target_epsilon: a finite number > 0; or one of the two that follow.
+        accountant: an accountant or its name.
+        unknown: one of `UNKNOWNS`; the argument of this name is ignored.
+        target_epsilon: a finite number > 0; or one of the next two.
         target_advantage: of every attack on membership, in (0, 1).
         target_tpr: its true positive rate at the false positive rate `fpr`, in (fpr, 1).
         fpr: in (0, 1).
-        delta, noise_multiplier, sample_rate, steps: what is given, as `SubsampledGaussian` and `Accountant` take it.
+        delta, noise_multiplier, sample_rate, steps: the given settings, as for `SubsampledGaussian` and `Accountant`.
         tolerance: relative; see `accounting.inverse`. 0: to the last step, or to 1e-12.
         scheme: `sampling`, `adjacency`, `dataset_size` and `max_batch_size` of `SubsampledGaussian`.
 
     Raises:
-        ArgumentError: a ValueError of one line that names the argument.
-        NoAnswer: the target cannot be met, or not be missed, by any value; or the accountant has no bound here.
+        ArgumentError: a one-line ValueError that names the argument.
+        NoAnswer: no value meets the target, or every value does; or the accountant has no bound here.
     """
     if unknown not in UNKNOWNS:
         raise ArgumentError("unknown", f"to be one of {', '.join(UNKNOWNS)}", unknown)
@@ -80,7 +87,7 @@ def calibrate(
         return Problem(accountant, unknown, mechanism, steps, delta, target).solve(float(tolerance))
     if not accountant.plain:
         raise ArgumentError("target_epsilon", f"with {type(accountant).__name__}, which has no risk of its own", None)
-    from accounting.membership import Risk, of_upper_bound  # with scipy, which takes long to import
+    from accounting.membership import Risk, of_upper_bound  # imports scipy, which is slow
 
     meter = Risk(None if named[0] == "advantage" else fpr)
     problem = Problem(meter, unknown, mechanism, steps, delta, target, mu=meter.mu(target), sign=meter.words)
@@ -99,17 +106,7 @@ def calibrate_noise_multiplier(
     tolerance: float = 1e-3,
     **scheme: Any,
 ) -> float:
-    """The smallest noise multiplier whose ε is at most the target; see `calibrate`.
-
-    Args:
-        accountant: an accountant or its name.
-        target_epsilon: the ε that is not to be exceeded.
-        sample_rate: q in (0, 1], the probability with which a record is in a batch.
-        steps: how many.
-        delta: in (0, 1].
-        tolerance: as that of `calibrate`.
-        scheme: what else a `SubsampledGaussian` takes: sampling, adjacency, sizes.
-    """
+    """The smallest noise multiplier whose ε is at most the target; arguments as for `calibrate`."""
     given = {"sample_rate": sample_rate, "steps": steps, "delta": delta, "tolerance": tolerance, **scheme}
     return calibrate(accountant, "noise_multiplier", target_epsilon=target_epsilon, **given).value
 
@@ -124,17 +121,7 @@ def calibrate_steps(
     tolerance: float = 1e-3,
     **scheme: Any,
 ) -> int:
-    """The largest number of steps whose ε is at most the target; see `calibrate`.
-
-    Args:
-        accountant: an accountant or its name.
-        target_epsilon: the ε that is not to be exceeded.
-        noise_multiplier: σ, in units of the sensitivity.
-        sample_rate: q in (0, 1], the probability with which a record is in a batch.
-        delta: in (0, 1].
-        tolerance: as that of `calibrate`.
-        scheme: what else a `SubsampledGaussian` takes: sampling, adjacency, sizes.
-    """
+    """The largest number of steps whose ε is at most the target; arguments as for `calibrate`."""
     given = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "delta": delta, **scheme}
     return calibrate(accountant, "steps", target_epsilon=target_epsilon, tolerance=tolerance, **given).steps
 
@@ -143,9 +130,7 @@ def calibrate_epochs(accountant: Accountant | str, *, sample_rate: float, **sett
     """`calibrate_steps` times the sample rate.
 
     Args:
-        accountant: an accountant or its name.
-        sample_rate: q in (0, 1], the share of an epoch that a step is.
-        settings: all else that `calibrate_steps` takes.
+        settings: the other arguments of `calibrate_steps`.
     """
     return calibrate_steps(accountant, sample_rate=sample_rate, **settings) * sample_rate
 
@@ -160,16 +145,6 @@ def calibrate_sample_rate(
     tolerance: float = 1e-3,
     **scheme: Any,
 ) -> float:
-    """The largest sample rate whose ε is at most the target, 1 at most; see `calibrate`.
-
-    Args:
-        accountant: an accountant or its name.
-        target_epsilon: the ε that is not to be exceeded.
-        noise_multiplier: σ, in units of the sensitivity.
-        steps: how many.
-        delta: in (0, 1].
-        tolerance: as that of `calibrate`.
-        scheme: what else a `SubsampledGaussian` takes: sampling, adjacency, sizes.
-    """
+    """The largest sample rate, at most 1, whose ε is at most the target; arguments as for `calibrate`."""
     given = {"noise_multiplier": noise_multiplier, "steps": steps, "delta": delta, "tolerance": tolerance, **scheme}
     return calibrate(accountant, "sample_rate", target_epsilon=target_epsilon, **given).value

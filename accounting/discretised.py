@@ -1,4 +1,4 @@
-"""One step as losses on a grid: its outcomes, cut into cells; and a distribution that is certainly worse than it.
+"""One step as losses on a grid: a pessimistic distribution, which is certainly worse than the step.
 
 With z standard normal under Q and μ = 1/σ, the pair that dominates a Poisson step on removing a record is
 
@@ -6,14 +6,15 @@ With z standard normal under Q and μ = 1/σ, the pair that dominates a Poisson 
 
 and that on adding one is (Q, P), with losses −y (Zhu, Dong and Wang 2022, Theorem 11).
 
-The worse grid is "connect the dots" (Doroshenko et al. 2022): P and Q between two neighbouring losses jh go to these
-two so that both masses are kept. L = e^y is then spread with its mean under Q kept, so every δ(ε) = E_Q[(L − e^ε)₊]
-grows, and so does that of a composition, in both directions. What lies beyond both ends goes to losses of ±∞. A better
-grid is in `accounting.optimistic_grid`.
+The pessimistic grid is "connect the dots" (Doroshenko et al. 2022): mass between two neighbouring losses jh goes to
+these two so that both P and Q are kept. This spreads L = e^y with its mean under Q kept, so every δ(ε) = E_Q[(L −
+e^ε)₊] grows, and so does that of a composition, in both directions. Mass beyond the ends goes to losses of ±∞. The
+optimistic grid is in `accounting.optimistic_grid`.
 
-Per step they differ from the truth by variances of h²/6 and −h²/3, where the loss has a smooth density, at the same
-mean of L: ε moves by a multiple of Th², where rounding up or down would move it by Th, and matching means (Gopi, Lee
-and Wutschitz 2021) proves h√T. Masses are sums over Gauss-Legendre nodes: no digits are lost to differences of tails.
+Per step the grids differ from the truth by variances of h²/6 and −h²/3, where the loss has a smooth density, at the
+same mean of L. So ε moves by a multiple of Th²; rounding up or down would move it by Th, and matching means (Gopi, Lee
+and Wutschitz 2021) proves h√T. Masses are sums over Gauss-Legendre nodes, so that no digits are lost to differences of
+tails.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TURNS, _QUANTILES = 4, (1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.5)
 
 @dataclass(frozen=True)
 class Step:
-    """One Poisson step at σ > 0 and 0 < q < 1, its outcomes cut where P and Q have less than e^`log_tail` beyond."""
+    """One Poisson step at σ > 0 and 0 < q < 1; outcomes are cut where P and Q have less than e^`log_tail` beyond."""
 
     sigma: float
     q: float
@@ -51,10 +52,10 @@ class Step:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """The losses there.
+        """The losses at the ends of `outcomes`.
 
         Raises:
-            NoAnswer: there are no grids of so much noise.
+            NoAnswer: there is too much noise for a grid.
         """
         low, high = (float(y) for y in log_ratio(np.array(self.outcomes), self.sigma, self.q))
         if not 1e-100 < high - low < math.inf:
@@ -62,7 +63,7 @@ class Step:
         return low, high
 
     def outcome(self, losses: Array) -> Array:
-        """z with y(z) = `losses`, kept within `outcomes`.
+        """z with y(z) = `losses`, clipped to `outcomes`.
 
         Args:
             losses: y, of any shape.
@@ -73,9 +74,9 @@ class Step:
         return np.clip(self.sigma * u + 0.5 / self.sigma, *self.outcomes)
 
     def nodes(self, cuts: Array) -> tuple[Array, Array, np.ndarray]:
-        """Losses and P-masses of nodes ([m, 4]), and their cells ([m]): those between neighbouring `cuts` (z, rising).
+        """Losses and P-masses of nodes, [m, 4], and their cells between neighbouring `cuts`, [m].
 
-        A cell is split where the densities would change too much within it for four nodes.
+        A cell is split if the densities change too much within it for four nodes.
 
         Args:
             cuts: z, rising, [n + 1]: the edges of n cells.
@@ -115,7 +116,7 @@ def worse(step: Step, interval: float) -> Losses:
 
 
 def cells(step: Step, cuts: Array, low: Array, high: Array) -> tuple[Array, Array, Array]:
-    """Of the n cells between `cuts` (z, rising; [n + 1]): P, P − Qe^low and Qe^high − P, sums of positive terms.
+    """P, P − Qe^low and Qe^high − P of each cell, [n], as sums of positive terms.
 
     Args:
         step: one Poisson step.

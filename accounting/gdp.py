@@ -1,10 +1,10 @@
 """Gaussian differential privacy: T steps as one Gaussian mechanism with mean shift μ (Dong, Roth and Su 2022).
 
-    q = 1    μ = √T/σ, exactly: then ε is exact, and an upper bound
-    q < 1    μ = q√(T(e^{1/σ²} − 1)), the limit of many steps with q√T fixed (Bu, Dong, Long and Su 2020, Theorem 5);
-             but at most that of q = 1
+    q = 1    μ = √T/σ: ε is exact, and an upper bound
+    q < 1    μ = q√(T(e^{1/σ²} − 1)), the limit of many steps with q√T fixed (Bu, Dong, Long and Su 2020, Theorem 5); at
+             most that of q = 1
 
-The limit is an estimate without an error bound, and often lies below what is certainly needed; ε(δ) of μ is exact
+The limit is an estimate without an error bound, and often lies below the certified lower bound. ε(δ) of μ is exact
 (`accounting.gaussian`).
 """
 
@@ -19,14 +19,14 @@ from accounting.mechanism import SubsampledGaussian
 
 
 class Gdp(Accountant):
-    """ε of the limiting Gaussian mechanism; an `estimate`, but at q = 1 an `upper_bound` that is exact."""
+    """ε of the limiting Gaussian mechanism: an `estimate`; at q = 1 an exact `upper_bound`."""
 
     kind: Kind = "estimate"
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
         of_step = -math.log(sigma)
-        if q < 1.0:  # the limit is too large as q → 1 with little noise; sampling spends no more than its absence
+        if q < 1.0:  # the limit is too large as q → 1 with little noise; sampling never increases ε
             of_step = min(of_step, math.log(q) + 0.5 * log_variance(sigma))
         log_mu = 0.5 * math.log(steps) + of_step
         epsilon = epsilon_of_shift(log_mu, math.log(delta))

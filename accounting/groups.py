@@ -1,13 +1,13 @@
-"""The pair of distributions that dominates a Poisson step on several records at once, such as those of one person.
+"""The dominating pair of a Poisson step for a group of records, such as those of one person.
 
-Of k records, each in the sample by a coin of its own, j are in it with probability w_j = C(k,j) q^j (1 − q)^{k−j}, and
-move the sum by jC at most. So with Q = N(0, σ²), the pair on removing all of them is (P, Q), and on adding them (Q, P),
+Each of k records is in the sample independently. With probability w_j = C(k,j) q^j (1 − q)^{k−j}, j of them are, and
+move the sum by at most jC. With Q = N(0, σ²), the pair on removing all of them is (P, Q), and on adding them (Q, P),
 
     P = Σ_j w_j N(j, σ²),   loss ℓ(x) = ln Σ_j w_j e^{(jx − j²/2)/σ²}
 
 (Choquette-Choo, Ganesh, Steinke and Thakurta 2023, arXiv:2310.15526, mixtures of Gaussians; dp-accounting's
-`MixtureOfGaussiansDpEvent`). Of large groups the rare j are counted as k, which moves mass upwards: P/Q rises in x, so
-that δ(ε) only grows, in both directions. ℓ is convex and rises: Newton's method from its right finds every ℓ⁻¹(ε).
+`MixtureOfGaussiansDpEvent`). In large groups a rare j counts as k. This moves mass upwards; as P/Q rises in x, δ(ε)
+only grows, in both directions. ℓ is convex and rising, so Newton's method from the right finds every ℓ⁻¹(ε).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accounting.dominating_pairs import Pair, Regime
 from accounting.mechanism import NoAnswer
 from accounting.series import Array
 
-#: What is counted as k; the most parts that are left.
+#: The probability below which j counts as k; the most parts.
 _LOG_RARE, _MOST = math.log(1e-25), 100
 _TURNS = 60
 
@@ -30,12 +30,10 @@ def of_group(sigma: float, q: float, size: int) -> list[list[Regime]]:
     """The regimes of one step in both directions: k records removed, and added.
 
     Args:
-        sigma: σ > 0, in units of the sensitivity.
-        q: the sample rate, in (0, 1).
         size: k, at least 1.
 
     Raises:
-        NoAnswer: too large a group for its parts to be counted.
+        NoAnswer: the group has too many parts.
     """
     counts, log_weights = _parts(q, size)
     shares = np.exp(log_weights)
@@ -54,7 +52,7 @@ def of_group(sigma: float, q: float, size: int) -> list[list[Regime]]:
 
 
 def _parts(q: float, size: int) -> tuple[Array, Array]:
-    """(j, ln w_j), both [m]: the common ones, and k with what the rare ones have."""
+    """(j, ln w_j), both [m]: the common j, and k with the mass of the rare ones."""
     common = binom.logsf(np.arange(min(size, _MOST)), size, q) > _LOG_RARE
     if common.all() and size > _MOST:
         raise NoAnswer(f"{size * q:,.0f} records of a group in a batch on average, too many for {_MOST} at most")
@@ -63,13 +61,13 @@ def _parts(q: float, size: int) -> tuple[Array, Array]:
     log_weights = binom.logpmf(counts, size, q)
     if last < size:
         counts, log_weights = np.append(counts, size), np.append(log_weights, binom.logsf(last, size, q))
-    log_weights[0] = size * math.log1p(-q)  # to the last digit, as losses may be as small
+    log_weights[0] = size * math.log1p(-q)  # exact, because losses may be this small
     kept = log_weights > -700.0
     return counts[kept], log_weights[kept]
 
 
 def _loss(x: Array, counts: Array, log_weights: Array, sigma: float) -> tuple[Array, Array]:
-    """(ℓ(x), ℓ'(x)), both [n]: by ln(1 + Σ_j w_j (e^u − 1)), which keeps the digits of small losses."""
+    """(ℓ(x), ℓ'(x)), both [n], by ln(1 + Σ_j w_j (e^u − 1)), which keeps the digits of small losses."""
     exponents = (counts[:, None] * x - 0.5 * counts[:, None] ** 2) / sigma / sigma
     terms = log_weights[:, None] + exponents
     top = terms.max(axis=0)
@@ -87,9 +85,7 @@ def _inverse(eps: Array, counts: Array, log_weights: Array, sigma: float) -> Arr
     some = counts > 0
     j, log_w = counts[some], log_weights[some]
     x = np.full(eps.shape, math.inf)
-    for count, log_weight in zip(
-        j, log_w, strict=True
-    ):  # each term alone is at most the sum: x lies left of all of these
+    for count, log_weight in zip(j, log_w, strict=True):  # no single term exceeds the sum: x lies left of each of these
         x = np.minimum(x, ((eps - log_weight) * squared + 0.5 * count * count) / count)
     inside = eps > log_weights[0] if counts[0] == 0 else np.ones(eps.shape, dtype=bool)
     x = np.where(inside, x, -math.inf)

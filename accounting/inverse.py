@@ -1,12 +1,11 @@
-"""Inverse problems: the noise, or the steps, epochs or sample rate, at which T steps have a target ε at δ.
+"""Inverse problems: find the noise, the steps, the epochs or the sample rate at which T steps have a target ε at δ.
 
-ε falls in σ and rises in T and q. In t = −ln σ, ln T or ln q it is close to a power of e^t over decades, so that t is
-interpolated in ln ε: a start from the Gaussian limit (μ = q√(T(e^{1/σ²} − 1)), Bu, Dong, Long and Su 2020), a walk to
-the other side of the target, then inverse quadratic interpolation, with bisection where this is slow. What is returned
-was itself evaluated, and its ε is no larger than the target, whatever the accountant's rounding does in between. It is
-tight: ε is within `tolerance` of the target, or a change of the unknown by `tolerance` of itself is too much (by 1,
-where it is a number of steps). Where the accountant has no answer for such a change, nobody knows whether it is too
-much: then the guarantee's detail says so (`not_known`).
+ε falls in σ and rises in T and q. In t = −ln σ, ln T or ln q it is close to a power of e^t over decades, so t is
+interpolated in ln ε. The search starts from the Gaussian limit (μ = q√(T(e^{1/σ²} − 1)), Bu, Dong, Long and Su 2020),
+walks to the other side of the target, then uses inverse quadratic interpolation, with bisection if this is slow. The
+result was itself evaluated, and its ε is at most the target despite any rounding of the accountant. It is tight: ε is
+within `tolerance` of the target, or a relative change of the unknown by `tolerance` (by 1, for a number of steps)
+exceeds it. If the accountant has no answer for that change, the guarantee's detail says so (`not_known`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from accounting.base import Accountant, Guarantee
 from accounting.gaussian import log_delta
 from accounting.mechanism import NoAnswer, SubsampledGaussian
 
-#: What can be solved for: name -> (its smallest and its largest value, its words).
+#: The unknowns: name -> (smallest value, largest value, words).
 UNKNOWNS = {
     "noise_multiplier": (1e-4, 1e9, "noise multiplier"),
     "steps": (1.0, 1e15, "number of steps"),
@@ -27,15 +26,15 @@ UNKNOWNS = {
     "sample_rate": (1e-15, 1.0, "sample rate"),
 }
 _EVALUATIONS = 80
-#: After so many steps towards the target the walk goes to its end, and bisects from there.
+#: After so many steps the walk jumps to its end, and bisects from there.
 _WALK = 10
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Settings with the `unknown` filled in, and what the accountant says of them; `guarantee.epsilon` ≤ the target.
+    """The settings with the `unknown` filled in, and the accountant's guarantee, with `guarantee.epsilon` ≤ the target.
 
-    Where the target is a risk, it is the guarantee's detail `advantage` or `tpr` that is.
+    For a risk as target, the guarantee's detail `advantage` or `tpr` is at most the target.
     """
 
     unknown: str
@@ -52,14 +51,14 @@ class Calibration:
 
     @property
     def value(self) -> float:
-        """Of the unknown."""
+        """The value of the unknown."""
         given = {"steps": self.steps, "epochs": self.epochs}
         return given[self.unknown] if self.unknown in given else float(getattr(self.mechanism, self.unknown))
 
 
 @dataclass(frozen=True)
 class _Point:
-    """A value x of the unknown, its t, and f = ln ε − ln target; ∞, and why, where there is no answer."""
+    """A value x of the unknown, its t, and f = ln ε − ln target; if there is no answer, ∞ and the reason."""
 
     x: float
     t: float
@@ -69,15 +68,15 @@ class _Point:
 
 
 class Problem:
-    """One unknown, and a search along t, in which ε rises.
+    """A search for one unknown along t, in which ε rises.
 
     Args:
-        accountant: who is asked for ε, or for what stands in its place.
+        accountant: gives ε, or a risk in its place.
         unknown: one of `UNKNOWNS`.
-        mechanism, steps, delta: what is given; the unknown's own value is not looked at.
-        target: that ε is not to exceed.
-        mu: of the Gaussian mechanism that has the target; found if it is None.
-        sign: what ε is called in errors.
+        mechanism, steps, delta: the given settings; the unknown's own value is ignored.
+        target: the largest ε allowed.
+        mu: of the Gaussian mechanism with the target; computed if None.
+        sign: the name of ε in errors.
     """
 
     def __init__(
@@ -102,13 +101,13 @@ class Problem:
         self._reason, self._evaluations, self._began = "", 0, time.perf_counter()
 
     def solve(self, tolerance: float) -> Calibration:
-        """The most lavish value of the unknown whose ε is in the target.
+        """The most generous value of the unknown that meets the target.
 
         Args:
             tolerance: relative, in [0, 1); 0: to the last step, or to 1e-12.
 
         Raises:
-            NoAnswer: the target cannot be met, or not be missed, by any value; or the accountant has no bound here.
+            NoAnswer: no value meets the target, or every value does; or the accountant has no bound here.
         """
         edge = self._edge()
         if edge is not None:
@@ -122,7 +121,7 @@ class Problem:
             seen.append(point)
             good, bad = (point, bad) if point.f <= 0 else (good, point)
             if good and good.f >= -slack and _slope(seen) >= 1.0 / 3.0:
-                break  # the unknown is within the tolerance then, too
+                break  # then the unknown is within the tolerance, too
             if good and bad:
                 if self._close(good, bad, tolerance):
                     break
@@ -132,14 +131,14 @@ class Problem:
                     break
                 wanted = abs(point.f + 0.5 * slack) / _slope(seen) * (1.05 if len(seen) == 1 else 1.5)
                 step = min(max(wanted, 0.5 * slack, 1e-9), 4.0 * step, 8.0)
-                step = step if len(seen) < _WALK else math.inf  # ε hardly changes along here
+                step = step if len(seen) < _WALK else math.inf  # ε hardly changes here
                 t = max(end, point.t - step) if bad else min(end, point.t + step)
                 if self._whole and self._x(t) == point.x:
                     t = self._t(max(1.0, point.x - 1.0) if bad else point.x + 1.0)
         return self._finish(good, bad)
 
     def _edge(self) -> Calibration | None:
-        """Where nothing is spent whatever the unknown is, its most lavish value: no noise, or q = 1."""
+        """The most generous value (no noise, or q = 1) if every value spends nothing; else None."""
         if self._whole:
             if self._mechanism.sample_rate == 0 or self._mechanism.noise_multiplier == math.inf or self._delta >= 1:
                 raise NoAnswer(f"{self._symbol} is 0 whatever the {self._words}")
@@ -179,7 +178,7 @@ class Problem:
         return self._accountant.guarantee(mechanism, steps=steps, delta=self._delta)
 
     def _with(self, x: float) -> tuple[SubsampledGaussian, float]:
-        """The mechanism and the steps where the unknown is x."""
+        """The mechanism and the steps with x as the unknown."""
         if self._whole:
             return self._mechanism, x
         if self._unknown == "sample_rate":
@@ -196,7 +195,7 @@ class Problem:
             return _Point(x, self._t(x), math.inf, reason=self._reason)
         if guarantee.epsilon == math.inf or guarantee.epsilon == 0:
             return _Point(x, self._t(x), math.inf if guarantee.epsilon else -math.inf, guarantee)
-        # ln(ε/target) may round to 0 where ε is above the target by an ulp
+        # ln(ε/target) may round to 0 for an ε one ulp above the target
         f = math.log(guarantee.epsilon / self._target)
         return _Point(x, self._t(x), max(f, 5e-324) if guarantee.epsilon > self._target else min(f, 0.0), guarantee)
 
@@ -210,7 +209,7 @@ class Problem:
         return float(max(1, round(x))) if self._whole and x < 2.0**53 else x
 
     def _between(self, good: _Point, bad: _Point, seen: list[_Point], tolerance: float) -> float:
-        """Where f is a little below 0, between the two; where `good` is as near as that, the end of its tolerance."""
+        """A t where f is a little below 0; if `good` is already that close, the end of its tolerance."""
         if tolerance and good.f >= -tolerance / 3.0:
             t = good.t + 0.45 * tolerance
             return self._inside(good, bad, t) if t < bad.t else 0.5 * (good.t + bad.t)
@@ -228,7 +227,7 @@ class Problem:
         return self._inside(good, bad, min(max(t, good.t + 0.005 * width), bad.t - 0.005 * width))
 
     def _inside(self, good: _Point, bad: _Point, t: float) -> float:
-        """t; where the unknown is a whole number, that of one that is neither of theirs."""
+        """t; for a whole unknown, that of a number strictly between the two."""
         if not self._whole:
             return t
         return self._t(float(min(max(math.floor(self._x(t)), good.x + 1), bad.x - 1)))
@@ -250,7 +249,7 @@ class Problem:
         return min(max(self._t(max(guess, 1e-300)), self._ends[0]), self._ends[1])
 
     def _mu(self) -> float:
-        """μ of the Gaussian mechanism that has the target ε at δ, or the risk."""
+        """μ of the Gaussian mechanism with the target ε at δ, or the target risk."""
         if self._given_mu is not None:
             return self._given_mu
         log_target = math.log(min(max(self._delta, 1e-300), 0.5))
@@ -267,14 +266,14 @@ class Problem:
 
 
 def _slope(seen: list[_Point]) -> float:
-    """d ln ε / dt by the last two points, kept within what a search can use."""
+    """d ln ε / dt by the last two points, clamped for the search."""
     if len(seen) < 2 or seen[-1].t == seen[-2].t or not (math.isfinite(seen[-1].f) and math.isfinite(seen[-2].f)):
         return 1.0
     return min(max((seen[-1].f - seen[-2].f) / (seen[-1].t - seen[-2].t), 0.05), 100.0)
 
 
 def _interpolated(points: list[_Point], aim: float) -> float:
-    """t at f = aim by the polynomial in f through the points; NaN where two have the same f."""
+    """t at f = aim by the polynomial in f through the points; NaN if two have the same f."""
     total = 0.0
     for one in points:
         term = one.t

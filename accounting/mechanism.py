@@ -1,4 +1,11 @@
-"""One step of DP-SGD as accountants take it: the subsampled Gaussian mechanism, and arguments that cannot be."""
+"""The subsampled Gaussian mechanism, one step of DP-SGD, and the validation of arguments.
+
+Functions take:
+    argument: the argument's name, for the error.
+    expected: what was expected, for the error.
+    value, values: what was given.
+    least: the lower limit.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from accounting.sampling import ADJACENCIES, PROVED, SAMPLINGS, Scheme
 
 
 class ArgumentError(ValueError):
-    """An argument outside its domain, in one line that names it: `argument`, what was `expected`, what `came`."""
+    """An argument out of its domain. The message is one line with `argument`, what was `expected`, and what `came`."""
 
     def __init__(self, argument: str, expected: str, came: object) -> None:
         super().__init__(f"expected {argument} {expected}, got {came!r}")
@@ -19,7 +26,7 @@ class ArgumentError(ValueError):
 
 
 class NoAnswer(ArithmeticError):
-    """An accountant has no number to give here; the message is one line, and says why. Others may have one."""
+    """An accountant has no number for this input; others may. The message says why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +36,17 @@ class SubsampledGaussian:
     Args:
         noise_multiplier: σ ≥ 0, the standard deviation of the noise on the *sum* of clipped gradients, in units of the
             clipping norm C.
-        sample_rate: q in [0, 1], the probability of each record to be in the sample; independent of the others' under
-            Poisson sampling, b/n where batches have a fixed size b.
+        sample_rate: q in [0, 1], the probability that a record is in the sample; independent of others under Poisson
+            sampling, b/n for batches of fixed size b.
         sampling: one of `SAMPLINGS`.
-        adjacency: one of `ADJACENCIES`; "" for the first that bounds are proved under with this sampling.
-        dataset_size: n ≥ 1; needed where a Poisson sample is cut to `max_batch_size`.
-        max_batch_size: of a Poisson sample with more records than this, so many are kept, drawn uniformly.
-        group_size: k ≥ 1: datasets are neighbours by k records at once, such as those of one person; each is clipped by
-            itself and in the sample by a coin of its own.
+        adjacency: one of `ADJACENCIES`; "" for the first one with proved bounds for this sampling.
+        dataset_size: n ≥ 1; required if a Poisson sample is cut to `max_batch_size`.
+        max_batch_size: a Poisson sample with more records is cut to this many, drawn uniformly.
+        group_size: k ≥ 1: neighbouring datasets differ by k records, such as those of one person. Each is clipped
+            separately and sampled independently.
 
     Raises:
-        ArgumentError: a ValueError of one line that names the argument.
+        ArgumentError: a one-line ValueError that names the argument.
     """
 
     noise_multiplier: float
@@ -91,15 +98,10 @@ class SubsampledGaussian:
 
 
 def real(argument: str, expected: str, value: object) -> float:
-    """`value` as a float; an int beyond the largest one is as good as infinite.
-
-    Args:
-        argument: its name, for the error.
-        expected: what it was to be, for the error.
-        value: what was given.
+    """`value` as a float; an int beyond the largest float becomes infinite.
 
     Raises:
-        ArgumentError: no number, a truth value, or NaN.
+        ArgumentError: not a number, a bool, or NaN.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentError(argument, expected, value)
@@ -113,15 +115,10 @@ def real(argument: str, expected: str, value: object) -> float:
 
 
 def whole(argument: str, value: object, least: int = 0) -> float:
-    """`value` as a float that is a whole number, ∞ if it is an int beyond the largest float.
-
-    Args:
-        argument: its name, for the error.
-        value: what was given.
-        least: the smallest that will do.
+    """`value` as a whole float ≥ `least`; an int beyond the largest float becomes ∞.
 
     Raises:
-        ArgumentError: no whole number, or one below `least`.
+        ArgumentError: not a whole number, or below `least`.
     """
     expected = f"to be a whole number >= {least}"
     count = real(argument, expected, value)
@@ -131,15 +128,10 @@ def whole(argument: str, value: object, least: int = 0) -> float:
 
 
 def above(argument: str, least: float, values: Iterable[object]) -> tuple[float, ...]:
-    """The values as floats, rising.
-
-    Args:
-        argument: its name, for the error.
-        least: what each must be above.
-        values: that were given.
+    """The values as sorted floats, each finite and above `least`.
 
     Raises:
-        ArgumentError: none at all, or one that is not a finite number above `least`.
+        ArgumentError: no values, or one that is not a finite number above `least`.
     """
     expected = f"to be finite numbers > {least:g}, at least one"
     found = sorted(real(argument, expected, value) for value in values)
@@ -152,13 +144,11 @@ def within(argument: str, value: object, low: float = 0.0, high: float = 1.0, *,
     """`value` as a float between `low` and `high`.
 
     Args:
-        argument: its name, for the error.
-        value: what was given.
         low, high: the ends.
-        open_ends: the ends themselves will not do.
+        open_ends: exclude the ends.
 
     Raises:
-        ArgumentError: no number, or one outside.
+        ArgumentError: not a number, or out of range.
     """
     expected = f"in {'(' if open_ends else '['}{low:g}, {high:g}{')' if open_ends else ']'}"
     number = real(argument, expected, value)

@@ -1,26 +1,26 @@
-"""The privacy loss of an epoch of balls and bins: each record is in one batch of t, uniformly and independently drawn.
+"""The privacy loss of an epoch of balls and bins: each record is in one of t batches, chosen uniformly at random.
 
-Let x be the record that is removed, and tell the batches of all others. Given these, the sums of an epoch are made by
-the same random function, one batch after the other, of z ~ P if x is there and of z ~ Q if it is not:
+Let x be the removed record, and reveal the batches of all others. Given these, the sums of an epoch are produced by the
+same random function, one batch after the other, from z ~ P if x is present and z ~ Q if not:
 
     Q = N(0, σ²I)    P = mean over i of N(e_i, σ²I)    in t dimensions, in units of C.
 
-For a gradient of norm s ≤ 1, whatever it depends on, s z_i and independent noise of variance (1 − s²)σ² along it have
+For a gradient of norm s ≤ 1, whatever it depends on, s z_i plus independent noise of variance (1 − s²)σ² along it has
 the law of its part of the noisy sum; all other directions do not depend on x. So (P, Q) dominates an epoch on removing
-a record and (Q, P) on adding one, and E epochs are dominated by their products (Zhu, Dong and Wang 2022). To make the
-gradient zero is the same. Fewer batches are no more private: P is the mean over j of the pair without batch j.
-The pair is that of Chua et al. 2024 ("Balls-and-Bins Sampling for DP-SGD") and of Feldman and Shenfeld 2025 ("Privacy
-Amplification by Random Allocation").
+a record and (Q, P) on adding one, and their products dominate E epochs (Zhu, Dong and Wang 2022). Zeroing the gradient
+is the same. Fewer batches are no more private: P is the mean over j of the pair without batch j. The pair is that of
+Chua et al. 2024 ("Balls-and-Bins Sampling for DP-SGD") and of Feldman and Shenfeld 2025 ("Privacy Amplification by
+Random Allocation").
 
 Under Q, P/Q is W = (W_1 + ... + W_t)/t of independent log-normal W_i = exp((2z_i − 1)/2σ²) of mean 1, and
 
     removed    δ(ε) = E (W − e^ε)₊        added    δ(ε) = E (1 − e^ε W)₊.
 
-Both are means of convex functions, so a distribution that is larger than W's in convex order bounds both, and the order
-is kept by sums of independent variables. So W_i is put on a grid of ln W_i, and so is each sum of two: mass between two
-neighbours goes to these two with its mean kept. Sums are made by doubling, with finer intervals for more terms, as the
-spread of k of t terms counts by k/t. Terms are products and sums of positive numbers, so nothing of small masses is
-lost. What is cut off at the ends is counted as a loss of ∞, of P on removing and of Q on adding.
+Both are means of convex functions, so a distribution larger than W's in convex order bounds both, and sums of
+independent variables keep that order. So W_i and each sum of two are put on a grid of their logarithm: mass between two
+grid points goes to these two, with its mean kept. Sums are formed by doubling, on finer grids for more terms, because
+the spread of k of t terms counts by k/t. All terms are products and sums of positive numbers, so small masses keep
+their digits. Mass that is cut off at the ends counts as a loss of ∞, of P on removing and of Q on adding.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from accounting.dominating_pairs import on_grid, removed
 from accounting.mechanism import NoAnswer
 from accounting.series import Array
 
-#: Less noise is counted without amplification (masses underflow), more as this (intervals become too small).
+#: Less noise is counted without amplification (masses underflow); more is counted as this (intervals get too small).
 LEAST_NOISE, _MOST_NOISE = 0.1, 300.0
-#: Of more batches, as many are counted.
+#: More batches are counted as this many.
 _MOST_BATCHES = 2.0**20
-#: How far out the noise of one batch is cut, in σ; the mass that is cut off sums; the widest interval; the most pairs.
+#: The cut of one batch's noise, in σ; the mass cut off sums; the widest interval; the most pairs.
 _FAR, _CUT, _WIDEST, _MOST = 10.0, 1e-24, 0.05, 2.0**27
 
 
@@ -81,7 +81,7 @@ class Epoch:
             interval: between neighbouring losses, > 0.
 
         Raises:
-            NoAnswer: that takes more than `_MOST` pairs of losses.
+            NoAnswer: the grid needs more than `_MOST` pairs of losses.
         """
         found = _mean(min(self.sigma, _MOST_NOISE), int(min(self.batches, _MOST_BATCHES)), interval)
         if isinstance(found, str):
@@ -101,7 +101,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class _Sum:
-    """Masses under Q at the logarithms (first + 0 .. n − 1)·interval of a sum; how much of Q and of P is not there."""
+    """A sum's masses under Q at the logarithms (first + 0 .. n − 1)·interval; and the lost masses of Q and of P."""
 
     terms: int
     weights: Array
@@ -115,10 +115,10 @@ _NONE = _Sum(0, np.zeros(1), 0, 0.0, 0.0)
 
 @functools.lru_cache(maxsize=32)
 def _mean(sigma: float, t: int, interval: float) -> _Sum | str:
-    """The sum of t W_i, of sums of 1, 2, 4, ... of them; or why there is none."""
+    """The sum of t W_i, built from sums of 1, 2, 4, ... of them; or why there is none."""
 
     def wider(terms: int) -> int:
-        """By which power of two the interval of sums of so many terms is wider."""
+        """The power of two by which the interval of sums of so many terms is wider."""
         return max(0, int(min(0.5 * math.log2(t / terms), math.log2(_WIDEST / interval))))
 
     power = wider(1)
@@ -137,21 +137,20 @@ def _mean(sigma: float, t: int, interval: float) -> _Sum | str:
 
 
 def _finer(total: _Sum, halvings: int) -> _Sum:
-    """The same on a grid of more points."""
+    """The same sum on a finer grid."""
     weights = np.zeros((total.weights.size - 1) * 2**halvings + 1)
     weights[:: 2**halvings] = total.weights
     return replace(total, weights=weights, first=total.first * 2**halvings)
 
 
 def _one(sigma: float, h: float) -> _Sum:
-    """W_i, between the losses of z at −`_FAR`σ of Q and `_FAR`σ of P."""
+    """W_i, between the losses at z = −`_FAR`σ of Q and `_FAR`σ of P."""
     low, high = -0.5 / sigma**2 - _FAR / sigma, 0.5 / sigma**2 + _FAR / sigma
     losses = on_grid([(1.0, removed(sigma, 1.0), 0)], math.floor(low / h), math.ceil(high / h), h)
     return _Sum(1, losses.weights * np.exp(-losses.at), losses.first, 2.0 * float(ndtr(-_FAR)), losses.at_infinity)
 
 
 def _added(a: _Sum, b: _Sum, h: float) -> _Sum:
-    """The sum of both."""
     first, last = max(a.first, b.first), max(a.first + a.weights.size, b.first + b.weights.size)
     weights = np.zeros(last - first + int(math.log(2.0) / h) + 3)
     _put(weights, first, a, b, h, 0)
@@ -162,10 +161,10 @@ def _added(a: _Sum, b: _Sum, h: float) -> _Sum:
 
 
 def _put(weights: Array, first: int, small: _Sum, large: _Sum, h: float, least: int) -> None:
-    """Add the pairs in which the large one is `least` or more intervals above the small one, to masses from `first` on.
+    """Add the pairs whose large term is at least `least` intervals above the small one, to masses from `first` on.
 
-    e^(jh) + e^((j − d)h) is e^(jh) times a number of d alone. So for all d for which it lies in the same interval above
-    jh, a convolution of the small one's masses, with the shares of an interval's ends, goes there.
+    e^(jh) + e^((j − d)h) is e^(jh) times a number that depends only on d. So all d for which the sum lies in the same
+    interval above jh are added by one convolution of the small term's masses with the shares of the interval's ends.
     """
     least = max(least, large.first - small.first - small.weights.size + 1)
     apart = np.arange(least, large.first + large.weights.size - small.first)
@@ -174,7 +173,7 @@ def _put(weights: Array, first: int, small: _Sum, large: _Sum, h: float, least: 
     upper = np.expm1(np.clip(above - steps * h, 0.0, h)) / math.expm1(h)
     bounds = [*np.flatnonzero(np.diff(steps, prepend=-1)).tolist(), apart.size]
     for start, end in itertools.pairwise(bounds):
-        j = small.first + least + start  # of the first number of the convolution
+        j = small.first + least + start  # the first index of the convolution
         low, high = max(j, large.first), min(j + small.weights.size + end - start - 1, large.first + large.weights.size)
         if low < high:
             masses = large.weights[low - large.first : high - large.first]
@@ -185,7 +184,7 @@ def _put(weights: Array, first: int, small: _Sum, large: _Sum, h: float, least: 
 
 
 def _cut(total: _Sum, h: float, t: int) -> _Sum:
-    """Without the ends that hold next to nothing of Q below, and of P above."""
+    """Cut off the ends with negligible mass of Q below, and of P above."""
     q = total.weights
     with np.errstate(over="ignore", under="ignore"):
         p = q * np.exp((total.first + np.arange(q.size)) * h - math.log(total.terms))
@@ -194,5 +193,5 @@ def _cut(total: _Sum, h: float, t: int) -> _Sum:
     high = q.size - int(np.searchsorted(np.cumsum(p[::-1]), least))
     lost_q = total.lost_q + float(q[:low].sum() + q[high:].sum())
     lost_p = total.lost_p + float(p[:low].sum() + p[high:].sum())
-    kept = q[low:high] * ((1.0 - lost_q) / q[low:high].sum())  # or rounding would double with the terms
+    kept = q[low:high] * ((1.0 - lost_q) / q[low:high].sum())  # else rounding would double with the terms
     return _Sum(total.terms, kept, total.first + low, lost_q, lost_p)

@@ -1,9 +1,9 @@
-"""Tests of what a run of DP-SGD claims, for whoever knows its noise and its batches.
+"""Statistical tests of a DP-SGD run's claims, for a tester who knows its noise and its batches.
 
-Each gives a p-value: the probability of what was seen, or of worse, if the claim is true, or an upper bound on it.
+Each returns a p-value, or an upper bound on it: the probability of a result at least as extreme if the claim is true.
 
     noise      in each coordinate an independent N(0, σ²)
-    batches    each record in each of T batches by an independent coin that is heads with probability q
+    batches    each record in each of T batches independently, with probability q
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def bonferroni(p_values: ArrayLike) -> float:
-    """One p-value for several tests, however they depend on each other: the smallest times their number, at most 1.
+    """Combine the p-values of dependent tests: the smallest times their number, at most 1.
 
     Args:
-        p_values: of any shape; none at all have p = 1.
+        p_values: of any shape; 1 if empty.
     """
     found = np.ravel(p_values)
     return min(1.0, float(found.min()) * found.size) if found.size else 1.0
 
 
 def too_small(squares: ArrayLike, count: ArrayLike) -> Array:
-    """Of noise that is no smaller than claimed: the exact one-sided test of a variance.
+    """Test that noise is no smaller than claimed: the exact one-sided test of a variance.
 
     Args:
         squares: the sum of `count` squares of noise over σ: χ² with `count` degrees of freedom.
@@ -39,10 +39,9 @@ def too_small(squares: ArrayLike, count: ArrayLike) -> Array:
 
 
 def correlated(products: ArrayLike, squares: ArrayLike, others: ArrayLike, count: ArrayLike) -> Array:
-    """Of two independent draws of noise: the exact two-sided test of the angle between them.
+    """Test that two draws of noise are independent: the exact two-sided test of the angle between them.
 
-    The square of its cosine is Beta(1/2, (n - 1)/2), whatever the deviation. A draw of nothing but zeros has no angle,
-    and refutes nothing: p = 1.
+    The square of its cosine is Beta(1/2, (n - 1)/2), whatever the deviation. A draw of zeros has no angle: p = 1.
 
     Args:
         products: Σ x_i y_i over n coordinates.
@@ -56,10 +55,9 @@ def correlated(products: ArrayLike, squares: ArrayLike, others: ArrayLike, count
 
 
 def not_gaussian(noise: ArrayLike) -> float:
-    """Of Gaussian noise, whatever its deviation: Kolmogorov and Smirnov's test, after division by the root mean square.
+    """Test that noise is Gaussian of any deviation: Kolmogorov-Smirnov, after division by the root mean square.
 
-    With the deviation estimated the distance is smaller than with the true one, so that p is too large, never too
-    small. Noise of nothing but zeros refutes nothing here.
+    The estimated deviation makes the distance smaller, so p is too large, never too small. Zeros give p = 1.
 
     Args:
         noise: the numbers that were drawn, of any shape.
@@ -70,9 +68,9 @@ def not_gaussian(noise: ArrayLike) -> float:
 
 
 def not_poisson(drawn: ArrayLike, sample_rate: float) -> float:
-    """Of Poisson samples: how many records were drawn k times or more, for each k, and how far sizes are from nq.
+    """Test that batches are Poisson samples: for each k the number of records drawn k times or more, and batch sizes.
 
-    Each has an exact distribution, and may be too small or too large.
+    Each count has an exact distribution, and is tested on both sides; sizes are tested by the largest distance from nq.
 
     Args:
         drawn: [T, n] bool, T >= 1: is the record in the batch?
@@ -86,7 +84,7 @@ def not_poisson(drawn: ArrayLike, sample_rate: float) -> float:
     farthest = float(np.abs(found.sum(1) - records * sample_rate).max())
     sizes = np.abs(np.arange(records + 1) - records * sample_rate)
     each = binom.pmf(np.arange(records + 1), records, sample_rate)
-    slack = 1e-9 * records  # of the rounding of nq
+    slack = 1e-9 * records  # rounding of nq
     within, nearer = (min(1.0, float(each[sizes <= farthest + sign * slack].sum())) for sign in (1, -1))
     too_few, too_many = binom.cdf(often, records, rates), binom.sf(often - 1, records, rates)
     return bonferroni([*too_few, *too_many, within**steps, -np.expm1(steps * np.log(max(1e-300, nearer)))])

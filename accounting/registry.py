@@ -1,4 +1,4 @@
-"""Every accountant by name: where it is, one line about it, how figures show it. A new one is a row here."""
+"""All accountants by name, with a one-line description and the style for figures. Add a row for a new one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accounting.mechanism import ArgumentError
 
 
 class AccountantInfo(NamedTuple):
-    """What is to be known of an accountant without importing it.
+    """The description of an accountant, available without importing it.
 
     Attributes:
         reference: module:class.
@@ -80,7 +80,7 @@ ACCOUNTANTS: dict[str, AccountantInfo] = {
         "*",
     ),
 }
-#: name:variant -> the same. Loaded by the same function, and not listed.
+#: name:variant -> description. `load_accountant` loads them; they are not listed.
 VARIANTS: dict[str, AccountantInfo] = {
     "strong:exact": AccountantInfo(
         "accounting.strong:Strong",
@@ -112,7 +112,7 @@ VARIANTS: dict[str, AccountantInfo] = {
         "accounting.prv:Lower", "its certified lower bound", "certified lower bound", "#6B6B6B", "|"
     ),
 }
-#: Of one sampling scheme each; loaded by the same function, and not listed.
+#: For one sampling scheme each. `load_accountant` loads them; they are not listed.
 OF_SCHEMES: dict[str, AccountantInfo] = {
     "without_replacement": AccountantInfo(
         "accounting.without_replacement:WithoutReplacement",
@@ -131,7 +131,7 @@ OF_SCHEMES: dict[str, AccountantInfo] = {
 }
 
 
-#: Of tuned runs (`accounting.tuned`), by distribution: looks of figures alone.
+#: Styles of tuned runs (`accounting.tuned`) in figures, by distribution.
 TUNED_RUNS: dict[str, AccountantInfo] = {
     f"tuned:{name}": AccountantInfo("accounting.tuned:Tuned", "", f"number of runs {name}", color, marker)
     for name, color, marker in (
@@ -143,13 +143,13 @@ TUNED_RUNS: dict[str, AccountantInfo] = {
 
 
 def load_accountant(name: str) -> Accountant:
-    """The accountant of this name: of `ACCOUNTANTS` or `OF_SCHEMES`, or ``"name:variant"`` of `VARIANTS`.
+    """Load an accountant of `ACCOUNTANTS` or `OF_SCHEMES`, or a ``"name:variant"`` of `VARIANTS`.
 
     Args:
         name: such as "prv" or "rdp:classic".
 
     Raises:
-        ArgumentError: a ValueError of one line with all names, and the nearest.
+        ArgumentError: unknown name; a one-line ValueError with all names, and the nearest.
     """
     known = {**ACCOUNTANTS, **VARIANTS, **OF_SCHEMES}
     if name not in known:

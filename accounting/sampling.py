@@ -1,8 +1,8 @@
-"""How batches are drawn, and when datasets are neighbours; the pairs under which there are proved bounds."""
+"""The names of sampling schemes and adjacencies, and the pairs with proved bounds."""
 
 from __future__ import annotations
 
-#: How a batch is drawn: name -> words.
+#: Sampling schemes: name -> description.
 SAMPLINGS = {
     "poisson": "Poisson sampling",
     "truncated_poisson": "Poisson sampling, batches cut to a physical maximum",
@@ -11,13 +11,13 @@ SAMPLINGS = {
     "one_pass": "one pass an epoch over fixed batches (no amplification)",
     "shuffled": "one pass an epoch over shuffled batches",
 }
-#: When two datasets are neighbours: name -> words.
+#: Adjacencies: name -> description.
 ADJACENCIES = {
     "add_remove": "adding or removing one record",
     "zero_out": "making one record's gradient zero",
     "replace_one": "replacing one record",
 }
-#: Under which adjacencies bounds are proved: sampling -> names. The first is meant where none is named.
+#: Adjacencies with proved bounds, by sampling. The first is the default.
 PROVED = {
     "poisson": ("add_remove", "zero_out", "replace_one"),
     "truncated_poisson": ("add_remove", "zero_out", "replace_one"),
@@ -26,21 +26,20 @@ PROVED = {
     "one_pass": ("zero_out", "replace_one"),
     "shuffled": ("zero_out", "replace_one"),
 }
-#: Under which every record is in one batch of an epoch, and a step that is skipped ends it no later.
+#: Every record is in one batch of an epoch; a skipped step does not shorten it.
 BY_EPOCH = ("balls_and_bins", "one_pass", "shuffled")
-#: Why a bound is not proved, wherever one is not: adjacency -> words.
+#: Why there is no proved bound, by adjacency.
 _UNPROVED = {"add_remove": "removing a record shifts every batch after it"}
 #: (sampling, adjacency)
 Scheme = tuple[str, str]
 #: All pairs with a bound.
 SCHEMES = frozenset((sampling, adjacency) for sampling, proved in PROVED.items() for adjacency in proved)
-#: (ε, detail)
-#: Where every accountant is at home.
+#: The scheme that every accountant supports.
 HOME: Scheme = ("poisson", "add_remove")
 
 
 def unproved(sampling: str, adjacency: str) -> str | None:
-    """Which adjacency was expected under this sampling, and why; None if there are bounds under this one.
+    """The adjacencies expected under this sampling, and why; None if this pair has bounds.
 
     Args:
         sampling: one of `SAMPLINGS`.

@@ -1,11 +1,12 @@
-"""ε under every scheme by the pairs of distributions that dominate its steps (`accounting.dominating_pairs`), composed
-on a grid. Steps of several kinds are composed as they are, in each direction by itself.
+"""ε under every scheme: the dominating pairs of its steps (`accounting.dominating_pairs`), composed on a grid.
 
-The losses h apart that stand for one step have a variance larger by about h²/6, so that ln of the moment at the tilt θ
-(`accounting.convolution`) rises by θ(θ + 1)h²/12, and ε by T(θ + 1)h²/12: h is chosen so that this is a small part of
-ε, in two or three passes, each on a grid finer than the last, and on until a finer one changes nothing (that formula
-is wrong of rare losses). What cannot be had with `_MOST` losses stays an upper bound, and a looser one; where no grid
-spans the losses of T steps it is T times the largest loss of one, but for rare ones.
+Steps of several kinds are composed as they are, in each direction separately.
+
+A grid of losses h apart raises the variance of a step by about h²/6. So ln of the moment at the tilt θ
+(`accounting.convolution`) rises by θ(θ + 1)h²/12, and ε by T(θ + 1)h²/12. h is chosen to keep this a small part of ε,
+in two or three passes on finer and finer grids, and further until a finer grid changes nothing (the formula fails for
+rare losses). If that takes more than `_MOST` losses, the result is a looser upper bound; if no grid spans the losses of
+T steps, it is T times the largest loss of one step, apart from rare ones.
 """
 
 from __future__ import annotations
@@ -25,23 +26,18 @@ from accounting.random_allocation import LEAST_NOISE, Epoch
 from accounting.reductions import at_home, batches_of_epoch, bound_elsewhere, epochs_begun
 from accounting.sampling import BY_EPOCH, HOME, SCHEMES
 
-#: Less noise than this is as good as none; more of it, or more rarely sampled, is counted as this.
+#: Less noise than this counts as none. More noise, or a smaller rate, is replaced by the limit.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-100, 1e9, 1e-200
 _MOST_STEPS, _FEWEST, _MOST, _PASSES = 1e15, 2**10, 2**18, 8
-#: By how much of itself ε may be too large for the grid's sake.
+#: The relative error of ε that the grid may cause.
 _TOLERANCE = 3e-4
 
 
 def epsilon(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
     """(ε, detail): an upper bound inside the edges of `accounting.base`, for a scheme of `accounting.sampling.SCHEMES`.
 
-    Args:
-        mechanism: of each step.
-        steps: T.
-        delta: in (0, 1).
-
     Raises:
-        NoAnswer: there is next to no noise.
+        NoAnswer: there is almost no noise.
     """
     if mechanism.scheme == ("balls_and_bins", "replace_one"):
         found = bound_elsewhere(epsilon, SCHEMES - {mechanism.scheme}, mechanism, steps, delta)
@@ -53,14 +49,13 @@ def epsilon(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[
 def epsilon_of_mechanisms(
     parts: Sequence[tuple[SubsampledGaussian, float]], delta: float
 ) -> tuple[float, dict[str, Any]]:
-    """The same of steps of several kinds, under one adjacency: each part a mechanism, and how many steps of it.
+    """(ε, detail) for steps of several kinds, under one adjacency.
 
     Args:
-        parts: at least one, with σ > 0, q > 0 and steps >= 1 each.
-        delta: in (0, 1).
+        parts: (mechanism, number of steps); at least one, with σ > 0, q > 0 and steps >= 1 each.
 
     Raises:
-        NoAnswer: there is next to no noise.
+        NoAnswer: there is almost no noise.
     """
     mu, begun = gaussian(parts)
     if mu is not None:
@@ -68,19 +63,19 @@ def epsilon_of_mechanisms(
         return value, {"bound": "one Gaussian step an epoch, composed exactly", "epochs": begun}
     value, interval = max(_one(phases, delta) for phases in phases_of(parts))
     mu, _ = gaussian([(replace(m, sampling="shuffled") if m.sampling in BY_EPOCH else m, steps) for m, steps in parts])
-    if mu is not None:  # as if the order were known: at δ so small that the grid has no such masses, that is less
+    if mu is not None:  # as if the order were known: smaller if δ is below the resolution of the grid
         value = min(value, epsilon_of_shift(math.log(mu), math.log(delta)))
     return value, {"discretization": interval}
 
 
 def gaussian(parts: Sequence[tuple[SubsampledGaussian, float]]) -> tuple[float | None, float]:
-    """(μ, epochs) if all parts are Gaussian steps on all records, or one an epoch: together they are μ-GDP, exactly.
+    """(μ, epochs) if all parts are Gaussian steps on all records, or one an epoch: together exactly μ-GDP.
 
     Args:
         parts: as for `epsilon_of_mechanisms`.
 
     Raises:
-        NoAnswer: there is next to no noise.
+        NoAnswer: there is almost no noise.
     """
     found = [_epochs(mechanism, steps) for mechanism, steps in parts]
     shifts = [math.sqrt(epochs) / sigma for sigma, epochs in filter(None, found)]
@@ -89,13 +84,13 @@ def gaussian(parts: Sequence[tuple[SubsampledGaussian, float]]) -> tuple[float |
 
 
 def _epochs(mechanism: SubsampledGaussian, steps: float) -> tuple[float, float] | None:
-    """(σ, epochs) of one Gaussian step an epoch; None if sampling amplifies, or draws batches anew each step.
+    """(σ, epochs) for one Gaussian step an epoch; None if sampling amplifies, or each step draws a fresh batch.
 
     Raises:
-        NoAnswer: there is next to no noise.
+        NoAnswer: there is almost no noise.
     """
     sigma, q = _kept(mechanism)
-    amplified = mechanism.adjacency != "replace_one" and sigma >= LEAST_NOISE and q <= 0.5  # of balls and bins
+    amplified = mechanism.adjacency != "replace_one" and sigma >= LEAST_NOISE and q <= 0.5  # for balls and bins
     by_epoch = mechanism.sampling in BY_EPOCH and not (mechanism.sampling == "balls_and_bins" and amplified)
     if by_epoch or (q == 1.0 and mechanism.sampling != "truncated_poisson"):
         moved = mechanism.group_size * (2.0 if mechanism.adjacency == "replace_one" else 1.0)
@@ -104,24 +99,24 @@ def _epochs(mechanism: SubsampledGaussian, steps: float) -> tuple[float, float] 
 
 
 def _kept(mechanism: SubsampledGaussian) -> tuple[float, float]:
-    """(σ, q) within what is computed with."""
+    """(σ, q) limited to the supported range."""
     if mechanism.noise_multiplier < _LEAST_NOISE:
         raise NoAnswer(f"noise_multiplier={mechanism.noise_multiplier:g}, of {_LEAST_NOISE:g} at least")
     return min(mechanism.noise_multiplier, _MOST_NOISE), max(mechanism.sample_rate, _LEAST_RATE)
 
 
-#: The regimes of one step, or an epoch of several; and how many.
+#: The regimes of a step, or an epoch of several; and how many.
 Phase = tuple[list[Regime] | Epoch, float]
 
 
 def phases_of(parts: Sequence[tuple[SubsampledGaussian, float]]) -> list[list[Phase]]:
-    """In each direction the regimes of every part's steps.
+    """The regimes of each part's steps, in each direction.
 
     Args:
         parts: as for `epsilon_of_mechanisms`.
 
     Raises:
-        NoAnswer: there is next to no noise.
+        NoAnswer: there is almost no noise.
     """
     found: list[list[Phase]] = []
     for mechanism, steps in parts:
@@ -146,7 +141,7 @@ def phases_of(parts: Sequence[tuple[SubsampledGaussian, float]]) -> list[list[Ph
         if mechanism.dataset_size is not None and mechanism.max_batch_size is not None:
             sizes = mechanism.dataset_size, mechanism.max_batch_size
         found.append([(regimes, steps) for regimes in directions(sampling, adjacency, sigma, q, sizes)])
-    count = max(len(each) for each in found)  # a Gaussian step is the same in both directions
+    count = max(len(each) for each in found)  # a Gaussian step has one direction
     return [[each[min(place, len(each) - 1)] for each in found] for place in range(count)]
 
 
@@ -163,7 +158,7 @@ def _one(phases: list[Phase], delta: float) -> tuple[float, float]:
     for _ in range(_PASSES):
         try:
             value, theta = epsilon_of_parts(on_grids(phases, ends, h), delta)
-        except NoAnswer:  # the window is too long for losses so near each other
+        except NoAnswer:  # the window is too long for this interval
             if before < math.inf:
                 break
             h *= 4.0
@@ -187,7 +182,7 @@ def reach(losses: list[Regime] | Epoch, log_mass: float) -> tuple[float, float]:
 
 
 def span_of(ends: Sequence[tuple[float, float]]) -> float:
-    """How far the losses of a step are apart, and from 0.
+    """The distance between the extreme losses of a step, including 0.
 
     Args:
         ends: the smallest and the largest loss of each kind of step.
@@ -196,7 +191,7 @@ def span_of(ends: Sequence[tuple[float, float]]) -> float:
 
 
 def on_grids(phases: Sequence[Phase], ends: Sequence[tuple[float, float]], interval: float) -> list[Part]:
-    """The losses of each phase's steps, `interval` apart, and how many steps.
+    """The losses of each phase's steps, `interval` apart, and the number of steps.
 
     Args:
         phases: of one direction.
@@ -204,7 +199,7 @@ def on_grids(phases: Sequence[Phase], ends: Sequence[tuple[float, float]], inter
         interval: between neighbouring losses, > 0.
 
     Raises:
-        NoAnswer: an epoch of balls and bins takes too many.
+        NoAnswer: an epoch of balls and bins needs too many losses.
     """
 
     def of(losses: list[Regime] | Epoch, low: float, high: float) -> Losses:

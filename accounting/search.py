@@ -1,4 +1,9 @@
-"""Where a function of one number is smallest."""
+"""Minimise a function of one number.
+
+Functions take:
+    f: a function of one number.
+    low, high: the ends of the search; > 0 for `descend`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,9 @@ _GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
 
 
 def golden(f: Callable[[float], float], low: float, high: float, tolerance: float) -> tuple[float, float]:
-    """(x, f(x)) with the smallest f that golden section finds in [low, high], down to an interval of `tolerance`.
+    """(x, f(x)) with the smallest f that golden section finds in [low, high].
 
     Args:
-        f: a function of one number.
-        low, high: between which it is searched.
         tolerance: the width of the last interval, > 0.
     """
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
@@ -34,14 +37,12 @@ def golden(f: Callable[[float], float], low: float, high: float, tolerance: floa
 
 
 def descend(f: Callable[[float], float], start: float, low: float, high: float) -> tuple[float, float]:
-    """(x, f(x)) for a positive x in [low, high]: downhill by factors of 2 from `start`, then `golden` in ln x.
+    """(x, f(x)) for x in [low, high]: downhill by factors of 2 from `start`, then `golden` in ln x.
 
-    For a function that falls, then rises; where it is infinite (not to be had), smaller x are tried first.
+    For a function that falls, then rises. Where it is infinite, smaller x are tried first.
 
     Args:
-        f: a function of one positive number.
-        start: where to begin.
-        low, high: the least and the largest x, both > 0.
+        start: the first x.
     """
     bottom, top = round(math.log2(low)), round(math.log2(high))
     place = min(top, max(bottom, round(math.log2(start))))
@@ -58,7 +59,7 @@ def descend(f: Callable[[float], float], start: float, low: float, high: float) 
         while at(place + way) < at(place):
             place += way
     best = at(place), 2.0**place
-    for low, high in ((place - 1, place), (place, place + 1)):  # apart: f may jump, and falls or rises on either side
+    for low, high in ((place - 1, place), (place, place + 1)):  # separately, because f may jump
         span = math.log(2.0) * max(bottom, low), math.log(2.0) * min(top, high)
         found, value = golden(lambda x: f(math.exp(x)), *span, tolerance=1e-4)
         best = min(best, (value, math.exp(found)))

@@ -1,6 +1,6 @@
 """Simple composition: T steps of (ε', δ₀q) each are (Tε', Tqδ₀)-private (Dwork and Roth 2014, Theorem 3.16).
 
-With δ₀ = δ/(qT); ε₀ of the exact Gaussian mechanism at δ₀; ε' = ln(1 + q(e^ε₀ − 1)). At T = 1 and q = 1 it is exact.
+δ₀ = δ/(qT); ε₀ is that of the exact Gaussian mechanism at δ₀; ε' = ln(1 + q(e^ε₀ − 1)). Exact at T = 1 and q = 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accounting.mechanism import SubsampledGaussian
 
 
 class Simple(Accountant):
-    """ε = Tε': what composition costs if nothing averages out."""
+    """ε = Tε': the cost of composition without averaging."""
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         sigma, q = mechanism.noise_multiplier, mechanism.sample_rate

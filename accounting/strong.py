@@ -1,21 +1,21 @@
-"""Strong composition: averaging over T steps, by one theorem for any mechanism.
+"""Strong composition: one theorem for any mechanism, averaging over T steps.
 
 T steps of (ε', qδ₀) each are (ε, Tqδ₀ + δ')-private for every δ' > 0 (Dwork, Rothblum and Vadhan 2010, Theorem III.3)
 
     ε = ε'√(2T ln(1/δ')) + Tε'(e^ε' − 1),   ε' = ln(1 + q(e^ε₀ − 1)),
 
-ε₀ of one Gaussian step at δ₀. The split, δ' = xδ and Tqδ₀ = (1 − x)δ, is optimised over x: at every x the right side
-grows in T, q, 1/σ and 1/δ, and so does its minimum.
+with ε₀ of one Gaussian step at δ₀. The split, δ' = xδ and Tqδ₀ = (1 − x)δ, is optimised over x. At every x the right
+side grows in T, q, 1/σ and 1/δ, and so does its minimum.
 
-Two choices of ε₀, both giving upper bounds:
+Two choices of ε₀, both upper bounds:
 
-- `classical`: √(2 ln(1.25/δ₀))/σ where that claim is true, and the exact ε₀ where it is not (`step` in the detail says
-  which). These are the means of 2016 set right, so that valid and published curves differ by what was wrong alone.
-- `exact`: that of Balle and Wang 2018 at every point; smaller.
+- `classical`: √(2 ln(1.25/δ₀))/σ where that claim is true, else the exact ε₀ (`step` in the detail says which). This
+  corrects the method of 2016, so that valid and published curves differ only by its errors.
+- `exact`: that of Balle and Wang 2018 everywhere; smaller.
 
 As *published* in Abadi et al. 2016 (Figure 2), a heuristic and no bound: the classical ε₀ everywhere, linear
-amplification ε' = qε₀, Tε'² in place of Tε'(e^ε' − 1), and δ split in halves: of the forms tried, the one that gives
-the printed 9.34 (with Tε'(e^ε' − 1) it is 9.35, with Tε'²/2 8.27).
+amplification ε' = qε₀, Tε'² in place of Tε'(e^ε' − 1), and δ split in halves. Of the forms tried, this one gives the
+printed 9.34 (with Tε'(e^ε' − 1) it is 9.35, with Tε'²/2 8.27).
 
 At q = 0.01, σ = 4, T = 10⁴, δ = 1e-5 the three are 26.39, 16.84 and 9.34. With little noise simple composition is
 smaller (the detail says so); `accounting.optimal_composition` is never above either.
@@ -65,14 +65,14 @@ class Strong(Accountant):
         return epsilon, {**detail, "simple_is_smaller": simple < epsilon}
 
     def _step(self, sigma: float, log_step_delta: float) -> tuple[str, float]:
-        """(which it is, ε₀ at δ₀). The classical one, where true, is the larger: so ε₀ falls in σ and δ₀ throughout."""
+        """(name, ε₀ at δ₀). The classical ε₀, where true, is the larger one, so ε₀ falls in σ and δ₀ everywhere."""
         if self.step == "classical" and log_step_delta < 0 and classical_holds(sigma, log_step_delta):
             return "classical", classical_epsilon(sigma, log_step_delta)
         return "exact", exact_epsilon(sigma, log_step_delta)
 
 
 class Published(Accountant):
-    """Strong composition as published in 2016. A heuristic: it can lie below the truth."""
+    """Strong composition as published in 2016. A heuristic that can lie below the true ε."""
 
     kind: Kind = "heuristic"
 
@@ -95,7 +95,7 @@ def _split(logit: float, q: float, steps: float, delta: float) -> tuple[float, f
 
 
 def _spread(each: float, steps: float, log_slack: float) -> float:
-    """ε'√(2T ln(1/δ')); the factors apart, as T may be near the largest float."""
+    """ε'√(2T ln(1/δ')), as separate factors because T may be near the largest float."""
     return each * math.sqrt(steps) * math.sqrt(-2.0 * log_slack)
 
 
@@ -114,7 +114,7 @@ def _detail(step: str, epsilon: float, log_step_delta: float, each: float, log_s
 
 
 def _lowest(f: Callable[[float], float]) -> float:
-    """Where f is smallest: the best of a grid, then golden section between its neighbours."""
+    """Minimise f: the best point of a grid, then golden section between its neighbours."""
     best = min((float(x) for x in range(-_REACH, _REACH + 1)), key=f)
     found, value = golden(f, best - 1.0, best + 1.0, tolerance=1e-9)
     return found if value < f(best) else best
