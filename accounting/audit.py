@@ -1,23 +1,27 @@
-"""Certified lower bounds on what a mechanism spends, from the guesses of an adversary.
+"""Certified lower bounds on the ε of a mechanism, from the guesses of an adversary.
 
-One run with many canaries (Steinke, Nasr and Jagielski 2023, arXiv:2305.08846). m canaries are each in the data or not
-by a fair coin of their own; whoever sees the output guesses some of the coins, r of them, and v guesses are right. If
-the mechanism is (ε, δ)-private under adding or removing one record, then, with V ~ Bin(r, e^ε/(1 + e^ε)), for every v
+*One run with many canaries* (Steinke, Nasr and Jagielski 2023, arXiv:2305.08846). Each of m canaries is in the data or
+not, by an independent fair coin. The adversary sees the output and guesses r of the coins; v guesses are right. If the
+mechanism is (ε, δ)-private under adding or removing one record, then, with V ~ Bin(r, e^ε/(1 + e^ε)), for every v
 (theorem 5.2):
 
     P[v or more are right] <= P[V >= v] + 2mδ · max_{1 <= i <= v} P[v - i <= V < v] / i
 
-A v for which the right side is below β says that the mechanism is not (ε, δ)-private; wrongly so with probability β at
-most.
+If the right side is below β for the observed v, the mechanism is not (ε, δ)-private; this conclusion is wrong with
+probability at most β.
 
-Many releases of one mechanism (Nasr et al. 2023, arXiv:2302.07956). The adversary says of each release whether a record
-is in it: wrongly "yes" at rate α, wrongly "no" at rate β. If the mechanism is μ-GDP, no test is better than that of
-N(0, 1) against N(μ, 1) (Dong, Roth and Su 2019, arXiv:1905.02383), so that
+*Many releases of one mechanism* (Nasr et al. 2023, arXiv:2302.07956). For each release the adversary says whether a
+record is in it: wrongly "yes" at rate α, wrongly "no" at rate β. If the mechanism is μ-GDP, no test is better than that
+of N(0, 1) against N(μ, 1) (Dong, Roth and Su 2019, arXiv:1905.02383), so that
 
     Φ⁻¹(1 - α) - Φ⁻¹(β) <= μ
 
-Upper bounds on both rates, each wrong with half the probability that is allowed (Clopper and Pearson 1934), make the
-left side a lower bound on μ.
+Upper bounds on both rates, each wrong with half the allowed probability (Clopper and Pearson 1934), make the left side
+a lower bound on μ.
+
+Functions take:
+    canaries, guesses, correct: m >= 1, r in [0, m], v in [0, r]. r must be fixed before looking at the output.
+    delta, confidence: δ in [0, 1]; 1 - β in (0, 1).
 """
 
 from __future__ import annotations
@@ -35,12 +39,10 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     """The bound of the module's text on the guesses of one run, at most 1.
 
     Args:
-        canaries: m, how many records were put in or left out by a coin each.
-        guesses, correct: how many of them were guessed about, and how many of these guesses were right.
-        epsilon, delta: the (ε, δ) that is put to the test: ε >= 0, δ in [0, 1].
+        epsilon: ε >= 0 of the claim to test.
 
     Raises:
-        ValueError: not 0 <= correct <= guesses <= canaries, all whole, or ε or δ out of its range.
+        ValueError: not 0 <= correct <= guesses <= canaries, all whole, or ε or δ out of range.
     """
     canaries, guesses, correct = _counts(canaries=canaries, guesses=guesses, correct=correct)
     within("delta", delta)
@@ -51,17 +53,10 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 
 def epsilon_lower_bound(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """The largest ε that one run refutes with this confidence; 0 if none is.
-
-    Args:
-        canaries: m >= 1.
-        guesses: r in [0, m], the number of guesses, fixed before the output is looked at.
-        correct: v in [0, r].
-        delta: δ in [0, 1].
-        confidence: 1 - β, in (0, 1).
+    """The largest ε that one run refutes with this confidence; 0 if none.
 
     Raises:
-        ValueError: not 0 <= correct <= guesses <= canaries, all whole, or δ or the confidence out of its range.
+        ValueError: not 0 <= correct <= guesses <= canaries, all whole, or δ or the confidence out of range.
     """
     level = 1.0 - within("confidence", confidence, open_ends=True)
     low, high = 0.0, 1.0
@@ -76,14 +71,12 @@ def epsilon_lower_bound(canaries: int, guesses: int, correct: int, delta: float,
 
 
 def rate_upper_bound(wrong: int, trials: int, confidence: float = 0.95) -> float:
-    """The largest rate of error at which `wrong` or fewer of the trials go wrong more often than 1 - confidence.
+    """The largest error rate at which at most `wrong` errors have a probability of 1 - confidence or more.
 
-    Exact for independent trials (Clopper and Pearson 1934); 1 if nothing was tried, or all went wrong.
+    Exact for independent trials (Clopper and Pearson 1934); 1 without trials, or if all were wrong.
 
     Args:
-        wrong: how many trials went wrong, 0 to `trials`.
-        trials: how many there were.
-        confidence: of the bound, in (0, 1).
+        wrong, trials: the number of errors, and of trials.
 
     Raises:
         ValueError: `wrong` is not between 0 and `trials`, or the confidence is out of range.
@@ -96,17 +89,16 @@ def rate_upper_bound(wrong: int, trials: int, confidence: float = 0.95) -> float
 def mu_lower_bound(
     false_positives: int, negatives: int, false_negatives: int, positives: int, confidence: float = 0.95
 ) -> float:
-    """The largest μ such that these errors refute μ-GDP with this confidence; 0 if none is.
+    """The largest μ such that these errors refute μ-GDP with this confidence; 0 if none.
 
     Args:
-        false_positives: of the `negatives`, the releases without the record, how many were said to have it.
-        negatives: their number; independent of each other, as the positives are.
-        false_negatives: of the `positives`, the releases with the record, how many were said not to have it.
-        positives: their number.
+        false_positives, negatives: how many of the releases without the record were said to have it, and their number.
+        false_negatives, positives: how many of the releases with the record were said not to have it, and their number.
+            All releases are independent.
         confidence: of both rates together.
 
     Raises:
-        ValueError: more errors than trials, or the confidence is out of its range.
+        ValueError: more errors than trials, or the confidence is out of range.
     """
     each = 0.5 + 0.5 * within("confidence", confidence, open_ends=True)
     alpha = rate_upper_bound(false_positives, negatives, each)
@@ -115,14 +107,13 @@ def mu_lower_bound(
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
-    """ε at δ of a mechanism that is exactly μ-GDP: a lower bound on ε where μ is one; ∞ at δ = 0.
+    """ε at δ of a mechanism that is exactly μ-GDP; a lower bound if μ is one; ∞ at δ = 0.
 
     Args:
         mu: μ >= 0; 0 has ε = 0.
-        delta: in [0, 1].
 
     Raises:
-        ArgumentError: μ or δ out of its range.
+        ArgumentError: μ or δ out of range.
     """
     if within("mu", mu, 0.0, math.inf) == 0:
         return 0.0
@@ -132,7 +123,7 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
 
 
 def _counts(**counts: int) -> tuple[int, ...]:
-    """Whole numbers, the largest first, each no larger than the one before it."""
+    """Whole numbers in falling order, else an error."""
     found = [whole(name, value) for name, value in counts.items()]
     if found != sorted(found, reverse=True):
         order = " <= ".join(reversed(counts))

@@ -1,4 +1,9 @@
-"""Phases of unlike steps: their ε (`accounting.varying`), and what that means (`accounting.membership`)."""
+"""Compose phases of unlike steps: their ε (`accounting.varying`) and membership risk (`accounting.membership`).
+
+Functions take:
+    accountant: an accountant or its name.
+    parts: (a `SubsampledGaussian`, its number of steps) for each phase.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Composition:
-    """Steps of several kinds, one after the other, and who is asked about them.
+    """Steps of several kinds, one after the other, and the accountant for them.
 
     Args:
-        accountant: who is asked.
+        accountant: computes ε.
         parts: each a mechanism, and the number of its steps.
 
+    Methods take:
+        delta: in [0, 1].
+
     Raises:
-        ArgumentError: no parts, or one that is none.
+        ArgumentError: no parts, or an invalid one.
     """
 
     accountant: Accountant
@@ -38,46 +46,31 @@ class Composition:
             whole("steps", part[1])
 
     def epsilon(self, *, delta: float) -> float:
-        """ε of all steps.
-
-        Args:
-            delta: in [0, 1].
-        """
+        """ε of all steps."""
         return self.guarantee(delta=delta).epsilon
 
     def guarantee(self, *, delta: float) -> Guarantee:
-        """ε with its kind, and which bound it is.
-
-        Args:
-            delta: in [0, 1].
+        """ε with its kind and the bound that gave it.
 
         Raises:
-            NoAnswer: steps that differ, and an accountant that is no upper bound; or parts of different adjacency.
+            NoAnswer: the steps differ and the accountant is no upper bound, or the parts have different adjacency.
         """
-        from accounting.varying import guarantee_of_parts  # with numpy, which the simplest accountants do without
+        from accounting.varying import guarantee_of_parts  # imports numpy, which the simplest accountants do not need
 
         return guarantee_of_parts(self.accountant, self.parts, delta=delta)
 
     def risk(self, *, delta: float) -> dict[str, Any]:
-        """What ε means for membership inference: `accounting.risk` of all steps.
-
-        Args:
-            delta: in [0, 1].
-        """
-        from accounting.membership import risk_of_parts  # with scipy, which takes long to import
+        """`accounting.risk` of all steps."""
+        from accounting.membership import risk_of_parts  # imports scipy, which is slow
 
         return risk_of_parts(self.accountant, self.parts, delta=delta)
 
 
 def compose(accountant: Accountant | str, parts: Sequence[Part]) -> Composition:
-    """Phases of unlike steps: ``compose("pld", [(step, 1000), (other, 500)]).epsilon(delta=1e-5)``.
-
-    Args:
-        accountant: one, or its name.
-        parts: each a `SubsampledGaussian`, and the number of its steps.
+    """Compose phases of unlike steps: ``compose("pld", [(step, 1000), (other, 500)]).epsilon(delta=1e-5)``.
 
     Raises:
-        ArgumentError: no parts, or one that is none.
+        ArgumentError: no parts, or an invalid one.
     """
     found = load_accountant(accountant) if isinstance(accountant, str) else accountant
     return Composition(found, tuple(parts))
@@ -86,18 +79,11 @@ def compose(accountant: Accountant | str, parts: Sequence[Part]) -> Composition:
 def risk(accountant: Accountant | str, mechanism: SubsampledGaussian, *, steps: float, delta: float) -> dict[str, Any]:
     """Upper bounds on membership inference: `advantage`, and `tpr_at_fpr` of "0.01" and "0.001".
 
-    `at_least` has what an attack certainly reaches, where that is known.
-    They are the mechanism's, by its privacy losses, whatever accountant is named (`accounting.membership`); of one that
-    is no upper bound there is none.
-
-    Args:
-        accountant: one of upper bounds, or its name.
-        mechanism: of each step.
-        steps: how many.
-        delta: in [0, 1].
+    `at_least` holds what some attack certainly reaches, if known. The bounds follow from the mechanism's privacy
+    losses, whichever accountant is named (`accounting.membership`), but it must give upper bounds.
 
     Raises:
-        ArgumentError: an argument out of its range.
-        NoAnswer: the accountant has none here, or none that is an upper bound.
+        ArgumentError: an argument is out of its range.
+        NoAnswer: the accountant has no bound here, or is no upper bound.
     """
     return compose(accountant, [(mechanism, steps)]).risk(delta=delta)

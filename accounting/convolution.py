@@ -1,23 +1,27 @@
-"""ε of T steps from the privacy losses of each: a convolution under an exponential tilt.
+"""ε of T steps from the privacy losses of each, by a convolution under an exponential tilt.
 
-One step is a grid: weights w_j ≥ 0 at the losses x_j = o + jh, and a weight w_∞ at ∞, of the loss L = ln P/Q under P.
-T steps have the loss of a sum, and
+One step is a grid: weights w_j ≥ 0 at the losses x_j = o + jh, and a weight w_∞ at ∞, of the loss L = ln P/Q under P. T
+steps have the loss of a sum, and
 
     δ(ε) = 1 − (1 − w_∞)^T + Σ_{x > ε} (1 − e^{ε − x}) w_T(x).
 
-By Chernoff, ln Σ_{x ≥ ε} w_T(x) ≤ T K(θ) − θε with K(θ) = ln Σ w_j e^{θx_j}. At the θ that makes this bound's ε
-smallest, the tilted weights v_j = w_j e^{θx_j − K(θ)} have their T-fold sum spread about that very ε. It is the tilted
-weights that are transformed, so that the digits lie where δ is made, be it 1e-5 or 1e-250, and a window of a few of
-their standard deviations is enough:
+By Chernoff, ln Σ_{x ≥ ε} w_T(x) ≤ T K(θ) − θε with K(θ) = ln Σ w_j e^{θx_j}. At the θ that minimises this bound's ε,
+the T-fold sum of the tilted weights v_j = w_j e^{θx_j − K(θ)} is spread about that ε. The tilted weights are
+transformed, so that the digits lie where δ is made, be it 1e-5 or 1e-250, and a window of a few standard deviations is
+enough:
 
     δ(ε) = e^{TK(θ) − θε} Σ_{x > ε} (e^{−θ(x − ε)} − e^{−(θ+1)(x − ε)}) v_T(x).
 
-Steps need not be alike: of several kinds (`Part`), on grids of one interval, the K add up and so do the ln f.
+For steps of several kinds (`Part`), on grids of one interval, the K add up and so do the ln f.
 
-Errors, added for an upper bound of ε and taken off for a lower one: what the window leaves out, which wraps around
-(Chernoff's bound of it); the rounding of the transform f, as T ln f multiplies it by T, which is taken as
-ln(1 + (f − 1)) without the atom at j = 0, so that it is relative to the weight off that atom (at a million steps of a
-small rate nearly all weight is on it); and the rounding of the weights and of K, T times.
+These errors are added for an upper bound of ε, and subtracted for a lower one: what the window leaves out, which wraps
+around (by Chernoff's bound); the rounding of the transform f, which T ln f multiplies by T; and the rounding of the
+weights and of K, T times. ln f is computed as ln(1 + (f − 1)) without the atom at j = 0, so that its rounding is
+relative to the weight off that atom (for a million steps of a small rate nearly all weight is on it).
+
+Functions take:
+    theta: the tilt θ.
+    upper: an upper bound; else a lower one.
 """
 
 from __future__ import annotations
@@ -35,12 +39,12 @@ from accounting.series import Array
 #: The longest transform.
 LONGEST = 2**21
 _TRIES = 9
-#: Where δ is wanted at every ε: as good as none.
+#: The tilt for δ at every ε: negligible.
 _LEAST_TILT = 1e-9
-#: What the window leaves out of the tilted weights, on each side.
+#: The tilted weight outside the window, on each side.
 _LOG_OUTSIDE = math.log(1e-13)
 _EPS = float(np.finfo(float).eps)
-#: What a step may add to ln δ by rounding of its weights, quadrature included: 3e-14 was seen.
+#: What rounding of a step's weights may add to ln δ, quadrature included.
 _STEP_ROUNDING = 1e-13
 
 
@@ -60,19 +64,19 @@ class Losses:
         return self.offset + self.interval * (self.first + np.arange(self.weights.size))
 
     def reversed(self) -> Losses:
-        """Those of (Q, P), where `at_infinity` bounds the mass of Q without P as well."""
+        """The losses of (Q, P); `at_infinity` must also bound the mass of Q without P."""
         with np.errstate(divide="ignore"):
             weights = np.exp(np.log(self.weights) - self.at)[::-1]
         last = self.first + self.weights.size - 1
         return Losses(weights, -last, self.interval, self.at_infinity, -self.offset)
 
 
-#: Steps of one kind: the losses of each, and how many.
+#: Steps of one kind: the losses of one, and their number.
 Part = tuple[Losses, float]
 
 
 class Tilt:
-    """K and its exponential family, of one step."""
+    """K and its exponential family, for one step."""
 
     def __init__(self, losses: Losses) -> None:
         kept = losses.weights > 0
@@ -80,41 +84,29 @@ class Tilt:
         self.log_weights = np.log(losses.weights[kept])
 
     def log_moment(self, theta: float) -> float:
-        """K(θ).
-
-        Args:
-            theta: θ, how far the distribution is tilted.
-        """
+        """K(θ)."""
         terms = self.log_weights + theta * self.at
         top = float(terms.max())
         return top + math.log(float(np.exp(terms - top).sum()))
 
     def variance(self, theta: float) -> float:
-        """Of the losses under the tilt.
-
-        Args:
-            theta: θ, how far the distribution is tilted.
-        """
+        """The variance of the losses under the tilt."""
         weights = np.exp(self.log_weights + theta * self.at - self.log_moment(theta))
         return float(weights @ (self.at - float(weights @ self.at)) ** 2)
 
 
 class Tilted:
-    """The same of the sum of all steps: ΣTK."""
+    """The same for the sum of all steps: ΣTK."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = [(Tilt(losses), steps) for losses, steps in parts]
 
     def log_moment(self, theta: float) -> float:
-        """ΣTK(θ).
-
-        Args:
-            theta: θ, how far the distribution is tilted.
-        """
+        """ΣTK(θ)."""
         return sum(steps * tilt.log_moment(theta) for tilt, steps in self.parts)
 
     def best(self, log_delta: float) -> float:
-        """θ at which Chernoff's ε = (ΣTK(θ) − ln δ)/θ is smallest: unimodal in θ.
+        """θ that minimises Chernoff's ε = (ΣTK(θ) − ln δ)/θ, which is unimodal in θ.
 
         Args:
             log_delta: ln δ.
@@ -129,16 +121,12 @@ class Tilted:
         return math.exp(golden(bound, high - 60.0, high, tolerance=0.02)[0])
 
     def window(self, theta: float) -> tuple[float, float]:
-        """Between which losses the sum lies under the tilt, but for e^_LOG_OUTSIDE on each side.
-
-        Args:
-            theta: θ, how far the distribution is tilted.
-        """
+        """The ends between which the sum lies under the tilt, except for e^_LOG_OUTSIDE on each side."""
         here = self.log_moment(theta)
         spread = math.sqrt(sum(max(tilt.variance(theta), 1e-300) * steps for tilt, steps in self.parts))
 
         def end(sign: float) -> float:
-            # slopes of the right size for normal and longer tails; each gives a bound, and the nearest end counts
+            # slopes for normal and longer tails; each gives a bound, and the nearest end is used
             slopes = (k / spread for k in (0.3, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0))
             return min((self.log_moment(theta + sign * t) - here - _LOG_OUTSIDE) / t for t in slopes)
 
@@ -148,12 +136,10 @@ class Tilted:
 def epsilon_of(
     losses: Losses, steps: float, delta: float, upper: bool = True, theta: float | None = None
 ) -> tuple[float, float]:
-    """`epsilon_of_parts` of `steps` steps that are alike.
+    """`epsilon_of_parts` for `steps` equal steps.
 
     Args:
         losses: of one step, on a grid.
-        steps: T.
-        delta, upper, theta: as there.
     """
     return epsilon_of_parts([(losses, steps)], delta, upper, theta)
 
@@ -161,13 +147,11 @@ def epsilon_of(
 def epsilon_of_parts(
     parts: Sequence[Part], delta: float, upper: bool = True, theta: float | None = None
 ) -> tuple[float, float]:
-    """(ε ≥ 0 at δ after all steps, the tilt θ): an upper bound, or else a lower one; ∞ if the w_∞ alone are above δ.
+    """(ε ≥ 0 at δ after all steps, the tilt θ): an upper or lower bound; ∞ if the w_∞ alone exceed δ.
 
     Args:
-        parts: the losses of a step of each kind, on grids of one interval, and how many such steps.
-        delta: δ in (0, 1).
-        upper: an upper bound; else a lower one.
-        theta: the tilt to begin with; by default the best by Chernoff's bound, which is nearly the best of all.
+        parts: (losses of a step, number of steps) for each kind, on grids of one interval.
+        theta: the initial tilt; by default the best by Chernoff's bound, which is nearly optimal.
 
     Raises:
         NoAnswer: the window has more than `LONGEST` points.
@@ -185,16 +169,15 @@ def epsilon_of_parts(
             return found, theta
         if theta * (at[-1] - at[0]) < 0.01:
             break
-        theta *= 0.3 if turn < 4 else 1e-3  # far from normal (rare large losses), ε lies before the window begins
+        theta *= 0.3 if turn < 4 else 1e-3  # far from normal (rare large losses) ε lies before the window
     return (math.inf if upper else 0.0), theta
 
 
 def deltas_of(parts: Sequence[Part], upper: bool = True) -> tuple[Array, Array]:
-    """(ε, δ(ε)), both [n]: all losses at which δ has a kink, of either sign; δ bounded from above, or else from below.
+    """(ε, δ(ε)), both [n], at all losses where δ has a kink, of either sign.
 
     Args:
         parts: as for `epsilon_of_parts`.
-        upper: an upper bound; else a lower one.
 
     Raises:
         NoAnswer: the window has more than `LONGEST` points.
@@ -205,7 +188,7 @@ def deltas_of(parts: Sequence[Part], upper: bool = True) -> tuple[Array, Array]:
 
 
 def _infinite(parts: Sequence[Part]) -> float:
-    """P of a loss of ∞ in any step."""
+    """The probability under P of an infinite loss in any step."""
     if any(losses.at_infinity >= 1 for losses, _ in parts):
         return 1.0
     return -math.expm1(sum(steps * math.log1p(-losses.at_infinity) for losses, steps in parts))
@@ -226,7 +209,7 @@ def _log_deltas(parts: Sequence[Part], tilted: Tilted, theta: float, upper: bool
     values, rounding = _convolved(parts, tilted, theta, begin, length)
     first = _sums(values, theta * h)
     sums = first - _sums(values, (theta + 1.0) * h)
-    largest = math.exp(-theta * math.log1p(1.0 / theta)) / (1.0 + theta)  # of e^−θx − e^−(θ+1)x
+    largest = math.exp(-theta * math.log1p(1.0 / theta)) / (1.0 + theta)  # max of e^−θx − e^−(θ+1)x
     all_of_them = math.exp(-theta * h) * math.expm1(-h) / math.expm1(-theta * h) / -math.expm1(-(theta + 1.0) * h)
     error = math.exp(_LOG_OUTSIDE) * largest + rounding * min(length * largest, all_of_them) + 8.0 * _EPS * first
     at = drift + (begin + np.arange(length)) * h
@@ -235,16 +218,16 @@ def _log_deltas(parts: Sequence[Part], tilted: Tilted, theta: float, upper: bool
 
 
 def _quick_length(points: int) -> int:
-    """The smallest 2^a·{1, 5/4, 3/2} that is no smaller: transforms of these are fast."""
+    """The smallest of 2^a·{1, 5/4, 3/2} that is at least `points`: such transforms are fast."""
     power = 1 << max(4, (points - 1).bit_length())
     return next((n for n in (power * 5 // 8, power * 3 // 4) if n >= points), power)
 
 
 def _convolved(parts: Sequence[Part], tilted: Tilted, theta: float, begin: int, length: int) -> tuple[Array, float]:
-    """v_T at index (begin + 0 .. length − 1), what lies outside wrapped around; and a bound on each one's rounding."""
+    """v_T at index (begin + 0 .. length − 1), with wrap-around; and a bound on the rounding of each."""
     frequencies = np.arange(length // 2 + 1)
     log_power, turns = np.zeros(frequencies.size), frequencies * (begin % length) % length / length
-    moved = 0.0  # the weight off the atom at 0, of all steps
+    moved = 0.0  # weight off the atom at 0, all steps
     for (losses, steps), (tilt, _) in zip(parts, tilted.parts, strict=True):
         less, off = _transform(losses, theta, tilt.log_moment(theta), length)
         with np.errstate(divide="ignore"):
@@ -261,7 +244,7 @@ def _convolved(parts: Sequence[Part], tilted: Tilted, theta: float, begin: int, 
 
 
 def _transform(losses: Losses, theta: float, log_moment: float, length: int) -> tuple[np.ndarray, float]:
-    """f − 1 of the tilted weights of one step, wrapped around at `length`; and their weight off the atom at 0."""
+    """f − 1 of the tilted weights of one step, wrapped at `length`; and their weight off the atom at 0."""
     with np.errstate(divide="ignore"):
         tilted = np.exp(np.log(losses.weights) + theta * losses.at - log_moment)
     front = losses.first % length
@@ -286,7 +269,7 @@ def _sums(values: Array, rate: float) -> Array:
 
 
 def _crossing(at: Array, log_deltas: Array, log_target: float, upper: bool) -> float | None:
-    """The ε ≥ 0 at which ln δ(ε) falls to the target for good; None if that is before the window begins.
+    """The ε ≥ 0 from which on ln δ(ε) is at most the target; None if that is before the window.
 
     Between two losses δ is linear in e^ε.
     """

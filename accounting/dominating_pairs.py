@@ -1,4 +1,4 @@
-"""Pairs of distributions (P, Q) that dominate one step, as distributions of the privacy loss ln P/Q on a grid.
+"""Dominating pairs (P, Q) of one step, and their privacy losses ln P/Q on a grid.
 
 With y(x) = (2x − 1)/2σ², the loss of N(1, σ²) to N(0, σ²) at x, and ℓ(x) = ln(1 − q + q e^{y(x)}):
 
@@ -6,24 +6,24 @@ With y(x) = (2x − 1)/2σ², the loss of N(1, σ²) to N(0, σ²) at x, and ℓ
     added      P = N(0, σ²)                        Q = (1 − q) N(0, σ²) + q N(−1, σ²)  loss −ℓ(−x)
     replaced   P = (1 − q) N(0, σ²) + q N(1, σ²)   Q = (1 − q) N(0, σ²) + q N(−1, σ²)  loss  ℓ(x) − ℓ(−x)
 
-all rising in x, with the inverses x = σ² ln(1 + (e^ε − 1)/q) + 1/2, its mirror image, and
-x = σ²(ε/2 + asinh((1 − q)/q e^{1/2σ²} sinh(ε/2))). A step whose regime is drawn first, with known chances and whatever
-the record is, has the losses of the regimes in these shares.
+all rising in x, with the inverses x = σ² ln(1 + (e^ε − 1)/q) + 1/2, its mirror image, and x = σ²(ε/2 + asinh((1 − q)/q
+e^{1/2σ²} sinh(ε/2))). A step whose regime is drawn first, with known probabilities that do not depend on the record,
+has the losses of the regimes in these shares.
 
-- *Poisson*: removed and added, each direction composed by itself (Zhu, Dong and Wang 2022, Theorem 11); replaced
+- *Poisson*: removed and added, each direction composed separately (Zhu, Dong and Wang 2022, Theorem 11); replaced
   (Schuchardt et al. 2024, Unified Mechanism-Specific Amplification by Subsampling: one insertion and one deletion).
 - *without replacement*: to remove (see `accounting.sampling`) the pairs at σ/2. To replace, δ(ε) of one step is that of
-  "removed" at σ/2 for ε ≥ 0 and of "added" for ε < 0 (Zhu, Dong and Wang 2022, Theorem 11): one curve, convex in e^ε,
-  so one distribution of losses: those above 0 of the first, those below of the second, the rest at 0. To make a
-  gradient zero is to replace it by a zero.
+  "removed" at σ/2 for ε ≥ 0 and of "added" for ε < 0 (Zhu, Dong and Wang 2022, Theorem 11). This curve is convex in
+  e^ε, so it is one distribution of losses: those above 0 of the first, those below of the second, the rest at 0.
+  Zeroing a gradient replaces it by a zero.
 - *truncated Poisson*, n records, at most B kept. Let k ~ Bin(n − 1, q) others be drawn. With k < B the record fits: a
-  Poisson step. Else the others left are B drawn uniformly from all others, whatever k, and the record takes the place
-  of one with probability q' = P[Bin(n, q) > B] B/n / P[k ≥ B]: a step without replacement. So the two in shares
-  P[k < B] and P[k ≥ B]; the same idea is in dp-accounting, which takes "replaced" for the second. A record that is made
-  zero is drawn as before: it is like a removed one in the first, and like a replaced one in the second.
+  Poisson step. Else the others kept are B drawn uniformly from all others, whatever k, and the record takes the place
+  of one with probability q' = P[Bin(n, q) > B] B/n / P[k ≥ B]: a step without replacement. So the step mixes both with
+  weights P[k < B] and P[k ≥ B]. (dp-accounting has the same idea, with "replaced" for the second.) A zeroed record is
+  drawn as before: in the first it is like a removed one, in the second like a replaced one.
 
-The grid is pessimistic ("connect the dots", Doroshenko et al. 2022): the mass of P and of Q between two neighbouring
-losses goes to these two so that both are kept, which can only raise δ(ε), and at the grid's points leaves it as it is.
+The grid is pessimistic ("connect the dots", Doroshenko et al. 2022): mass of P and of Q between two neighbouring losses
+goes to these two so that both are kept. This can only raise δ(ε), and leaves it unchanged at the grid's points.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from accounting.convolution import Array, Losses
 
 @dataclass(frozen=True)
 class Pair:
-    """(P, Q) on the real line, the loss rising; (share, mean) of the parts of P and of Q, each N(mean, σ²)."""
+    """(P, Q) on the real line, with a rising loss; P and Q are mixtures of (share, mean) parts N(mean, σ²)."""
 
     sigma: float
     p: tuple[tuple[float, float], ...]
@@ -55,7 +55,7 @@ class Pair:
             log_mass: the logarithm of a probability, < 0.
         """
         each = log_mass - math.log(len(self.p))
-        ends = [  # a part that is rarer than that may lie beyond as a whole
+        ends = [  # rarer parts may lie outside
             (mean, self.sigma * math.sqrt(2.0 * (math.log(share) - each)))
             for share, mean in self.p
             if share > 0 and math.log(share) > each
@@ -63,7 +63,7 @@ class Pair:
         return self.loss(min(mean - far for mean, far in ends)), self.loss(max(mean + far for mean, far in ends))
 
     def masses(self, edges: Array) -> tuple[Array, Array]:
-        """P and Q between neighbouring losses out of `edges` [n], and beyond the first and the last: both [n + 1].
+        """P and Q between neighbouring losses of `edges` [n], and beyond the first and the last: both [n + 1].
 
         Args:
             edges: losses, rising, [n].
@@ -77,40 +77,25 @@ def _between(x: Array, sigma: float, parts: tuple[tuple[float, float], ...]) -> 
     for share, mean in parts:
         z = (x - mean) / sigma
         low, high = z[:-1], z[1:]
-        upper = low > 0  # far out, differences of small numbers keep their digits
+        upper = low > 0  # in the tails, differences of small numbers keep their digits
         total += share * np.where(upper, ndtr(-low) - ndtr(-high), ndtr(high) - ndtr(low))
     return total
 
 
 def removed(sigma: float, q: float) -> Pair:
-    """The pair of one Poisson step in which a record is removed: (1 − q) N(0, σ²) + q N(1, σ²) against N(0, σ²).
-
-    Args:
-        sigma: σ > 0, in units of the sensitivity.
-        q: the sample rate, in (0, 1].
-    """
+    """The pair for removing a record: (1 − q) N(0, σ²) + q N(1, σ²) against N(0, σ²)."""
     return Pair(sigma, ((1 - q, 0.0), (q, 1.0)), ((1.0, 0.0),), lambda x: _l(x, sigma, q), lambda e: _x(e, sigma, q))
 
 
 def added(sigma: float, q: float) -> Pair:
-    """The pair of one Poisson step in which a record is added: N(0, σ²) against (1 − q) N(0, σ²) + q N(−1, σ²).
-
-    Args:
-        sigma: σ > 0, in units of the sensitivity.
-        q: the sample rate, in (0, 1].
-    """
+    """The pair for adding a record: N(0, σ²) against (1 − q) N(0, σ²) + q N(−1, σ²)."""
     return Pair(
         sigma, ((1.0, 0.0),), ((1 - q, 0.0), (q, -1.0)), lambda x: -_l(-x, sigma, q), lambda e: -_x(-e, sigma, q)
     )
 
 
 def replaced(sigma: float, q: float) -> Pair:
-    """The pair of one Poisson step in which a record is replaced: mixtures with N(1, σ²) and with N(−1, σ²).
-
-    Args:
-        sigma: σ > 0, in units of the sensitivity.
-        q: the sample rate, in (0, 1].
-    """
+    """The pair for replacing a record: mixtures with N(1, σ²) and with N(−1, σ²)."""
     log_ratio = math.log1p(-q) - math.log(q) + 0.5 / sigma / sigma if q < 1 else -math.inf
 
     def inverse(eps: Array) -> Array:
@@ -144,19 +129,17 @@ def _x(eps: Array, sigma: float, q: float) -> Array:
     return sigma * sigma * y + 0.5
 
 
-#: (share, pair, whether only losses of one sign are its own: 1, −1, or 0 for all)
+#: (share, pair, sign of the losses that belong to it: 1, −1, or 0 for all)
 Regime = tuple[float, Pair, int]
 
 
 def directions(
     sampling: str, adjacency: str, sigma: float, q: float, sizes: tuple[int, int] | None
 ) -> list[list[Regime]]:
-    """The regimes of one step in each direction; ε is the larger of the directions'. `sizes`: n and B if truncated.
+    """The regimes of one step in each direction; ε is the larger of the directions'.
 
     Args:
         sampling, adjacency: names of `accounting.sampling`.
-        sigma: σ > 0, in units of the sensitivity.
-        q: the sample rate, in (0, 1].
         sizes: n, the records, and B, the largest batch, under truncated sampling; else None.
     """
     if sampling == "truncated_poisson":
@@ -214,7 +197,7 @@ def on_grid(regimes: list[Regime], first: int, last: int, interval: float) -> Lo
     weights, infinite = np.zeros(edges.size), 0.0
     for share, pair, sign in regimes:
         p, q = pair.masses(edges)
-        if sign:  # the bins on one side of the loss 0, which is an edge
+        if sign:  # bins on one side of the loss 0, an edge
             above = np.arange(p.size) > -first
             p, q = (np.where(above if sign > 0 else ~above, mass, 0.0) for mass in (p, q))
         inner_p, inner_q = p[1:-1], q[1:-1]
@@ -228,6 +211,6 @@ def on_grid(regimes: list[Regime], first: int, last: int, interval: float) -> Lo
         infinite += share * p[-1]
         weights += share * own_weights
     halves = [share for share, _, sign in regimes if sign]
-    if halves:  # what neither half claims is a loss of 0
+    if halves:  # the rest has a loss of 0
         weights[-first] += max(0.0, sum(share for share, _, sign in regimes if sign >= 0) - weights.sum() - infinite)
     return Losses(weights, first, interval, infinite)

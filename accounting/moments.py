@@ -2,11 +2,11 @@
 
 With μ₀ = N(0, σ²), μ₁ = N(1, σ²), μ = (1 − q)μ₀ + qμ₁, the log moments of one step are
 
-    α(λ) = ln max(E_{z~μ}[(μ/μ₀)^λ], E_{z~μ₀}[(μ₀/μ)^λ]),
+    α(λ) = ln max(E_{z~μ}[(μ/μ₀)^λ], E_{z~μ₀}[(μ₀/μ)^λ]).
 
-of which the first is the larger, and ln A_{λ+1} of `accounting.series`. They add up over adaptive steps (Theorem 2.1),
-and Markov's inequality gives ε = min_λ (Tα(λ) − ln δ)/λ (Theorem 2.2). That is so for every λ > 0, whole or not: with
-all of them allowed (`Extended`) it is Rényi differential privacy under the classic conversion (`accounting.rdp`).
+The first is the larger, and equals ln A_{λ+1} of `accounting.series`. They add up over adaptive steps (Theorem 2.1),
+and Markov's inequality gives ε = min_λ (Tα(λ) − ln δ)/λ (Theorem 2.2), for every λ > 0. With all λ allowed (`Extended`)
+this is Rényi differential privacy under the classic conversion (`accounting.rdp`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Moments(Accountant):
     """ε by the best of some orders.
 
     Args:
-        orders: the λ > 0 that are tried; by default 1 to 32, as published.
+        orders: the λ > 0 to try; by default 1 to 32, as published.
 
     Raises:
         ArgumentError: no orders, or one that is not a finite number > 0.

@@ -1,13 +1,14 @@
-"""Optimal composition: what T steps that are each (ε', δ₀)-private cost, if nothing else is known of them.
+"""Optimal composition of T steps of which only (ε', δ₀) is known.
 
-The worst such steps are randomised responses that fail with probability δ₀, and composing these gives (Kairouz, Oh and
+The worst such steps are randomised responses that fail with probability δ₀. Composing them gives (Kairouz, Oh and
 Viswanath 2015, Theorem 3.3): T steps are (ε, 1 − (1 − δ₀)^T (1 − δ'))-private, where δ' is the δ(ε) of T randomised
-responses, of which ℓ ~ Bin(T, 1/(1 + e^ε')) lower the loss and the others raise it:
+responses; ℓ ~ Bin(T, 1/(1 + e^ε')) of them lower the loss and the others raise it:
 
     δ' = Σ_{ℓ: x_ℓ > ε} C(T, ℓ) e^{(T − ℓ)ε'}/(1 + e^ε')^T (1 − e^{ε − x_ℓ}),   x_ℓ = (T − 2ℓ)ε'.
 
-Terms are positive and summed in logarithms over the few standard deviations of ℓ that count. It is never above strong
-composition, which bounds the same thing, nor above Tε'. Above 10⁷ steps their explicit form (Theorem 3.4) stands in.
+Terms are positive, and summed in logarithms over the few standard deviations of ℓ that count. The result is never above
+strong composition, which bounds the same quantity, nor above Tε'. Above 10⁷ steps the explicit form (Theorem 3.4) is
+used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from accounting.mechanism import SubsampledGaussian
 from accounting.search import golden
 
 _MOST_STEPS = 1e7
-#: The share x of δ that goes to the composition is searched as logit x.
+#: The share x of δ for the composition is searched as logit x.
 _GRID = range(-12, 13, 2)
 
 
@@ -32,7 +33,6 @@ def composed_epsilon(each: float, steps: float, log_slack: float) -> float:
 
     Args:
         each: ε' of one of them, at least 0.
-        steps: how many, at least 1.
         log_slack: ln δ', below 0.
     """
     if each == 0 or steps == 1 or not each * steps < math.inf:
@@ -41,7 +41,7 @@ def composed_epsilon(each: float, steps: float, log_slack: float) -> float:
         return _explicit(each, steps, log_slack)
     log_low, log_high = -each - math.log1p(math.exp(-each)), -math.log1p(math.exp(-each))
     mean, count = steps * math.exp(log_low), int(steps)
-    reach = math.sqrt(2.0 * mean * (45.0 - log_slack))  # Chernoff: what lies below is e^-45 of δ'
+    reach = math.sqrt(2.0 * mean * (45.0 - log_slack))  # Chernoff: the rest is e^-45 of δ'
     start, end = max(0, math.floor(mean - reach)), min(count, math.ceil(mean + 9.0 * math.sqrt(mean) + 60.0))
     ell = np.arange(start, end + 1, dtype=float)
     log_chance = _log_binomial(count, start) + np.concatenate(
@@ -50,7 +50,7 @@ def composed_epsilon(each: float, steps: float, log_slack: float) -> float:
     loss = (count - 2.0 * ell) * each
     log_p = log_chance + ell * log_low + (count - ell) * log_high
     total_p, total_q = np.logaddexp.accumulate(log_p), np.logaddexp.accumulate(log_p - loss)
-    log_slack -= 4e-16 * (math.lgamma(steps + 1.0) + ell.size)  # for the rounding of ln C(T, ℓ)
+    log_slack -= 4e-16 * (math.lgamma(steps + 1.0) + ell.size)  # rounding of ln C(T, ℓ)
     over = np.maximum(log_slack - total_p, -745.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         candidates = np.where(over < 0, total_p + np.log(-np.expm1(np.minimum(over, 0.0))) - total_q, -math.inf)
@@ -63,13 +63,13 @@ def _log_binomial(n: int, k: int) -> float:
 
 
 def _explicit(each: float, steps: float, log_slack: float) -> float:
-    """Theorem 3.4, its simplest bounds: Tε', and a drift and a spread."""
+    """Theorem 3.4, the simplest bounds: Tε', and a drift plus a spread."""
     drift = each * math.tanh(0.5 * each) * steps
     return min(steps * each, drift + each * math.sqrt(steps) * math.sqrt(-2.0 * log_slack))
 
 
 class Optimal(Accountant):
-    """Optimal composition of exact Gaussian steps on exact amplification, with the best split of δ."""
+    """Optimal composition of exact Gaussian steps with exact amplification, with the best split of δ."""
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         sigma, q, log_delta = mechanism.noise_multiplier, mechanism.sample_rate, math.log(delta)
@@ -86,7 +86,7 @@ class Optimal(Accountant):
             share = best
         epsilon, each, log_slack = at(share)
         alone = amplified(exact_epsilon(sigma, log_delta - math.log(q) - math.log(steps)), q)
-        if steps * alone <= epsilon:  # nothing for the composition: simple
+        if steps * alone <= epsilon:  # simple composition is no larger
             return steps * alone, {"amplified_epsilon": alone, "composition_delta": 0.0, "exact": steps <= _MOST_STEPS}
         return epsilon, {
             "amplified_epsilon": each,

@@ -1,19 +1,20 @@
-"""The optimistic grid: outcomes of a step merged, without loss in the mean, into atoms that lie on the grid.
+"""The optimistic grid: merge outcomes of a step into atoms on the grid, without changing means.
 
 Cell j holds the outcomes with losses in [x_j, x_{j+1}], its P-mass p_j, and
 
     b_j = P − Q e^{x_j},   a_j = Q e^{x_{j+1}} − P,   both ≥ 0: above the lower end, below the upper one.
 
-A share α_j of each cell, drawn at random, is merged with a share 1 − α_{j+1} of the next into one atom: outcomes in it
-are told apart no more. That is post-processing, and lowers every δ(ε). Its loss ln P/Q is the grid's x_{j+1} exactly if
+A random share α_j of each cell is merged with a share 1 − α_{j+1} of the next into one atom, whose outcomes are no
+longer distinguished. This is post-processing, and lowers every δ(ε). The loss ln P/Q of the atom is exactly the grid's
+x_{j+1} if
 
     α_j a_j = (1 − α_{j+1}) b_{j+1}.
 
-From the left end (nothing comes from below: α = 1) this gives all α in turn. Errors die out where cells grow in mass:
-so it is used up to the peak, and from the right end down to it. Both meet in the peak's cell, whose lower and upper
-half get shares of their own, two unknowns for two equations. Where no shares in [0, 1] solve them (the grid is coarser
-than the peak) the grid is aligned with the peak, by an offset. What still lies between two losses is lowered to the
-first, which on removing a record lowers the δ(ε) of any sum; and what lies beyond both ends is dropped.
+From the left end (nothing comes from below: α = 1) this gives all α in turn. Errors die out where cells grow in mass,
+so the recursion runs from both ends to the peak. In the peak's cell, the lower and the upper half get separate shares:
+two unknowns for two equations. If no shares in [0, 1] solve them (the grid is coarser than the peak), an offset aligns
+the grid with the peak. A mass that still lies between two losses is lowered to the first, which on removing a record
+lowers the δ(ε) of any sum. Mass beyond both ends is dropped.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _TURNS, _QUANTILES = 6, (1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.5)
 
 @dataclass
 class _Merged:
-    """At the grid's losses: P-mass ([n]) and P − Q e^x of it ([n], 0 where merged exactly).
+    """P-mass at the grid's losses ([n]), and its P − Q e^x ([n], 0 where merged exactly).
 
-    `lost`: P − Q e^x at the peaks; `shift`: of the grid, that may lessen it.
+    `lost`: P − Q e^x at the peaks; `shift`: of the grid, to reduce it.
     """
 
     weights: Array
@@ -51,7 +52,7 @@ def better(step: Step, interval: float, theta: float, tolerance: float) -> Losse
         step: one step of the mechanism.
         interval: between two losses of the grid.
         theta: the tilt e^{θy} under which it should be close.
-        tolerance: a loss per step that may be lost.
+        tolerance: the acceptable loss of accuracy per step.
     """
     low, high = step.reach
     first = math.floor(low / interval) - 1
@@ -99,7 +100,7 @@ def _merge(step: Step, at: Array) -> _Merged:
 
 
 def _modes(p: Array) -> list[tuple[int, int, int]]:
-    """(first cell, peak, past the last) of the mixture's one or two modes: where little noise parts them."""
+    """(first cell, peak, end) of the mixture's one mode, or two if there is little noise."""
     peak = int(np.argmax(p))
     least = np.minimum.accumulate(p[peak:])
     with np.errstate(over="ignore"):
@@ -115,7 +116,7 @@ def _modes(p: Array) -> list[tuple[int, int, int]]:
 def _shares(gives: Array, takes: Array, inner: bool) -> Array:
     """α with α_j gives_j = (1 − α_{j+1}) takes_{j+1}, by alternating sums, from α_0 = 1 on (1/2 between two modes).
 
-    Outside [0, 1] it is cut, and merges there are not exact. In pieces over which the products involved stay floats.
+    Clipped to [0, 1], where merges are inexact. Computed in pieces over which the products do not overflow.
     """
     shares = np.ones(gives.size)
     some = (gives > 0) & (takes > 0)
@@ -139,7 +140,7 @@ def _shares(gives: Array, takes: Array, inner: bool) -> Array:
 
 
 def _meet(merged: _Merged, step: Step, at: Array, place: int, from_below: float, from_above: float) -> None:
-    """Share the peak's cell out, by halves: as little as can be to its lower end, beyond what `from_below` asks for."""
+    """Share out the peak's cell, by halves: to its lower end as little as possible beyond `from_below`."""
     low, high = float(at[place]), float(at[place + 1])
     halves = step.outcome(np.array([low, low + 0.5 * (high - low), high]))
     p, b, a = cells(step, halves, np.full(2, low), np.full(2, high))
@@ -158,12 +159,12 @@ def _meet(merged: _Merged, step: Step, at: Array, place: int, from_below: float,
 def _kept(b: Array, a: Array, from_below: float, from_above: float) -> Array:
     """Shares (u, v) of both halves for the lower end, with ub₀ + vb₁ ≥ from_below and (1−u)a₀ + (1−v)a₁ ≤ from_above.
 
-    Of these the one that loses least, u(a₀ + b₀) + v(a₁ + b₁): a corner of the polygon.
+    Minimises the loss u(a₀ + b₀) + v(a₁ + b₁): a corner of the polygon.
     """
     b0, b1, a0, a1 = (float(x) for x in (*b, *a))
     rest = a0 + a1 - from_above
 
-    def second(u: float) -> float:  # the least v at this u
+    def second(u: float) -> float:  # the least v for u
         return max(0.0, (from_below - u * b0) / b1 if b1 > 0 else 0.0, (rest - u * a0) / a1 if a1 > 0 else 0.0)
 
     def first(v: float) -> float:
@@ -179,7 +180,7 @@ def _kept(b: Array, a: Array, from_below: float, from_above: float) -> Array:
 
 
 def _shift(weights: Array, above: Array, interval: float) -> float:
-    """The shift of the grid under which lowering losses to it costs least, on (weighted) average."""
+    """The shift of the grid that minimises the weighted mean by which losses are lowered to it."""
     order = np.argsort(above)
     ranked = np.cumsum(weights[order])
     places = np.searchsorted(ranked, ranked[-1] * np.array(_QUANTILES))

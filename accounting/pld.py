@@ -1,18 +1,17 @@
-"""The privacy loss distributions of Google's dp-accounting: connect-the-dots (Doroshenko et al. 2022), pessimistic.
+"""Privacy loss distributions of Google's dp-accounting: connect-the-dots (Doroshenko et al. 2022), pessimistic.
 
-Imported when it is first asked, and without torch. Its ε errs upwards with the interval h by about T(θ + 1)h²/12, θ the
-tilt at ε (λ of the best Rényi order), which grows with T at a fixed h: here h is chosen for `ACCURACY` of ε. How many
-losses that takes is predicted by the Chernoff bounds that the library itself uses, so that it is never asked for what
-it cannot hold.
+Imported when first used, and without torch. Its ε errs upwards with the interval h by about T(θ + 1)h²/12, with the
+tilt θ at ε (λ of the best Rényi order). h is chosen for `ACCURACY` of ε. The number of losses that this takes is
+predicted by the Chernoff bounds that the library itself uses, so that it is never called for more than it can hold.
 
-Its transform is not tilted, and its rounding errors are not bounded: of 10⁴ steps at δ = 1e-10 its ε was seen below the
-certified lower bound as well as above the upper one, by 0.1 %, as if δ were off by 6e-12. So it is asked for ε at a δ
-that is smaller by `rounding`, 2e-15 a step, and not at all where that is no small part of δ, or where rounding reaches
-the masses of the grid's losses (which are differences of δ(ε), divided by h).
+The library's transform is not tilted, and its rounding errors are not bounded: for 10⁴ steps at δ = 1e-10 its ε was
+seen 0.1 % below the certified lower bound and above the upper one, as if δ were off by 6e-12. So it is called with a δ
+smaller by `rounding`, 2e-15 a step. It is not called if that is a large part of δ, or if rounding reaches the masses of
+the grid's losses (which are differences of δ(ε), divided by h).
 
-Where it cannot be asked, or is looser than that (rare losses, small q), the same grid composed under a tilt answers
-(`accounting.prv`, whose rounding is bounded). That ε is raised by `ACCURACY`, as the library's is, so that ε does not
-fall where T rises and the one takes over from the other.
+If the library cannot be called, or is looser (rare losses, small q), the same grid composed under a tilt is used
+(`accounting.prv`, whose rounding is bounded). Its ε is raised by `ACCURACY`, as the library's is, so that ε does not
+fall as T rises where the method changes.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from accounting.mechanism import NoAnswer, SubsampledGaussian
 from accounting.prv import bracket
 from accounting.rdp import Rdp
 
-#: By how much of itself ε may err for the grid's sake; the most losses, after composition.
+#: The relative error of ε that the grid may cause; the most losses, after composition.
 ACCURACY, _MOST = 2e-4, 500_000
-#: Below `_FEWEST` losses the library counts combinations, and never ends.
+#: With fewer than `_FEWEST` losses the library enumerates combinations, and does not end.
 _FEWEST, LEAST_SIGMA, LEAST_RATE, MOST_STEPS = 1_200, 1e-2, 1e-12, 1e7
 _LOG_TAIL = -50.0
 
 
 def _rounding(steps: float) -> float:
-    """By how much the library's δ may be off."""
+    """The possible error of the library's δ."""
     return 2e-13 + 2e-15 * steps
 
 
@@ -50,7 +49,7 @@ def _library() -> Any:
     """
     try:
         from dp_accounting.pld import privacy_loss_distribution
-    except Exception as error:  # whatever another package may raise
+    except Exception as error:  # the package may raise anything
         why = f"{type(error).__name__}: {error}"
         raise NoAnswer(f"dp-accounting cannot be imported ({why}); pip install dp-accounting") from error
     return privacy_loss_distribution
@@ -59,7 +58,7 @@ def _library() -> Any:
 class Pld(Accountant):
     """ε by dp-accounting, or by a tilted composition of the same grid (`composed_by` in the detail).
 
-    The detail has h (`discretization`) and about what it adds to ε (`discretization_error`).
+    The detail has h (`discretization`) and roughly what it adds to ε (`discretization_error`).
     """
 
     composes = True
@@ -90,7 +89,7 @@ class Pld(Accountant):
             raise NoAnswer(f"losses {interval:.2g} apart have too few digits for {steps:g} steps")
         library = _library()
         try:
-            with np.errstate(all="ignore"):  # what is no number is no answer (`accounting.base`)
+            with np.errstate(all="ignore"):  # NaN becomes NoAnswer (`accounting.base`)
                 one = library.from_gaussian_mechanism(
                     sigma, sampling_prob=q, value_discretization_interval=interval, log_mass_truncation_bound=_LOG_TAIL
                 )
@@ -120,10 +119,10 @@ class Pld(Accountant):
 
     @staticmethod
     def _interval(sigma: float, q: float, steps: float, wanted: float) -> tuple[float, float]:
-        """h, `wanted` or as fine as `_MOST` allows; and how many losses of one step that makes.
+        """(h, the number of losses of one step): h is `wanted`, or as fine as `_MOST` allows.
 
         Raises:
-            NoAnswer: if that is too coarse for the library.
+            NoAnswer: h is too coarse for the library.
         """
         step = Step(sigma, q, _LOG_TAIL)
         low, high = step.reach
@@ -141,9 +140,9 @@ class Pld(Accountant):
 
 
 def _tilted(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-    """(ε, detail) of the tilted composition, which no setting is too rare for."""
+    """(ε, detail) of the tilted composition, which handles every setting."""
     found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
-    epsilon = found.upper * (1.0 + ACCURACY if found.interval else 1.0)  # in closed form nothing is added
+    epsilon = found.upper * (1.0 + ACCURACY if found.interval else 1.0)  # closed forms are exact
     return epsilon, {
         "discretization": found.interval,
         "discretization_error": epsilon - found.estimate,

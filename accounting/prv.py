@@ -1,17 +1,16 @@
-"""Numerical composition of privacy random variables, with a certified lower and upper bound on both sides of the truth.
+"""Numerical composition of privacy random variables, with certified lower and upper bounds.
 
 As in Gopi, Lee and Wutschitz 2021 the loss ln P/Q of one step, a random variable, is put on a grid, and T of them are
-added up by fast Fourier transform. Where theirs is one grid with a proved distance to the truth, here are two that
-enclose it (`accounting.discretised`, `accounting.optimistic_grid`: Doroshenko et al. 2022, and the post-processing
-theorem):
+added by fast Fourier transform. They use one grid with a proved distance to the truth; here two grids enclose the truth
+(`accounting.discretised`, `accounting.optimistic_grid`: Doroshenko et al. 2022, and the post-processing theorem):
 
     upper      of the pessimistic grid, the larger of ε on removing and on adding a record
     lower      of the optimistic one, on removing
     estimate   lower + 2/3 (upper − lower): to first order in h² these err by −h²/3 and h²/6 in the variance of a step
 
-Every source of error is inside the bounds: grid, tails, what wraps around, and rounding (`accounting.convolution`). The
-grid is refined until they are within `ACCURACY` of each other, or the transform is at its longest. In closed form are
-q = 1 (the sum of Gaussians is one) and T = 1 (Balle, Barthe and Gaboardi 2018, Theorem 8).
+The bounds include every source of error: grid, tails, wrap-around, and rounding (`accounting.convolution`). The grid is
+refined until they are within `ACCURACY` of each other, or the transform is at its longest. q = 1 (the sum of Gaussians
+is one) and T = 1 (Balle, Barthe and Gaboardi 2018, Theorem 8) have closed forms.
 
 Other schemes: the upper bound of `accounting.schemes`, by the same composition.
 """
@@ -31,21 +30,21 @@ from accounting.mechanism import NoAnswer, SubsampledGaussian
 from accounting.optimistic_grid import better
 from accounting.sampling import HOME, SCHEMES, Scheme
 
-#: upper − lower that is asked for: relative to upper, and absolute.
+#: The requested upper − lower: relative to upper, and absolute.
 ACCURACY, LEAST = 1e-4, 1e-7
 _FEWEST, _MOST = 2_000, 500_000
 _COARSEST = 300.0  # e^h must be a float
-#: What lies beyond the ends of the grid, relative to δ.
+#: The mass beyond the ends of the grid, relative to δ.
 _LOG_TAIL = math.log(1e-9)
-#: Smaller δ and σ have no digits in a float, or take too many of them.
+#: Smaller δ and σ lose all digits of a float, or need too many losses.
 LEAST_DELTA, LEAST_SIGMA, MOST_STEPS = 1e-250, 4e-3, 1e13
-#: Who has an answer where arithmetic leaves none here.
+#: A hint for refusals where floats do not suffice.
 OTHERS = "; rdp has a bound here"
 
 
 @dataclass(frozen=True)
 class Bracket:
-    """lower ≤ ε ≤ upper, certainly; the grid's interval (0 where in closed form)."""
+    """Certified bounds lower ≤ ε ≤ upper, and the grid's interval (0 in closed form)."""
 
     lower: float
     upper: float
@@ -53,26 +52,20 @@ class Bracket:
 
     @property
     def estimate(self) -> float:
-        """A point two thirds of the way from the lower bound to the upper one; the upper one where they say no more."""
+        """Two thirds of the way from the lower bound to the upper one; the upper one if that is not informative."""
         return self.lower + (self.upper - self.lower) * 2.0 / 3.0 if self.lower < self.upper < math.inf else self.upper
 
     @property
     def accurate(self) -> bool:
-        """Are the bounds as close as was asked?"""
+        """Whether the bounds are as close as requested."""
         return self.upper - self.lower <= max(ACCURACY * self.upper, LEAST)
 
 
 def bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
-    """ε of T Poisson steps under adding or removing one record, from both sides. Remembered.
-
-    Args:
-        sigma: σ > 0, in units of the sensitivity.
-        q: the sample rate, in (0, 1].
-        steps: T.
-        delta: in (0, 1).
+    """Bounds on ε of T Poisson steps under adding or removing one record. Cached.
 
     Raises:
-        NoAnswer: δ, σ or T are beyond what floats can resolve, or no grid can be had.
+        NoAnswer: δ, σ or T are beyond what floats resolve, or there is no grid.
     """
     found = _remembered(sigma, q, float(steps), delta)
     if isinstance(found, str):
@@ -82,7 +75,7 @@ def bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
 
 @functools.lru_cache(maxsize=512)
 def _remembered(sigma: float, q: float, steps: float, delta: float) -> Bracket | str:
-    """The bracket, or why there is none: both may have taken a second."""
+    """The bracket, or why there is none. Cached, because either may take a second."""
     try:
         return _bracket(sigma, q, steps, delta)
     except NoAnswer as error:
@@ -113,7 +106,7 @@ def _closed(epsilon: float) -> Bracket:
 
 
 def _refined(step: Step, steps: float, delta: float) -> Bracket:
-    """Both bounds on finer and finer grids: their distance falls with h², or with h where h is above the losses."""
+    """Refine both grids. The distance of the bounds falls with h², or with h where h is above the losses."""
     low, high = step.reach
     span = high - low
     interval, lower, upper, too_fine = span / _FEWEST, 0.0, math.inf, 0.0
@@ -122,7 +115,7 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
         try:
             pessimistic = worse(step, interval)
             above, theta = epsilon_of(pessimistic, steps, delta)
-            if above == math.inf:  # no grid changes that
+            if above == math.inf:  # no grid can change that
                 break
             optimistic = better(step, interval, theta, 0.01 * ACCURACY * min(above, 1e6) / steps)
             below, _ = epsilon_of(optimistic, steps, delta, upper=False, theta=theta or None)
@@ -147,14 +140,14 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
 
 
 class Prv(Accountant):
-    """ε by numerical composition: the upper bound. The detail has both, and whether they are as close as was asked."""
+    """ε by numerical composition: the upper bound. The detail has both bounds, and whether they are `accurate`."""
 
     supports: ClassVar[frozenset[Scheme]] = SCHEMES
     composes = True
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         if mechanism.scheme != HOME:
-            from accounting.schemes import epsilon as epsilon_elsewhere  # with scipy, which takes long to import
+            from accounting.schemes import epsilon as epsilon_elsewhere  # imports scipy, which is slow
 
             return epsilon_elsewhere(mechanism, steps, delta)
         found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
@@ -162,7 +155,7 @@ class Prv(Accountant):
 
 
 class Estimate(Accountant):
-    """Between the bounds, where the truth most likely is."""
+    """The point between the bounds where ε most likely lies."""
 
     kind: Kind = "estimate"
 
@@ -172,7 +165,7 @@ class Estimate(Accountant):
 
 
 class Lower(Accountant):
-    """ε that is certainly needed."""
+    """The certified lower bound on ε."""
 
     kind: Kind = "lower_bound"
 

@@ -1,15 +1,16 @@
-"""Rényi differential privacy of the subsampled Gaussian (Mironov, Talwar and Zhang 2019), and back to (ε, δ).
+"""Rényi differential privacy of the subsampled Gaussian (Mironov, Talwar and Zhang 2019), converted to (ε, δ).
 
 One step has Rényi divergence ρ(a) = ln A_a/(a − 1) of order a > 1 (`accounting.series`); T adaptive steps have Tρ(a),
 and each order gives an ε at δ:
 
-    classic    Tρ(a) + ln(1/δ)/(a − 1)                                       (Mironov 2017, Proposition 3)
-    improved   Tρ(a) + ln((a − 1)/a) − (ln δ + ln a)/(a − 1)                 (Canonne, Kamath and Steinke 2020,
-                                                                              Proposition 12; Balle et al. 2020)
+    classic    Tρ(a) + ln(1/δ)/(a − 1)                              (Mironov 2017, Proposition 3)
+    improved   Tρ(a) + ln((a − 1)/a) − (ln δ + ln a)/(a − 1)        (Canonne, Kamath and Steinke 2020, Proposition 12;
+               Balle et al. 2020)
 
-The classic one is the tail bound of the moments accountant of 2016 with every order allowed. As any order is valid the
-smallest ε is taken: over a geometric grid walked downhill from where a Gaussian of the same variance has its minimum,
-then by golden section between the neighbours (whole orders only where a > 1024 or σ is too small for others).
+The classic conversion is the tail bound of the moments accountant of 2016, for every order. Every order is valid, so
+the smallest ε is used. The search walks downhill over a geometric grid from the minimum for a Gaussian of the same
+variance, then uses golden section between the neighbours (only whole orders where a > 1024 or σ is too small for
+others).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from accounting.series import WHOLE_ORDERS, Array, log_moments
 
 Conversion = Literal["improved", "classic"]
 
-#: λ = a − 1 is searched between these; where the best is one of them, the detail says so.
+#: λ = a − 1 is searched between these; the detail says if the best is one of them.
 SMALLEST, LARGEST = 2.0**-40, 2.0**50
 
 
@@ -48,17 +49,16 @@ def to_epsilon(lambdas: Array, log_moment: Array, log_delta: float, conversion: 
 
 
 class Rdp(Accountant):
-    """ε by the best Rényi order.
+    """ε by the best Rényi order; an upper bound at every order.
+
+    The detail has `order`, `conversion`, and `order_at_edge`: a smaller ε may lie beyond the orders tried.
 
     Args:
         conversion: from Rényi divergence to ε.
-        orders: the orders a > 1 that are tried; all of them by default.
+        orders: the orders a > 1 to try; all of them by default.
 
     Raises:
         ArgumentError: another conversion, no orders, or one that is not a finite number > 1.
-
-    Formal guarantees: an upper bound at every order, whichever is taken. The detail has `order`, `conversion` and
-    `order_at_edge`: whether a smaller ε may lie beyond the orders that were tried.
     """
 
     def __init__(self, conversion: Conversion = "improved", orders: Iterable[float] | None = None) -> None:
@@ -73,13 +73,7 @@ class Rdp(Accountant):
         return epsilon, {"order": order, "conversion": self.conversion, "order_at_edge": order in ends}
 
     def best(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, float]:
-        """(ε, the order it has it at), inside the edges of `accounting.base`.
-
-        Args:
-            mechanism: of each step.
-            steps: T.
-            delta: in (0, 1).
-        """
+        """(ε, its order), inside the edges of `accounting.base`."""
         sigma, q, log_delta = mechanism.noise_multiplier, mechanism.sample_rate, math.log(delta)
 
         def at(lambdas: Array) -> Array:
@@ -96,13 +90,13 @@ class Rdp(Accountant):
 
 
 class Whole(Rdp):
-    """ε by the best whole order from 2 to 1,024: these hold for the discrete Gaussian, too (`moments` for fewer)."""
+    """ε by the best whole order from 2 to 1,024, valid for the discrete Gaussian too (`moments` has fewer orders)."""
 
     def __init__(self) -> None:
         super().__init__(orders=range(2, WHOLE_ORDERS + 1))
 
 
 def _start(sigma: float, q: float, steps: float, log_delta: float) -> float:
-    """λ where Tλ(λ + 1)v/2 + ln(1/δ) over λ is smallest, v = q²(e^{1/σ²} − 1): right for small losses."""
+    """λ that minimises Tλ(λ + 1)v/2 + ln(1/δ) over λ, v = q²(e^{1/σ²} − 1): right for small losses."""
     log_squared = math.log(-2.0 * log_delta) - math.log(steps) - 2.0 * math.log(q) - log_variance(sigma)
     return math.exp(max(-27.0, min(34.0, 0.5 * log_squared)))

@@ -1,33 +1,34 @@
-"""What a bound under one way of drawing batches, and one of being neighbours, says of another.
+"""Reductions: turn a bound for one sampling scheme and adjacency into a bound for another.
 
-n records, b of them in a batch on average, q = b/n; noise N(0, σ²C²I) on the sum of clipped gradients. Write σ: q for
-T steps of Poisson sampling at rate q under adding or removing one record, where every accountant is at home. To make
-one record's gradient zero (Kairouz et al. 2021, arXiv:2103.00039) is there the same as to remove it, as no other record
-is drawn otherwise for it. An upper bound is one elsewhere as well, by these reductions:
+n records, b of them in a batch on average, q = b/n; noise N(0, σ²C²I) on the sum of clipped gradients. Write σ: q for T
+steps of Poisson sampling at rate q under adding or removing one record, which every accountant supports. There, zeroing
+a record's gradient (Kairouz et al. 2021, arXiv:2103.00039) equals removing it, because no other record is drawn
+differently. These reductions extend an upper bound:
 
-one pass        An epoch is cut into ⌊1/q⌋ batches at most, and a record is in one of them, at a place that depends on
-                no record. What comes before it and after it is the same function of the outputs on both datasets: an
-                epoch is one Gaussian mechanism. So σ: 1 for E = ⌈T/⌊1/q⌋⌉ steps, exactly, if the record's gradient is
-                made zero; to replace it moves the sum by 2C, so σ/2: 1. To remove it shifts every batch after it, and
-                the sums of all of these move: no such bound holds.
-shuffled        The same for each order of the records, and so for their mixture (δ is jointly convex): no amplification
-                is proved (zero-out as in Chua et al. 2024a). A lower bound is in `accounting.shuffled`.
-without         Remove record x. Of the batches of b that hold x (a share q), exchange x for another record, drawn
-replacement     uniformly: that gives the batches of the dataset without x. So with probability q the sum moves by 2C at
-                most, else not at all: σ/2: q. A record whose gradient is zero is one that x may be replaced by, so to
-                make it zero costs no more than that.
-truncated       Cut to B records, batches with more are drawn uniformly from the sample. Either x fits beside the others
-Poisson         (moving the sum by C), or it takes the place of one of them (by 2C), the second with a probability below
-                q: σ/2: q. And with τ = P[Bin(n, q) > B], T steps are τT-close to steps that were never cut, so
-                δ' = δ + τT(1 + e^ε) at the same ε (Chua et al. 2024b): whichever is smaller. A zero: as above.
-balls and bins  A mixture of passes, as shuffled batches are, but here to remove a record moves no other.
-                `accounting.random_allocation` has the amplification.
-all records     At q = 1 every scheme but the truncated is the Gaussian mechanism: σ: 1, or σ/2: 1 to replace one.
-replace one     Remove one, add the other: (ε, δ) twice is (2ε, (1 + e^ε)δ) (group privacy; Dwork and Roth 2014). Where
-                there is better, as for one pass, that is used.
+- *One pass*: An epoch is cut into at most ⌊1/q⌋ batches, and a record is in one of them, at a place independent of the
+  data. What comes before and after it is the same function of the outputs on both datasets, so an epoch is one Gaussian
+  mechanism. So σ: 1 for E = ⌈T/⌊1/q⌋⌉ steps, exactly, if the record's gradient is zeroed. Replacing it moves the sum by
+  2C, so σ/2: 1. Removing it shifts every later batch and moves all their sums: no such bound holds.
+- *Shuffled*: The same for each order of the records, and so for their mixture (δ is jointly convex): no amplification
+  is proved (zero-out as in Chua et al. 2024a). `accounting.shuffled` has a lower bound.
+- *Without replacement*: Remove record x. In the batches of b that hold x (a share q), exchange x for another record,
+  drawn uniformly: this gives the batches of the dataset without x. So with probability q the sum moves by at most 2C,
+  else not at all: σ/2: q. A record with zero gradient may replace x, so zeroing costs no more.
+- *Truncated Poisson*: Cut to B records: larger batches are drawn uniformly from the sample. Either x fits beside the
+  others (moving the sum by C), or it takes the place of one of them (2C), the second with a probability below q: σ/2:
+  q. With τ = P[Bin(n, q) > B], T steps are also τT-close to uncut steps, so δ' = δ + τT(1 + e^ε) at the same ε (Chua et
+  al. 2024b). The smaller bound is used. Zeroing: as above.
+- *Balls and bins*: A mixture of passes, as shuffled batches are, but removing a record moves no other.
+  `accounting.random_allocation` has the amplification.
+- *All records*: At q = 1 every scheme but the truncated one is the Gaussian mechanism: σ: 1, or σ/2: 1 to replace one.
+- *Replace one*: Remove one, add the other: (ε, δ) twice is (2ε, (1 + e^ε)δ) (group privacy; Dwork and Roth 2014),
+  unless there is a better bound, as for one pass.
 
-`accounting.schemes` has tighter bounds, of the pairs of distributions themselves. Chua et al. 2024a: "How Private are
+`accounting.schemes` has tighter bounds, from the pairs of distributions themselves. Chua et al. 2024a: "How Private are
 DP-SGD Implementations?", ICML 2024; 2024b: "Scalable DP-SGD: Shuffling vs. Poisson Subsampling", NeurIPS 2024.
+
+Functions take:
+    sample_rate: q in (0, 1].
 """
 
 from __future__ import annotations
@@ -45,46 +46,32 @@ Ask = Callable[[SubsampledGaussian, float, float], Answer]
 
 
 def at_home(mechanism: SubsampledGaussian) -> SubsampledGaussian:
-    """The same distributions under the name that accountants know: a zero for a removed record, which moves no other.
-
-    Args:
-        mechanism: of each step.
-    """
+    """Replace zero-out by add-remove where they are the same, because no other record moves."""
     apart = mechanism.sampling in (HOME[0], "balls_and_bins") and mechanism.adjacency == "zero_out"
     return replace(mechanism, adjacency=HOME[1]) if apart else mechanism
 
 
 def batches_of_epoch(sample_rate: float) -> float:
-    """⌊1/q⌋, at least 1; 0 < q ≤ 1.
-
-    Args:
-        sample_rate: q.
-    """
+    """⌊1/q⌋, at least 1."""
     inverse = 1.0 / sample_rate
     return max(1.0, float(math.floor(inverse * (1.0 + 1e-12)))) if inverse < 2.0**53 else inverse
 
 
 def epochs_begun(sample_rate: float, steps: float) -> float:
-    """E = ⌈T/⌊1/q⌋⌉: in how many batches a record is at most, where an epoch is ⌊1/q⌋ steps. 0 < q ≤ 1, T ≥ 1.
-
-    Args:
-        sample_rate: q.
-        steps: T.
-    """
+    """E = ⌈T/⌊1/q⌋⌉: the most batches that a record is in, if an epoch has ⌊1/q⌋ steps."""
     epochs = steps / batches_of_epoch(sample_rate)
     return float(max(1, math.ceil(epochs))) if epochs < 2.0**53 else epochs
 
 
 def as_poisson(sample_rate: float, steps: float, bands: int) -> tuple[float, float]:
-    """(q', ⌈T/b⌉): the Poisson steps that stand for T steps with b bands under cyclic Poisson sampling.
+    """(q', ⌈T/b⌉): the Poisson steps that T steps with b bands under cyclic Poisson sampling are accounted as.
 
     Args:
         sample_rate: B/n, the expected share of the records in a batch.
-        steps: T.
         bands: b, at least 1.
 
     Raises:
-        ArgumentError: a number out of its range, or more bands than batches that make up the data, n/B.
+        ArgumentError: a number is out of its range, or there are more bands than batches in the data, n/B.
     """
     bands = int(whole("bands", bands, least=1))
     rate, count = bands * real("sample_rate", "in [0, 1]", sample_rate), whole("steps", steps)
@@ -94,11 +81,10 @@ def as_poisson(sample_rate: float, steps: float, bands: int) -> tuple[float, flo
 
 
 def log_truncation(dataset_size: int, sample_rate: float, max_batch_size: int) -> float:
-    """ln P[Bin(n, q) > B], by Chernoff's bound where B is above the mean (≤ −B ln(B/nq) + ..., an upper bound).
+    """An upper bound on ln P[Bin(n, q) > B]: Chernoff's bound if B is above the mean, else 0.
 
     Args:
         dataset_size: n.
-        sample_rate: q.
         max_batch_size: B.
     """
     if max_batch_size >= dataset_size:
@@ -115,18 +101,15 @@ def log_truncation(dataset_size: int, sample_rate: float, max_batch_size: int) -
 def bound_elsewhere(
     at: Ask, supports: Collection[Scheme], mechanism: SubsampledGaussian, steps: float, delta: float
 ) -> Answer | None:
-    """The smallest upper bound by the reductions of the module's text, or None if none of them ends in `supports`.
+    """The smallest upper bound by the reductions of the module's text; None if none of them ends in `supports`.
 
     Args:
-        at: an upper bound at (mechanism, steps, δ) for schemes out of `supports`; ∞ is one.
-        supports: the schemes that an accountant has a formula for.
-        mechanism: of any scheme.
-        steps: T.
-        delta: δ in (0, 1).
+        at: (mechanism, steps, δ) -> an upper bound for a supported scheme; ∞ is one.
+        supports: the schemes with a formula.
     """
 
     def ask(other: SubsampledGaussian, count: float, probability: float) -> Answer | None:
-        if probability <= 0 or other.noise_multiplier == 0:  # nothing is left of δ, or of σ
+        if probability <= 0 or other.noise_multiplier == 0:  # δ or σ underflows
             return math.inf, {}
         other = at_home(other)
         if other.scheme in supports:
@@ -163,7 +146,7 @@ def bound_elsewhere(
 
 
 def _at_smaller_delta(answer: Callable[[float], Answer | None], log_distance: float, delta: float) -> Answer | None:
-    """ε at δ − X(1 + e^ε), X = e^log_distance: first with half of δ for each part, then with what is left."""
+    """ε at δ − X(1 + e^ε), X = e^log_distance: first with half of δ for each part, then with the remainder."""
     first = answer(0.5 * delta)
     if first is None or math.log(2.0) + log_distance + first[0] > math.log(0.5 * delta):
         return None
@@ -176,8 +159,8 @@ def _at_smaller_delta(answer: Callable[[float], Answer | None], log_distance: fl
 def _twice(answer: Callable[[float], Answer | None], delta: float) -> Answer | None:
     """2ε(δ') at a δ' with δ'(1 + e^ε(δ')) ≤ δ.
 
-    With l = −ln δ', the condition is l ≥ g(l) = −ln δ + ln(1 + e^ε). As ε is about concave in l, the secant of l − g
-    overshoots its root, to where the condition holds.
+    With l = −ln δ', the condition is l ≥ g(l) = −ln δ + ln(1 + e^ε). ε is roughly concave in l, so the secant of l − g
+    overshoots the root, to where the condition holds.
     """
     at, before = math.log(4.0) - math.log(delta), (0.0, 0.0)
     for turn in range(16):
@@ -195,7 +178,7 @@ def _twice(answer: Callable[[float], Answer | None], delta: float) -> Answer | N
 
 
 def _told(words: str, answer: Answer | None, **more: float) -> Answer | None:
-    """The same ε; of its detail, only how it was reduced: other numbers in it are of another scheme."""
+    """The same ε, with only the reduction in its detail: other numbers in it are of another scheme."""
     if answer is None:
         return None
     inner = answer[1].get("bound")

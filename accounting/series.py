@@ -1,4 +1,4 @@
-"""Moments of the privacy loss of one step, to the last digits: what `moments` and `rdp` are made of.
+"""Log moments of one step's privacy loss at full precision, for `moments` and `rdp`.
 
 With μ₀ = N(0, σ²), μ₁ = N(1, σ²), μ = (1 − q)μ₀ + qμ₁ and 1 + w = μ/μ₀, the log moment of order a = λ + 1 > 1 is
 
@@ -8,17 +8,17 @@ and that of μ₀ from μ is no larger (Mironov, Talwar and Zhang 2019, Theorem 
 
     A_a − 1 = E_{μ₀}[(1 + w)^a − 1 − aw],
 
-whose integrand is positive (Bernoulli), and ln A_a = log1p(A_a − 1) keeps the digits that ln of a sum near 1 loses.
+whose integrand is positive (Bernoulli). ln A_a = log1p(A_a − 1) keeps the digits that ln of a sum near 1 loses.
 
 - Whole orders: as E_{μ₀}[(μ₁/μ₀)^k] = exp((k² − k)/2σ²),
 
-      A_a − 1 = Σ_{k=2}^{a} C(a,k) q^k (1−q)^{a−k} expm1((k² − k)/2σ²),
+      A_a − 1 = Σ_{k=2}^{a} C(a,k) q^k (1−q)^{a−k} expm1((k² − k)/2σ²).
 
-  all terms positive: their logarithms add up to about 1e-14 relative at any q and σ.
-- Other orders: the two-sided series of Mironov, Talwar and Zhang 2019 (section 3.3) alternates and falls like a power
-  where q is not small and σ < 1; libraries drop the orders at which it does not converge. The expectation itself does
-  not: the trapezoidal rule in t = z/σ adds up positive terms, and is right to exp(−2π²σ/h) or so at step h, as the
-  integrand is analytic up to branch points at a distance of πσ (Trefethen and Weideman 2014, Theorem 5.1).
+  All terms are positive, so their logarithms add up to about 1e-14 relative at any q and σ.
+- Other orders: the two-sided series of Mironov, Talwar and Zhang 2019 (section 3.3) alternates, and falls like a power
+  if q is not small and σ < 1; libraries drop the orders at which it does not converge. Here the expectation is computed
+  directly: the trapezoidal rule in t = z/σ adds up positive terms. Its error is about exp(−2π²σ/h) at step h, because
+  the integrand is analytic up to branch points at a distance of πσ (Trefethen and Weideman 2014, Theorem 5.1).
 - q = 1: ln A_a = (a² − a)/2σ².
 """
 
@@ -35,26 +35,24 @@ from accounting.gaussian import amplified
 
 Array = NDArray[Any]  # of float64, which numpy cannot always tell
 
-#: The largest order for which the sum over k is taken; the most points of a rule, and the least σ for one. Beyond,
-#: an upper bound on ln A is given, which is close where there is so little noise.
+#: The largest order for the sum over k; the most points of a rule, and its least σ. Beyond these the result is an upper
+#: bound on ln A, which is close where there is so little noise.
 WHOLE_ORDERS, _POINTS, _LEAST_SIGMA = 1024, 50_000, 1e-4
-#: Gaussian tails are cut where they fall below this many standard deviations: Φ(−9.5) = 1e-21.
+#: Gaussian tails are cut at this many standard deviations: Φ(−9.5) = 1e-21.
 _REACH = 9.5
-#: ln of 1e-16.5, the relative error that is asked of the trapezoidal rule.
+#: ln of 1e-16.5, the relative error of the trapezoidal rule.
 _DIGITS = 38.0
 
 
 def log_moments(lambdas: ArrayLike, sigma: float, q: float) -> Array:
-    """ln A_a of one step at the orders a = λ + 1, for λ > 0 in `lambdas` ([n]), σ > 0 and 0 < q ≤ 1.
+    """ln A_a of one step at the orders a = λ + 1.
 
     Args:
         lambdas: λ > 0, [n] or a number.
-        sigma: σ, in units of the sensitivity.
-        q: the sample rate.
 
     Returns:
-        [n], in (0, ∞]; relative error 1e-11 or less. ∞ where it overflows, or would take more than 5e4 points (large
-        orders beside little noise, where no bound is to be had): still right as an upper bound.
+        [n], in (0, ∞], with relative error at most 1e-11. ∞ on overflow, or if more than 5e4 points are needed (large
+        orders with little noise, where no bound exists); ∞ is still an upper bound.
     """
     orders = np.atleast_1d(np.asarray(lambdas, dtype=float))
     with np.errstate(over="ignore", divide="ignore"):
@@ -80,7 +78,7 @@ def _whole(orders: NDArray[np.int_], sigma: float, q: float) -> Array:
 
 @functools.cache
 def _log_factorials(largest: int) -> Array:
-    """ln n! for n = 0 to `largest`; not by adding up, which would lose digits."""
+    """ln n! for n = 0 to `largest`, without the rounding of a running sum."""
     return np.array([math.lgamma(n + 1.0) for n in range(largest + 1)])
 
 
@@ -92,10 +90,10 @@ def _log_expm1(twice: Array, sigma: float) -> Array:
 
 
 def _fractional(lambdas: Array, sigma: float, q: float) -> Array:
-    """ln A at λ by the trapezoidal rule over t = z/σ, from −9.5 to 9.5 beyond the largest exponent's bump at a/σ. [n].
+    """ln A at λ by the trapezoidal rule over t = z/σ, from −9.5 to a/σ + 9.5 for the largest order. [n].
 
-    For a ≤ 2 there are two bumps only, at 0 and a/σ, with nothing between them where they lie far apart. Orders share
-    one rule where that takes few enough points.
+    For a ≤ 2 there are only two bumps, at 0 and a/σ; the gap between distant ones is skipped. Orders share one rule if
+    that takes few enough points.
     """
     if sigma < _LEAST_SIGMA:
         return np.array([_minkowski(float(lam), sigma, q) for lam in lambdas])
@@ -119,10 +117,10 @@ def _minkowski(lam: float, sigma: float, q: float) -> float:
 
 
 def _step(lam: float, sigma: float, q: float) -> float:
-    """h at which exp(−2πd/h + d²/2), d = πσ, and the density at the branch points together are below what is asked.
+    """The step h for which exp(−2πd/h + d²/2), d = πσ, times the density at the branch points is small enough.
 
-    They lie at z = z₀ ± iπσ², where both parts of μ are equal: with little noise, far out in both tails. A Gaussian
-    alone needs no step below 0.5.
+    The branch points lie at z = z₀ ± iπσ², where both parts of μ are equal; with little noise this is far out in both
+    tails. A Gaussian alone needs no step below 0.5.
     """
     centre = min(1e3, max(0.0, sigma * (math.log1p(-q) - math.log(q)) + 0.5 / sigma))
     needed = min(_DIGITS, max(0.0, _DIGITS - 2.0 * math.log(q) - min(0.0, math.log(lam)) - 0.5 * centre * centre))
@@ -135,20 +133,17 @@ def log_ratio(t: Array, sigma: float, q: float) -> Array:
 
     Args:
         t: z/σ, of any shape.
-        sigma: σ > 0, in units of the sensitivity.
-        q: the sample rate, in (0, 1].
     """
     u = t / sigma - 0.5 / sigma / sigma
     near = np.log1p(q * np.expm1(np.minimum(u, 600.0)))
-    return np.where(u < 600.0, near, np.logaddexp(0.0, u + math.log(q)))  # ln(1 − q) is nothing beside it there
+    return np.where(u < 600.0, near, np.logaddexp(0.0, u + math.log(q)))  # ln(1 − q) is negligible there
 
 
 def log_excess(lam: Array, s: Array) -> Array:
-    """ln[(1 + w)^a − 1 − aw] at s = ln(1 + w), a = λ + 1: the integrand; −∞ at s = 0. Both broadcast.
+    """ln[(1 + w)^a − 1 − aw] at s = ln(1 + w), a = λ + 1: the integrand; −∞ at s = 0.
 
     Args:
-        lam: λ > 0.
-        s: of the same shape, or one that broadcasts.
+        lam, s: λ > 0, and s; they broadcast.
     """
     a = lam + 1.0
     powers = s * a

@@ -1,15 +1,15 @@
 """A certified lower bound under shuffled batches (Chua et al. 2024, "How Private are DP-SGD Implementations?").
 
-An epoch is m = ⌈1/q⌉ batches over all records; a record is in one of them, each with chance 1/m. Let one coordinate
-of every other record's gradient be −C and the record's own +C. Then, in units of C and up to a shift that everybody
-knows, an epoch with the record is w ~ N(2e_t, σ²I) with t uniform on 1 .. m, an epoch with a zero in its place is
-N(e_t, σ²I) (zero out), and one with another −C is N(0, σ²I) (replace). What is told of w by max_t w_t alone,
+An epoch is m = ⌈1/q⌉ batches over all records; a record is in one of them, each with probability 1/m. Let one
+coordinate of every other record's gradient be −C and the record's own +C. In units of C, and up to a known shift, an
+epoch with the record is w ~ N(2e_t, σ²I) with t uniform on 1 .. m, an epoch with a zero in its place is N(e_t, σ²I)
+(zero out), and one with another −C is N(0, σ²I) (replace). The distribution of max_t w_t alone,
 
     F_a(c) = P[max ≤ c] = Φ((c − a)/σ) Φ(c/σ)^{m−1},   a = 2 against a = 1 or 0,
 
-cut into intervals, is no more than what is told by w: δ(ε) of this discrete pair, composed over E = ⌊T/m⌋ epochs, is a
-lower bound of DP-SGD's (theirs is of one epoch, by the best single interval). Losses are rounded down. Of a first
-epoch that does not end, r < m batches, F_a = (r/m) Φ((c − a)/σ) Φ(c/σ)^{r−1} + (1 − r/m) Φ(c/σ)^r.
+cut into intervals, reveals no more than w. So δ(ε) of this discrete pair, composed over E = ⌊T/m⌋ epochs, is a lower
+bound of DP-SGD's (the paper's is for one epoch, by the best single interval). Losses are rounded down. An unfinished
+first epoch of r < m batches has F_a = (r/m) Φ((c − a)/σ) Φ(c/σ)^{r−1} + (1 − r/m) Φ(c/σ)^r.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INTERVALS, _GRID = 2**13, 2**17
 
 
 class ShuffledLowerBound(Accountant):
-    """ε that DP-SGD over shuffled batches certainly has: no guarantee, but what none can be below."""
+    """A certified lower bound on ε of DP-SGD over shuffled batches; no guarantee."""
 
     kind: Kind = "lower_bound"
     supports: ClassVar[frozenset[Scheme]] = frozenset(("shuffled", adjacency) for adjacency in PROVED["shuffled"])
@@ -61,7 +61,7 @@ def _log_masses(a: float, sigma: float, batches: int, seen: int) -> Array:
 
 
 def _between(log_cdf: Array) -> Array:
-    """The mass between neighbouring points and beyond the ends, each from the tail in which it keeps its digits."""
+    """Mass between neighbouring points and beyond the ends, from the tail in which it keeps its digits."""
     below, above = np.exp(log_cdf), -np.expm1(log_cdf)
     inner = np.where(below[1:] < 0.5, below[1:] - below[:-1], above[:-1] - above[1:])
     return np.maximum(np.concatenate([[below[0]], inner, [above[-1]]]), 0.0)
@@ -70,9 +70,9 @@ def _between(log_cdf: Array) -> Array:
 def _epsilon(log_p: Array, log_q: Array, epochs: int, delta: float) -> float:
     """The lower bound of ε of the discrete pair, `epochs` times."""
     kept = log_p > -700.0
-    # what is nearer to underflow than that in Q has few digits: it is below e^-700, and the loss above what is taken
+    # closer to underflow Q has few digits; there it is below e^-700, and the loss larger than assumed
     p, loss = np.exp(log_p[kept]), log_p[kept] - np.maximum(log_q[kept], -700.0)
-    # rarer losses than this change nothing; they are rounded down to the largest that is left
+    # rarer losses are negligible; they are rounded down to the largest that is kept
     order = np.argsort(loss)
     p, loss = p[order], loss[order]
     rare = np.cumsum(p[::-1])[::-1] < 1e-4 * delta / epochs
@@ -90,6 +90,6 @@ def _epsilon(log_p: Array, log_q: Array, epochs: int, delta: float) -> float:
         try:
             value = epsilon_of(Losses(weights, first, h), epochs, delta, upper=False)[0]
             return max(0.0, value * (1.0 - 1e-9) - 1e-15 * epochs)
-        except NoAnswer:  # the window is too long: losses twice as far apart, rounded down again
+        except NoAnswer:  # the window is too long: double the interval, and round down again
             padded = np.concatenate([np.zeros(first % 2), weights, np.zeros((first % 2 + weights.size) % 2)])
             first, h, weights = first // 2, 2.0 * h, padded.reshape(-1, 2).sum(axis=1)

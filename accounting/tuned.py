@@ -1,15 +1,15 @@
-"""The price of tuning: ε of several private runs when only the best is published.
+"""The price of tuning: ε of several private runs if only the best is published.
 
-The number of runs is drawn at random, before the first and whatever they give (Papernot and Steinke 2022,
-arXiv:2110.03620, theorems 2 and 6), with a mean of `runs`:
+The number of runs must be drawn at random before the first run, independently of results (Papernot and Steinke 2022,
+arXiv:2110.03620, theorems 2 and 6), with mean `runs`:
 
-    poisson      any number, 0 among them; concentrated about the mean
+    poisson      any number, including 0; concentrated about the mean
     geometric    1 or more, mostly few
     logarithmic  1 or more, of the widest spread
 
-A fixed number of runs has no such bound. The runs may have any hyperparameters, as long as each has the noise, rate and
-steps that are accounted (or spends less); which is the best may be judged on the private data. By dp-accounting's
-`RepeatAndSelectDpEvent`, from the Rényi divergences of one run that `accounting.series` computes.
+A fixed number of runs has no such bound. Runs may have any hyperparameters, if each has the accounted noise, rate and
+steps (or spends less), and the best may be chosen on the private data. Computed by dp-accounting's
+`RepeatAndSelectDpEvent`, from the Rényi divergences of one run (`accounting.series`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, re
 from accounting.series import log_moments
 
 DISTRIBUTIONS = ("poisson", "geometric", "logarithmic")
-#: Of the library, which has all of a family of distributions.
+#: The library's shape parameter for each distribution.
 _SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 _ORDERS = np.concatenate(
     [1.0 + np.geomspace(1e-3, 1.0, 60), np.arange(2.25, 16.0, 0.25), np.arange(16.0, 64.0), np.geomspace(64.0, 1e5, 60)]
@@ -53,7 +53,7 @@ class Tuned(Accountant):
         self.distribution = distribution
 
     def _answer(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        if mechanism.sampling == "truncated_poisson":  # reductions count the cut batches of a single run
+        if mechanism.sampling == "truncated_poisson":  # the reduction counts the cut batches of one run only
             raise NoAnswer("no bound of tuned runs whose batches are cut: take sampling poisson")
         return super()._answer(mechanism, steps, delta)
 
@@ -83,12 +83,12 @@ def _selected(
         from dp_accounting.rdp import RdpAccountant
 
         repeated = dp_event.RepeatAndSelectDpEvent(dp_event.NoOpDpEvent(), runs, _SHAPES[distribution])
-    except Exception as error:  # whatever another package may raise
+    except Exception as error:  # the package may raise anything
         why = f"{type(error).__name__}: {error}"
         raise NoAnswer(f"dp-accounting cannot be imported ({why}); pip install 'dp-accounting>=0.6'") from error
 
     class OfOurRun(RdpAccountant):
-        """Takes the event without cost for a run of ours."""
+        """Replaces the event without cost by a run of ours."""
 
         def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
             if not isinstance(event, dp_event.NoOpDpEvent):

@@ -1,16 +1,19 @@
-"""ε of steps that were not all alike: of a noise multiplier, or a sample rate, that changed on the way; or of several
-releases.
+"""ε of steps that differ: a noise multiplier or sample rate that changed during training, or several releases.
 
-The smallest of these upper bounds is taken (the first, if it exists and batches are drawn anew each step):
+The smallest of these upper bounds is used (the first, if it exists and each step draws a fresh batch):
 
-    loss   the privacy losses of all steps, added up as distributions (`accounting.schemes`), under every scheme: the
-           bound of the accountants that compose numerically (`Accountant.composes`)
-    rdp    Poisson steps, adding or removing a record: Rényi divergences of one order add up over adaptive steps
-           (Mironov 2017, Proposition 1), whatever the noise of each; the best order of the sum (`accounting.rdp`)
-    least  the steps of the least noise and the largest rate, all of them, by the accountant that was asked for: more
-           noise or a smaller rate never spends more
+    loss   the distributions of the privacy losses of all steps, added up (`accounting.schemes`), under every scheme;
+           for accountants that compose numerically (`Accountant.composes`)
+    rdp    Poisson steps, adding or removing a record: Rényi divergences of one order add up over adaptive steps of any
+        noise (Mironov 2017, Proposition 1); the best order of the sum (`accounting.rdp`)
+    least  all steps with the least noise and the largest rate, by the requested accountant: more noise or a smaller
+        rate never spends more
 
-Of more than `MOST_KINDS` kinds of steps, such as a schedule's, those of similar noise count as the least of it.
+If there are more than `MOST_KINDS` kinds of steps, as in a schedule, similar kinds count as if all had the least noise.
+
+Functions take:
+    accountant: an accountant.
+    parts: (mechanism, number of its steps) for each kind.
 """
 
 from __future__ import annotations
@@ -33,24 +36,17 @@ from accounting.search import descend
 from accounting.series import log_moments
 
 Part = tuple[SubsampledGaussian, float]
-#: How many kinds of steps are composed apart.
+#: The most kinds of steps that are composed separately.
 MOST_KINDS = 32
 
 
 def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: float) -> Guarantee:
-    """ε at δ of all the parts, each (the mechanism of its steps, how many).
-
-    Of one kind of steps it is the accountant's own answer.
-
-    Args:
-        accountant: which one.
-        parts: each a mechanism, and the number of its steps.
-        delta: in [0, 1].
+    """ε at δ of all the parts. For one kind of steps, the accountant's own answer.
 
     Raises:
         ArgumentError: no parts.
-        NoAnswer: parts of different adjacency; steps that differ, and an accountant that is no upper bound; or parts
-            of different sampling, and one that does not compose numerically.
+        NoAnswer: the parts have different adjacency; the steps differ and the accountant is no upper bound; or the
+            samplings differ and the accountant does not compose numerically.
     """
     counts = _counts(parts)
     if not parts:
@@ -71,7 +67,7 @@ def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: 
         except NoAnswer as error:
             reasons.append(str(error))
         if answers and bound is _by_losses and not any(each.sampling in BY_EPOCH for each in counts):
-            break  # never the largest, but where each phase begins an epoch of its own
+            break  # the smallest, unless each phase begins a new epoch
     if not answers:
         raise NoAnswer(reasons[-1])
     epsilon, detail = min(answers, key=lambda answer: answer[0])
@@ -81,15 +77,12 @@ def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: 
 
 
 def spending(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
-    """The kinds of steps that spend anything, and how many of each; zeros in Poisson samples are removed records.
+    """Kinds of steps with a cost -> their number; zero-out in Poisson samples becomes add-remove.
 
-    Of more than `MOST_KINDS`, similar ones count as the worst of them.
-
-    Args:
-        parts: each a mechanism, and the number of its steps.
+    More than `MOST_KINDS` kinds are merged: similar ones count as the worst of them.
 
     Raises:
-        NoAnswer: parts of different adjacency.
+        NoAnswer: the parts have different adjacency.
     """
     counts = {
         mechanism: steps
@@ -101,7 +94,7 @@ def spending(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
     found: dict[SubsampledGaussian, float] = {}
     for mechanism, steps in _merged(counts).items():
         home = at_home(mechanism)
-        found[home] = found.get(home, 0.0) + whole("steps", steps)  # of an int beyond floats ∞
+        found[home] = found.get(home, 0.0) + whole("steps", steps)  # ∞ for an int beyond floats
     return found
 
 
@@ -136,7 +129,7 @@ def _merged(counts: dict[SubsampledGaussian, float]) -> dict[SubsampledGaussian,
 
 
 def _cell(value: float, values: Sequence[float], share: int) -> int:
-    """In which of `share` cells of equal ratio between the least and the largest of the values."""
+    """The index among `share` cells of equal ratio between the least and the largest of the values."""
     low, high = min(values), max(values)
     if not 0 < low < high:
         return int(value > low)
@@ -159,8 +152,8 @@ def _by_losses(
 
 @functools.lru_cache(maxsize=64)
 def _composed(kinds: tuple[Part, ...], delta: float) -> tuple[float, dict[str, Any]]:
-    """Remembered, as it takes a second."""
-    from accounting.schemes import epsilon_of_mechanisms  # with scipy, which takes long to import
+    """Cached, because it takes a second."""
+    from accounting.schemes import epsilon_of_mechanisms  # imports scipy, which is slow
 
     return epsilon_of_mechanisms(kinds, delta)
 
@@ -173,7 +166,7 @@ def _by_the_least(
 
 
 def _least(mechanisms: Sequence[SubsampledGaussian]) -> SubsampledGaussian:
-    """The one that spends at least as much as each."""
+    """A mechanism that spends at least as much as each."""
     alike = {replace(each, noise_multiplier=1.0, sample_rate=1.0) for each in mechanisms}
     if len(alike) > 1:
         raise NoAnswer("no bound of steps whose batches were drawn in different ways, or from data sets of other sizes")

@@ -4,10 +4,10 @@ A step on b of n records, q = b/n, of a mechanism that is (j, ρ(j))-Rényi priv
 
     e^{(a−1)ρ'(a)} ≤ 1 + C(a,2) q² min(4(e^{ρ(2)} − 1), 2e^{ρ(2)}) + Σ_{j=3}^{a} 2 C(a,j) q^j e^{(j−1)ρ(j)}
 
-at whole orders a ≥ 2 (Wang, Balle and Kasiviswanathan 2019, Theorem 9). To replace a record moves a sum of clipped
-gradients by 2C, so ρ(j) = 2j/σ² here: a library that takes ρ(j) = j/2σ² counts the noise twice over. At q = 1 it is
-the Gaussian mechanism. T steps add up, and ε = Tρ' + ln(1 − 1/a) − (ln δ + ln a)/(a − 1) (Canonne, Kamath and Steinke
-2020, Proposition 12).
+at whole orders a ≥ 2 (Wang, Balle and Kasiviswanathan 2019, Theorem 9). Replacing a record moves a sum of clipped
+gradients by 2C, so ρ(j) = 2j/σ² here; a library that takes ρ(j) = j/2σ² counts the noise twice. At q = 1 it is the
+Gaussian mechanism. T steps add up, and ε = Tρ' + ln(1 − 1/a) − (ln δ + ln a)/(a − 1) (Canonne, Kamath and Steinke 2020,
+Proposition 12).
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512)
 
 
 def rdp(order: int, sigma: float, q: float) -> float:
-    """ρ' of one step at a whole order ≥ 2; ∞ where it overflows.
+    """ρ' of one step at a whole order; ∞ on overflow.
 
     Args:
         order: a whole number, at least 2.
-        sigma: σ > 0, in units of the sensitivity.
-        q: the share of the records in a batch, in (0, 1].
     """
 
     def rho(j: int) -> float:
@@ -37,7 +35,7 @@ def rdp(order: int, sigma: float, q: float) -> float:
     if q == 1.0:
         return rho(order)
     second = rho(2)
-    least = math.log(2.0) + second  # of the two in the minimum, as logarithms
+    least = math.log(2.0) + second  # ln of the minimum
     if second < math.log(2.0):
         least = math.log(4.0) + (
             math.log(math.expm1(second)) if second > 1e-300 else math.log(4.0) - 2.0 * math.log(sigma)
