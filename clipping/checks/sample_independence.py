@@ -1,9 +1,9 @@
 """Check that the samples of a batch do not mix, without an oracle: on the whole batch, in training mode.
 
 rows    For a subset S of the samples, run a backward pass of Σ_{i∈S} ℓ_i. The gradient of each use's output must be
-exactly zero in the rows of all other samples; else samples mix, or rows are not in the order of the samples.
+        exactly zero in the rows of all other samples; else samples mix, or rows are not in the order of the samples.
 others  Run the step again with other records, or more or fewer of them, beside those of S. Losses and norms of S must
-not change (`clipping.checks.second_look`). This finds what no gradient shows (a detached mean of the batch).
+        not change (`clipping.checks.second_look`). This finds what no gradient shows (a detached mean of the batch).
 
 Rows are checked when the graph of the losses is new, the others when shapes are new, and both in about one step of 400.
 The first check of rows uses enough sets S to separate any two samples.

@@ -1,9 +1,9 @@
 """Run a step again with other records in the batch: the losses and norms of the rest must not change.
 
 others   Records outside S get NaN for floating numbers, and a record of S for integers; the outputs of embeddings are
-poisoned where the batch's own integers are looked up. A number of S that changes depends on other records, even through
-gates that are 0, scripts and detached numbers. Models that refuse NaN, and norms whose sums multiply other records by
-0, are checked with real records instead.
+         poisoned where the batch's own integers are looked up. A number of S that changes depends on other records,
+         even through gates that are 0, scripts and detached numbers. Models that refuse NaN, and norms whose sums
+         multiply other records by 0, are checked with real records instead.
 number   The batch has one record more, or an eighth less. This shows a division by the batch size.
 
 A difference counts if it recurs, in float64 too where the model can be cast, and if the same batch gives the same
