@@ -1,40 +1,41 @@
-"""Noise that is correlated over all steps by a buffered linear Toeplitz matrix (BLT): its coefficients and accounting.
+"""Buffered linear Toeplitz noise (BLT), correlated over all steps: its coefficients and its accounting.
 
 **Mechanism.** C [T, T] is lower triangular and Toeplitz, C[t, s] = c_{t-s} for s ≤ t, with D buffers:
 
     c_0 = 1,    c_t = Σ_j ω_j θ_j^{t-1} for t ≥ 1,    ω_j ≥ 0,  0 ≤ θ_j < 1,  Σ_j ω_j ≤ 1,
 
-so that the entries are not negative and never rise. G [T, d] has the sums of clipped gradients as rows, each row moved
-by S at most by one record, and Z [T, d] has independent N(0, σ²S²) entries. Released are the rows of G + C⁻¹Z, a
-function of CG + Z. Later noise cancels part of earlier noise in the prefix sums of the rows, which SGD's iterates are.
+so that the entries are not negative and never rise. The rows of G [T, d] are the sums of clipped gradients, and one
+record moves each row by at most S. Z [T, d] has independent N(0, σ²S²) entries. The mechanism releases the rows of G +
+C⁻¹Z, a function of CG + Z. Later noise cancels part of earlier noise in the prefix sums of the rows, which are SGD's
+iterates.
 
 **Sensitivity.** Let a record be in m ≤ k steps s_1 < ... < s_m, each at least b after the one before
 (b-min-separation), with clipped gradients g_i, ‖g_i‖ ≤ S. With c(s) = C[:, s], it moves CG by Σ_i c(s_i) g_iᵀ, and
 
     ‖Σ_i c(s_i) g_iᵀ‖² = Σ_{i,j} ⟨c(s_i), c(s_j)⟩ ⟨g_i, g_j⟩ ≤ S² Σ_{i,j} ⟨c(s_i), c(s_j)⟩,
 
-as no product of columns is negative. For i ≤ j, s_j ≥ (j - 1)b and s_j - s_i ≥ (j - i)b. As entries never rise, and as
-a sum of fewer terms that are not negative is smaller,
+as no product of columns is negative. For i ≤ j, s_j ≥ (j - 1)b and s_j - s_i ≥ (j - i)b. As entries never rise, and a
+sum of fewer non-negative terms is smaller,
 
     ⟨c(s_i), c(s_j)⟩ = Σ_{r < T-s_j} c_{r+s_j-s_i} c_r ≤ Σ_{r < T-(j-1)b} c_{r+(j-i)b} c_r = ⟨c((i-1)b), c((j-1)b)⟩.
 
-So the movement is at most Δ S with Δ = ‖Σ_{i<k} C[:, ib]‖, which k steps from the first one on, b apart, attain. Here
-k = ⌈T/b⌉, the most there can be. (Kalinin and Lampert 2024, arXiv:2405.13763, Theorem 2.)
+So the movement is at most Δ S with Δ = ‖Σ_{i<k} C[:, ib]‖, attained by k steps b apart from the first one on. Here k =
+⌈T/b⌉, the most there can be. (Kalinin and Lampert 2024, arXiv:2405.13763, Theorem 2.)
 
-Setting entries of C to 0 increases no product. So the bound also holds if the noise stream restarts at some row. If it
+Setting entries of C to 0 increases no product, so the bound also holds if the noise stream restarts at some row. If it
 restarts for some coordinates only, let G_u be the part of G in the coordinates u of one such group: the last sum above
-has Σ_u ‖g_iu‖ ‖g_ju‖ ≤ S² in the place of S². Rows that are not released may be left out: a skipped batch is such a
-row, and the stream restarts after it. It also restarts when a checkpoint is loaded: at most b - 1 such rows for each
-step that was left behind put a record's steps b or more apart again.
+has Σ_u ‖g_iu‖ ‖g_ju‖ ≤ S² in place of S². Rows that are not released may be left out: a skipped batch is such a row,
+and the stream restarts after it. The stream also restarts when a checkpoint is loaded: at most b - 1 such rows for each
+abandoned step put a record's steps b or more apart again.
 
-**Accounting.** All T steps together are one Gaussian mechanism with μ = Δ/σ, under making one record's gradient zero.
-For given earlier rows of CG + Z, row t is normal around two centres for two neighbours, v_t apart, where v_t is a
-function of these rows, and Σ_t ‖v_t‖² ≤ Δ²S² whatever they are: the other records' gradients are the same functions of
-them. (Add a row of its own noise that makes it an equality; that releases more.) The log likelihood ratio is
-(X ± Δ²S²/2)/(σ²S²) with X = Σ_t ⟨v_t, z_t⟩, and E exp(iλX) = exp(-λ²Δ²σ²S⁴/2), since exp(iλX_t + λ²σ²S²Σ_{s≤t}‖v_s‖²/2)
-is a martingale. So X is normal, and the ratio is that of N(0, 1) and N(μ, 1): one step of the Gaussian mechanism with
-the noise multiplier σ/Δ, which any accountant takes. Nothing is amplified by sampling: the steps of a record must be
-known to be b apart, as they are in passes over the data in one order, where b is the steps of an epoch.
+**Accounting.** All T steps together are one Gaussian mechanism with μ = Δ/σ, under zeroing one record's gradient. Given
+the earlier rows of CG + Z, row t is normal around two centres for two neighbours, v_t apart, where v_t is a function of
+these rows, and Σ_t ‖v_t‖² ≤ Δ²S² whatever they are: the other records' gradients are the same functions of them. (Add a
+row of its own noise that makes it an equality; that releases more.) The log likelihood ratio is (X ± Δ²S²/2)/(σ²S²)
+with X = Σ_t ⟨v_t, z_t⟩, and E exp(iλX) = exp(-λ²Δ²σ²S⁴/2), since exp(iλX_t + λ²σ²S²Σ_{s≤t}‖v_s‖²/2) is a martingale. So
+X is normal, and the ratio is that of N(0, 1) and N(μ, 1): one step of the Gaussian mechanism with the noise multiplier
+σ/Δ, for any accountant. Sampling does not amplify: the steps of a record must be known to be b apart, as in passes over
+the data in one order, where b is the steps of an epoch.
 
 McMahan, Xu and Zhang (2024), "A Hassle-free Algorithm for Strong Differential Privacy in Federated Learning Systems",
 arXiv:2408.08868; Dvijotham, McMahan, Pillutla, Steinke and Thakurta (2024), "Efficient and Near-Optimal Noise
@@ -58,14 +59,14 @@ from accounting.series import Array
 
 @dataclass(frozen=True)
 class Blt:
-    """C, of any number of steps T.
+    """C, for any number of steps T.
 
     Args:
-        omega, theta: ω and θ, of as many buffers each.
+        omega, theta: ω and θ, one each for every buffer.
         separation: b, at least 1.
 
     Raises:
-        ArgumentError: numbers with which an entry of C would be negative, or above the one before it.
+        ArgumentError: an entry of C would be negative, or above the one before it.
     """
 
     omega: tuple[float, ...]
@@ -80,21 +81,13 @@ class Blt:
             raise ArgumentError("theta", f"to be {len(self.omega)} numbers in [0, 1)", self.theta)
 
     def coefficients(self, steps: int) -> Array:
-        """c_0, ..., c_{T-1}.
-
-        Args:
-            steps: T, at least 1.
-        """
+        """c_0, ..., c_{T-1}, for T ≥ 1."""
         powers = np.power.outer(np.asarray(self.theta), np.arange(steps - 1.0))
         found: Array = np.concatenate([[1.0], np.asarray(self.omega) @ powers])
         return found
 
     def sensitivity(self, steps: int) -> float:
-        """Δ, of T steps: what one record moves CG by at the most, in units of S. It grows faster than √T.
-
-        Args:
-            steps: T, at least 0.
-        """
+        """Δ of T steps: the most that one record moves CG, in units of S. Grows faster than √T."""
         passes = -(-steps // self.separation)
         c = np.zeros(passes * self.separation)
         c[:steps] = self.coefficients(steps) if steps else 0.0
@@ -105,9 +98,6 @@ class Blt:
         """Root mean squared error of the T prefix sums, Δ‖AC⁻¹‖_F/√T, in units of S/μ; A is `accounting.banded`'s.
 
         Independent noise has √(k(T + 1)/2).
-
-        Args:
-            steps: T, at least 1.
         """
         return self.sensitivity(steps) * math.sqrt(_mean_square(self.omega, self.theta, steps))
 
@@ -116,21 +106,19 @@ class Blt:
 
         Args:
             noise_multiplier: σ.
-            steps: T, at least 1.
         """
         return SubsampledGaussian(noise_multiplier / self.sensitivity(steps), 1.0)
 
 
 @functools.lru_cache(maxsize=64)
 def best(buffers: int, steps: int, separation: int) -> Blt:
-    """The BLT whose `error` is least, by L-BFGS, a buffer more at a time; nothing of the data is used.
+    """The BLT with the least `error`, by L-BFGS, adding one buffer at a time. Independent of the data.
 
-    It has fewer buffers where one more lowers the error by less than a thousandth. ω and 1 - θ are rounded to four
+    Stops at fewer buffers if one more lowers the error by less than a thousandth. ω and 1 - θ are rounded to four
     digits, so that other machines find the same.
 
     Args:
-        buffers: D, the most that are used, at least 1.
-        steps: T, at least 1.
+        buffers: D, the most to use, at least 1.
         separation: b, at least 1.
 
     Raises:
@@ -159,7 +147,7 @@ def best(buffers: int, steps: int, separation: int) -> Blt:
 
 
 def _blt(x: Array, separation: int, digits: int = 17) -> Blt:
-    """ω and 1 - θ of numbers without bounds."""
+    """ω and 1 - θ from unconstrained numbers."""
     omega, gaps = softmax([*x[: len(x) // 2], 0.0])[:-1], expit(x[len(x) // 2 :])
     short = [[float(f"{value:.{digits - 1}e}") for value in each] for each in (omega, gaps)]
     return Blt(tuple(short[0]), tuple(1.0 - gap for gap in short[1]), separation)

@@ -1,17 +1,19 @@
-"""What ε means: how well an attack can tell whether a record was in the data.
+"""Membership risk: how well an attack can tell whether a record was in the data.
 
-Whoever sees all that was released says "in" or "out". Of records that are out a share α is called "in" (the false
-positive rate), and of those that are in a share β (the true positive rate). With δ(ε) the smallest δ at ε, of either
-sign,
+An attacker who sees every release says "in" or "out". The false positive rate α is the share of absent records called
+"in", and the true positive rate β that of present records. With δ(ε) the smallest δ at ε, of either sign,
 
     β <= min over ε of δ(ε) + e^ε α,      advantage: max over α of β − α = δ(0),
 
-and some attack has just that β (Dong, Roth and Su 2019: the trade-off curve is the convex conjugate of δ). So an upper
-bound on δ(ε), by the pessimistic grid, bounds every attack from above; and a lower one, by the optimistic grid, is what
-the best attack certainly reaches. β is the larger one of both directions, of records added and removed. δ of Gaussian
-steps has a closed form: β = Φ(Φ⁻¹(α) + μ), advantage 2Φ(μ/2) − 1.
+and some attack attains this β (Dong, Roth and Su 2019: the trade-off curve is the convex conjugate of δ). So an upper
+bound on δ(ε), by the pessimistic grid, bounds every attack, and a lower one, by the optimistic grid, is what the best
+attack certainly reaches. β is the larger over both directions, records added and removed. Gaussian steps have a closed
+form: β = Φ(Φ⁻¹(α) + μ), advantage 2Φ(μ/2) − 1.
 
-(ε, δ) at one δ says much less: β <= δ + e^ε α and β <= 1 − e^−ε (1 − δ − α), advantage 1 − 2(1 − δ)/(1 + e^ε).
+(ε, δ) at a single δ says much less: β <= δ + e^ε α and β <= 1 − e^−ε (1 − δ − α), advantage 1 − 2(1 − δ)/(1 + e^ε).
+
+Functions take:
+    parts: (mechanism, number of its steps) for each kind, under one adjacency.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from accounting.schemes import Phase, gaussian, on_grids, phases_of, reach, span
 from accounting.series import Array
 from accounting.varying import Part, guarantee_of_parts, spending
 
-#: At which false positive rates a risk is told.
+#: The reported false positive rates.
 RATES = (0.01, 0.001)
-#: What lies beyond the ends of a step's grid, of all steps; by how much of itself a finer grid may change a risk.
+#: The mass beyond the ends of the grid, of all steps; the relative change of a risk at which refining stops.
 _LOG_TAIL, _TOLERANCE = math.log(1e-12), 1e-3
 _PASSES, _FINEST = 8, 2.0**16
 
@@ -48,9 +50,12 @@ class TradeOff:
 
     Attributes:
         curves: (ε, δ(ε)), both [n], of each direction: δ bounded from above.
-        lower: the same of one direction, bounded from below; None where there is no certified bound.
-        mu: of a Gaussian mechanism, of which there are no curves.
-        exact: whether some attack reaches what `mu` says.
+        lower: the same of one direction, bounded from below; None without a certified bound.
+        mu: of a Gaussian mechanism, which has no curves.
+        exact: whether some attack attains the bound of `mu`.
+
+    Methods take:
+        false_positives: the false positive rate, in (0, 1).
     """
 
     curves: tuple[tuple[Array, Array], ...] = ()
@@ -60,58 +65,47 @@ class TradeOff:
 
     @property
     def advantage(self) -> float:
-        """The largest difference of both rates, at most."""
+        """An upper bound on the true minus the false positive rate."""
         if self.mu is not None:
             return float(2.0 * ndtr(0.5 * self.mu) - 1.0)
         return max(_at_zero(*curve, upper=True) for curve in self.curves)
 
     def true_positives(self, false_positives: float) -> float:
-        """The true positive rate, at most.
-
-        Args:
-            false_positives: the false positive rate, in (0, 1).
-        """
+        """An upper bound on the true positive rate."""
         if self.mu is not None:
             return float(ndtr(ndtri(false_positives) + self.mu))
         return max(_conjugate(*curve, false_positives) for curve in self.curves)
 
     @property
     def least_advantage(self) -> float | None:
-        """What an attack certainly reaches."""
+        """The advantage that some attack certainly reaches."""
         if self.mu is not None:
             return self.advantage if self.exact else None
         return None if self.lower is None else _at_zero(*self.lower, upper=False)
 
     def least_true_positives(self, false_positives: float) -> float | None:
-        """What an attack certainly reaches.
-
-        Args:
-            false_positives: the false positive rate, in (0, 1).
-        """
+        """The true positive rate that some attack certainly reaches."""
         if self.mu is not None:
             return self.true_positives(false_positives) if self.exact else None
         if self.lower is None:
             return None
         at, delta = self.lower
-        below = 1.0 - math.exp(min(0.0, float(at[0]))) * (1.0 - false_positives) - 1e-12  # at smaller ε than the grid's
+        below = 1.0 - math.exp(min(0.0, float(at[0]))) * (1.0 - false_positives) - 1e-12  # for ε below the grid
         return max(false_positives, min(_conjugate(at, delta, false_positives), below))
 
 
 def trade_off(parts: Sequence[Part]) -> TradeOff:
-    """The curves of all steps, whatever accountant has their ε.
-
-    Args:
-        parts: each a mechanism and the number of its steps, under one adjacency.
+    """The curves of all steps, independent of the accountant.
 
     Raises:
-        NoAnswer: parts of different adjacency; next to no noise; or no grid holds the losses.
+        NoAnswer: the parts have different adjacency, there is almost no noise, or no grid holds the losses.
     """
     return _remembered(tuple(spending(parts).items()))
 
 
 @functools.lru_cache(maxsize=16)
 def _remembered(kinds: tuple[Part, ...]) -> TradeOff:
-    """Every accountant is asked about the same steps, and this takes seconds."""
+    """Cached, because it takes seconds and every accountant needs the same steps."""
     if not kinds:
         return TradeOff(mu=0.0)
     if any(mechanism.noise_multiplier == 0 or steps == math.inf for mechanism, steps in kinds):
@@ -128,16 +122,14 @@ def _remembered(kinds: tuple[Part, ...]) -> TradeOff:
 def risk_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: float) -> dict[str, Any]:
     """`accounting.risk` of steps of several kinds.
 
-    Where no grid holds the losses, or the accountant's ε is not that of the steps alone, it follows from ε at δ alone.
+    If no grid holds the losses, or the accountant is not `plain`, the risk follows from ε at δ alone.
 
     Args:
-        accountant: one of upper bounds.
-        parts: each a mechanism, and the number of its steps.
-        delta: in [0, 1].
+        accountant: one that gives upper bounds.
 
     Raises:
-        ArgumentError: an argument out of its range.
-        NoAnswer: the accountant has none here, or none that is an upper bound.
+        ArgumentError: an argument is out of its range.
+        NoAnswer: the accountant has no bound here, or is no upper bound.
     """
     found = of_upper_bound(guarantee_of_parts(accountant, parts, delta=delta))
     alone = TradeOff((line(found.epsilon, delta),))
@@ -150,10 +142,10 @@ def risk_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: float
 
 
 def of_upper_bound(guarantee: Guarantee) -> Guarantee:
-    """The same.
+    """Return the guarantee if it is an upper bound.
 
     Args:
-        guarantee: that a risk is told beside.
+        guarantee: to check.
 
     Raises:
         NoAnswer: it is no upper bound.
@@ -165,7 +157,7 @@ def of_upper_bound(guarantee: Guarantee) -> Guarantee:
 
 
 def told(curve: TradeOff) -> dict[str, Any]:
-    """The numbers of `accounting.risk`.
+    """The result of `accounting.risk`.
 
     Args:
         curve: of all steps.
@@ -182,7 +174,7 @@ def told(curve: TradeOff) -> dict[str, Any]:
 
 
 class Risk(Accountant):
-    """A risk in the place of ε, for `accounting.calibration`: the advantage, or the true positive rate at a rate.
+    """A risk in place of ε, for `accounting.calibration`: the advantage, or the true positive rate.
 
     Args:
         false_positives: the false positive rate, in (0, 1); None for the advantage.
@@ -201,17 +193,17 @@ class Risk(Accountant):
 
     @property
     def words(self) -> str:
-        """What it is, for errors."""
+        """The name of the risk, for errors."""
         return "advantage" if self.false_positives is None else f"TPR at {self.false_positives:g} FPR"
 
     def mu(self, target: float) -> float:
-        """Of the Gaussian mechanism that has this risk.
+        """μ of the Gaussian mechanism with this risk.
 
         Args:
             target: in (0, 1), and above the false positive rate.
 
         Raises:
-            ArgumentError: a risk that is none, or that every mechanism has.
+            ArgumentError: not a risk, or one that every mechanism has.
         """
         if self.false_positives is None:
             return 2.0 * float(ndtri(0.5 + 0.5 * within("target_advantage", target, open_ends=True)))
@@ -221,7 +213,7 @@ class Risk(Accountant):
 
 
 def _curve(phases: list[Phase], total: float) -> tuple[Array, Array, float]:
-    """(ε, δ, interval) in one direction, on finer and finer grids until that changes no risk."""
+    """(ε, δ, interval) in one direction, on finer and finer grids until no risk changes."""
     ends = [reach(regimes, _LOG_TAIL - math.log(total)) for regimes, _ in phases]
     span = span_of(ends)
     if not 0 < span < math.inf:
@@ -230,7 +222,7 @@ def _curve(phases: list[Phase], total: float) -> tuple[Array, Array, float]:
     for _ in range(_PASSES):
         try:
             at, delta = deltas_of(on_grids(phases, ends, interval))
-        except NoAnswer:  # the window is too long for losses so near each other
+        except NoAnswer:  # the window is too long for this interval
             if best is not None:
                 break
             interval *= 4.0
@@ -246,7 +238,7 @@ def _curve(phases: list[Phase], total: float) -> tuple[Array, Array, float]:
 
 
 def _certified(kinds: Sequence[Part], interval: float, total: float) -> tuple[Array, Array] | None:
-    """(ε, δ) from below, on removing; None where there is no optimistic grid."""
+    """(ε, δ) from below, on removing; None without an optimistic grid."""
     if any(each.scheme != HOME or each.sample_rate == 1 or each.group_size > 1 for each, _ in kinds):
         return None
     log_tail = _LOG_TAIL - math.log(total)
@@ -261,7 +253,7 @@ def _certified(kinds: Sequence[Part], interval: float, total: float) -> tuple[Ar
 
 
 def line(epsilon: float, delta: float) -> tuple[Array, Array]:
-    """What (ε, δ) alone says of δ at ε, at −ε (the same of the other hypothesis), and at 0 (Kairouz et al. 2015).
+    """The bounds on δ at −ε, 0 and ε that (ε, δ) alone implies (Kairouz et al. 2015).
 
     Args:
         epsilon, delta: the guarantee.
@@ -272,7 +264,7 @@ def line(epsilon: float, delta: float) -> tuple[Array, Array]:
 
 
 def _at_zero(at: Array, delta: Array, *, upper: bool) -> float:
-    """δ(0), bounded by the nearest ε of the grid: δ falls."""
+    """δ(0), bounded by the nearest ε of the grid, as δ falls."""
     slack = 1e-9 * float(at[-1] - at[0]) / at.size
     place = int(np.searchsorted(at, slack, side="right")) - 1 if upper else int(np.searchsorted(at, -slack))
     if upper:
