@@ -1,4 +1,4 @@
-"""What is measured: one Python file an experiment, declarations only. `dpbench.experiment` finds them on disk.
+"""Experiments: one Python file each, declarations only. `dpbench.experiment` finds them on disk.
 
 Each has an `EXPERIMENT`: `cells(device)` gives its trials, `smoke(device)` a few small ones of every kind.
 

@@ -1,6 +1,6 @@
-"""What each optimisation of `bk_mixed` is worth, and what its planner is: the backend beside itself without it.
+"""The worth of each optimisation of `bk_mixed` and of its planner: the backend with and without it.
 
-One trial for each model times all variants in turns, in one process. Most of these optimisations run on a CPU only.
+One trial a model, in which all variants take turns in one process. Most of these optimisations run on a CPU only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What another accountant buys: the steps that it allows at a target ε, and the noise that it asks for (q = 0.01).
+"""The steps that each accountant allows, and the noise that it requires, at a target ε (q = 0.01).
 
-Steps at σ = 4, noise at T = 10⁴, δ = 1e-5, as in Abadi et al. 2016, whose ε is 1.26.
+Steps at σ = 4, noise at T = 10⁴, δ = 1e-5, as in Abadi et al. 2016, where ε is 1.26.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TARGETS = [0.5, 0.7, 1.0, 1.26, 1.8, 2.5, 3.5, 5.0, 7.0, 10.0]
 
 
 def price(targets: list[float]) -> list[CalibrationTrial]:
-    """The trials at these targets: steps that are allowed, and noise that is asked for.
+    """The trials at these targets.
 
     Args:
         targets: ε.
@@ -26,7 +26,7 @@ def price(targets: list[float]) -> list[CalibrationTrial]:
 
 
 def cells(device: str) -> list[CalibrationTrial]:
-    """The same on every device: nothing is trained."""
+    """Independent of the device: nothing is trained."""
     return price(TARGETS)
 
 

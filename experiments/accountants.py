@@ -1,8 +1,8 @@
 """ε against epochs, by each accountant: Figure 2 of Abadi et al. 2016 (q = 0.01, σ = 4, δ = 1e-5, up to 400 epochs).
 
-The paper's two curves are `moments` and `strong:published`. Beside them stand the bounds that are valid: `strong` and
-`simple`, with exact amplification, `strong:exact`, with the exact Gaussian step too, and the accountants since then;
-the Gaussian limit, which is an estimate; and the certified lower bound, which no accountant can be below.
+The paper's two curves are `moments` and `strong:published`. The valid bounds are `strong` and `simple` with exact
+amplification, `strong:exact` with the exact Gaussian step too, and the later accountants. The Gaussian limit is an
+estimate, and the lower bound is certified.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def curves(epochs: list[int]) -> list[EpsilonTrial]:
     """The trials after these epochs.
 
     Args:
-        epochs: how many.
+        epochs: numbers of epochs.
     """
     steps = [round(epoch / SAMPLE_RATE) for epoch in epochs]
     return grid(EpsilonTrial, accountant=CURVES, steps=steps, sample_rate=SAMPLE_RATE, noise_multiplier=4.0, delta=1e-5)
 
 
 def cells(device: str) -> list[EpsilonTrial]:
-    """The same on every device: nothing is trained."""
+    """Independent of the device: nothing is trained."""
     return curves(EPOCHS)
 
 

@@ -16,16 +16,13 @@ def over(rates: list[float], sigmas: list[float], steps: list[int], deltas: list
     """Every combination.
 
     Args:
-        rates: q.
-        sigmas: σ.
-        steps: T.
-        deltas: δ.
+        rates, sigmas, steps, deltas: q, σ, T and δ.
     """
     return grid(MapTrial, accountant=ACCOUNTANTS, sample_rate=rates, noise_multiplier=sigmas, steps=steps, delta=deltas)
 
 
 def cells(device: str) -> list[MapTrial]:
-    """The same on every device: nothing is trained."""
+    """Independent of the device: nothing is trained."""
     return over(RATES, SIGMAS, STEPS, DELTAS)
 
 

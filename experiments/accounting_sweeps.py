@@ -1,4 +1,4 @@
-"""ε along each of σ, q and δ, the others as in Abadi et al. 2016: q = 0.01, σ = 4, T = 10⁴, δ = 1e-5."""
+"""ε along each of σ, q and δ, with the rest as in Abadi et al. 2016: q = 0.01, σ = 4, T = 10⁴, δ = 1e-5."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AXES = {
 
 
 def sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
-    """The trials along each axis, all else as in `BASE`.
+    """The trials along each axis, with the rest as in `BASE`.
 
     Args:
         axes: field -> values.
@@ -29,7 +29,7 @@ def sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
 
 
 def cells(device: str) -> list[SweepTrial]:
-    """The same on every device: nothing is trained."""
+    """Independent of the device: nothing is trained."""
     return sweep(AXES)
 
 

@@ -1,12 +1,12 @@
-"""Is training as private as it says? Two adversaries against the engine, by backend and by form of its batches; and
-against engines with seeded faults.
+"""Audit of the engine's privacy claims: two adversaries, by backend and by form of batches, and seeded faults.
 
-A sound engine is refuted in none of its runs (each with probability 1e-4, were the tests that tight); a fault is found
-in each. Either is a `mismatch` in the records if not. Faults are seeded where batches come in padded pieces, since some
-of them are in how pieces are put together.
+A sound engine must pass every run (a test as tight as possible would fail with probability 1e-4), and every fault must
+be found; otherwise the record says `mismatch`. Faults are seeded where batches come in padded pieces, because some
+concern how pieces are combined.
 
-Batches of half the data (q = 0.5) give the test of each release, which counts errors and assumes nothing of the noise,
-so many records that it tells 0.95 of the noise from all of it; ε is then large, and the guesses of one run say little.
+Batches of half the data (q = 0.5) serve the test of each release, which counts errors and assumes nothing about the
+noise: they give enough records to tell 0.95 of the noise from all of it. ε is then large, and the guesses of one run
+say little.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGE: dict[str, Any] = {"canaries": 2000, "sample_rate": 0.5, "steps": 80, "tar
 
 def cells(device: str) -> list[AuditTrial]:
     sound = []
-    for i, (backend, form) in enumerate(TARGETS):  # seeds of their own: one seed draws the same noise for all
+    for i, (backend, form) in enumerate(TARGETS):  # separate seeds, because one seed draws the same noise for all
         sound += grid(AuditTrial, backend=backend, form=form, seed=list(range(10 * i, 10 * i + 10)), device="cpu")
     sound += grid(AuditTrial, seed=list(range(10)), device="cpu", **LARGE)
     faults = grid(AuditTrial, fault=list(FAULTS), form="padded", seed=SEEDS, device="cpu")

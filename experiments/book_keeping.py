@@ -1,9 +1,8 @@
-"""Book-keeping on language and large vision models: largest batch in 40 GiB, and speed. Figures 4 and 5 of
-arXiv:2210.00038.
+"""Largest batch in 40 GiB and speed on language and vision models: Figures 4 and 5 of arXiv:2210.00038.
 
-On CUDA all is measured, the throughput at the largest batch. On a CPU the largest batch is simulated, and the time
-ratio of GPT-2 measured at a small batch; VGG11 at 32 to 512 pixels is timed by the experiment `resolution`. The length
-of the sequences is 100 tokens, as E2E's are padded to; the figure does not print it.
+On CUDA everything is measured, with the throughput at the largest batch. On a CPU the largest batch is simulated, and
+the time ratio of GPT-2 is measured at a small batch; the experiment `resolution` times VGG11 at 32 to 512 pixels.
+Sequences have 100 tokens, the padded length of E2E; the figure does not give it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ BUDGET = 40 * 2**30
 BACKENDS = ["nonprivate", "ghost", "bk_mixed", "opacus_hooks"]
 TEXT: dict[str, Any] = {"image_size": None, "data": "synthetic"}
 GPT2, TOKENS = "transformers:gpt2", 100
-#: Model -> the batch size at which the paper has a throughput.
+#: Model -> the batch size of the paper's throughput.
 MODELS = {f"{GPT2}@{TOKENS}": 100, f"{GPT2}-medium@{TOKENS}": 50, f"{GPT2}-large@{TOKENS}": 20}
-#: (model, pixels, backends): by Gram matrices of 50176 positions and more, VGG11 takes hours, simulated or not.
+#: (model, pixels, backends): with Gram matrices of 50176 positions and more, VGG11 takes hours, even simulated.
 IMAGES = [
     ("vgg11", 224, ["nonprivate", "bk_mixed", "opacus_hooks"]),
     ("vgg11", 384, ["nonprivate", "bk_mixed", "opacus_hooks"]),
@@ -28,14 +27,13 @@ IMAGES = [
 
 
 def search(device: str, model: str, backend: str, budget: int = BUDGET, limit: int = 4096, **fields: Any) -> MaxBatch:
-    """The search for the largest batch in a budget, and on CUDA the time of its step.
+    """Search for the largest batch in a budget; on CUDA also time its step.
 
     Args:
-        device: "cpu" or "cuda".
         model, backend: as trials name them.
         budget: bytes.
-        limit: samples, at most.
-        fields: of the trials, all else.
+        limit: the most samples.
+        fields: other fields of the trials.
     """
     one = {"model": model, "backend": backend, "batch_size": 8, "device": device}
     same: dict[str, Any] = one | {"memory_budget": budget} | fields

@@ -1,6 +1,6 @@
-"""Which of the models that people load have a step that runs as one program, and why others have none.
+"""Which popular models have a step that runs as one program, and why others do not.
 
-The models and the verdicts are those of `experiments.coverage`: exact means that the program's norms and sums are
+The models and the verdicts are those of `experiments.coverage`: exact means that the program's norms and sums equal
 autograd's.
 """
 

@@ -1,7 +1,7 @@
-"""Which backend is exact on what: every conformance case for every backend, ours and the peers'.
+"""Exactness of each backend, ours and the peers', on every conformance case.
 
-A scorecard and not a measurement of speed: float64 and lower, small models, one round. Beneath it stands how far a hard
-record moves the sum. A peer that cannot be imported here is left out with its reason.
+This does not measure speed: float64 and lower, small models, one round. It also shows how far a hard record moves the
+sum. A peer that cannot be imported is left out, with its reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which of the models that people load a backend is exact on: every family of timm, torchvision and transformers.
+"""The models on which each backend is exact: every family of timm, torchvision and transformers.
 
-Small models in float64 and train mode; one trial a model, with every backend in turn. The list is
-`dpbench.conformance.coverage`.
+Small models in float64 and train mode; one trial a model, with every backend in turn. `dpbench.conformance.coverage`
+lists the models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The decision map: ghost norm or instantiated gradient, in each layer of eight models.
 
-By the papers' rule and by ours. Nothing is computed: the step runs under fake tensors, and each use of a weight says T,
-d and p. arXiv:2205.10683 has such a table for VGG11 at 224 pixels.
+By the papers' rule and by ours. Nothing is computed: the step runs under fake tensors, and each use of a weight gives
+T, d and p. arXiv:2205.10683 has such a table for VGG11 at 224 pixels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODELS = [
 
 
 def cells(device: str) -> list[ExplainTrial]:
-    """The same on every device: shapes alone."""
+    """Independent of the device: only shapes matter."""
     return [ExplainTrial(model=model, image_size=size, batch_size=batch) for model, size, batch in MODELS]
 
 

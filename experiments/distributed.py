@@ -1,8 +1,7 @@
-"""Private training in several processes beside ordinary training in as many: time and memory under DDP and FSDP2.
+"""Private against ordinary training in several processes: time and memory under DDP and FSDP2.
 
-Weak scaling: the samples of a process stay the same. On a CPU a process has one thread, and communicates by gloo: as
-many processes as CPUs are honest, more of them are marked as oversubscribed. On CUDA a process has a GPU, and more
-processes than GPUs are an error that says so.
+Weak scaling: the samples of a process stay the same. On a CPU a process has one thread, and communicates by gloo; more
+processes than CPUs are marked as oversubscribed. On CUDA a process has a GPU; more processes than GPUs are an error.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What a GPU is to give, most telling first: run it with ``--minutes``, and the same line again goes on.
+"""All GPU measurements, the most informative first. Run with ``--minutes``; the same command resumes.
 
-At most 80 trials; `dpbench plan evidence` tells in advance how long each takes. Stages:
+At most 80 trials; `dpbench plan evidence` predicts the time of each. Stages:
 
-- `steps`: the whole private training step of our engine and of the others', the README's table and first figure.
-- `DeviceTrial`: what the device can do at best.
-- `norms`: every way to a norm beside float64, group norm at CUDA's limit, the Triton programs, by precision.
-- `overheads`: time and memory of backends beside ordinary training, interleaved, by model and precision.
-- `parts`: the engine's whole step taken apart, beside the plain step of the same optimizer.
+- `steps`: the whole private training step of our engine and of the others, the README's table and first figure.
+- `DeviceTrial`: the device's peak performance.
+- `norms`: every way to a norm against float64, group norm at CUDA's limit, the Triton programs, by precision.
+- `overheads`: time and memory of backends against ordinary training, interleaved, by model and precision.
+- `parts`: the engine's whole step in parts, against the plain step of the same optimizer.
 - `profiles`: where the time of a step goes, with the traces.
-- `peaks`: predicted beside allocated and reserved.
-- `largest`: the largest batch in 16 GiB, foretold and confirmed (of all models: `dpbench run stress_test`).
+- `peaks`: predicted against allocated and reserved memory.
+- `largest`: the largest batch in 16 GiB, predicted and confirmed (of all models: `dpbench run stress_test`).
 
-With ``--minutes 9`` the first stage is done, and some of what follows. Batch sizes on CUDA let every backend run in 80
-GB. On a CPU all of it runs in miniature, to show that it would.
+``--minutes 9`` completes the first stage and some of the rest. Batch sizes on CUDA let every backend run in 80 GB. On a
+CPU all of it runs in miniature, as a check.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from dpbench.trials.max_batch import searches
 from dpbench.trials.whole_step import TrainingStepTrial
 
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost", "opacus_ghost", "opacus_hooks", "vmap")
-#: Engines of whole steps: ours first, which tells most.
+#: Engines of whole steps, the most informative first.
 ENGINES = (
     ("nonprivate", "bk_mixed"),
     ("nonprivate", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp"),
 )
-#: Whose peaks are foretold, and measured beside that; each in its own process.
+#: Backends with predicted and measured peaks, each in its own process.
 FORETOLD = ("nonprivate", "bk_mixed")
 BUDGET = 16 * 2**30
-#: Profiles of a step, and those in which a norm has arithmetic of its own (autocast's is bfloat16's).
+#: Precisions of a step, and those in which a norm has its own arithmetic (autocast's is bfloat16's).
 PRECISIONS = ("bfloat16-autocast", "float32", "tf32", "bfloat16")
 ARITHMETICS = ("float32", "bfloat16", "tf32")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and the batch on which it is measured; `image_size` is None for text."""
+    """A model and its batch size; `image_size` is None for text."""
 
     reference: str
     batch_size: int
@@ -58,7 +58,7 @@ class Model:
 
 GPT2 = Model("transformers:gpt2@1024", 8, None)
 RESNET18 = Model("resnet18", 256)
-#: On CUDA, the most telling first.
+#: On CUDA, the most informative first.
 MODELS = (
     RESNET18,
     GPT2,
@@ -85,10 +85,9 @@ SMALLEST = (Model("cnn", 4), Model(_TINY, 4, None))
 
 
 def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARITHMETICS) -> list[NormsTrial]:
-    """Every way to a norm, of these families.
+    """Every way to a norm, for these families.
 
     Args:
-        device: "cpu" or "cuda".
         families: of operations.
         precisions: names of profiles.
     """
@@ -101,12 +100,11 @@ def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARIT
 
 
 def steps(device: str, models: Iterable[Model], **options: Any) -> list[TrainingStepTrial]:
-    """The whole step of our engine beside the plain one, on these models; then the others'.
+    """The whole step of our engine against the plain one, on these models; then the others'.
 
     Args:
-        device: "cpu" or "cuda".
-        models: to be trained.
-        options: of the trials, all else.
+        models: to train.
+        options: other fields of the trials.
     """
     shared: dict[str, Any] = {"device": device, "rounds": 5, "max_seconds": 2.0, "timeout": 900.0} | options
     models = list(models)
@@ -118,13 +116,12 @@ def steps(device: str, models: Iterable[Model], **options: Any) -> list[Training
 
 
 def overheads(device: str, models: Iterable[Model], precisions: Sequence[str], **options: Any) -> list[OverheadTrial]:
-    """Every backend beside ordinary training, on these models.
+    """Every backend against ordinary training, on these models.
 
     Args:
-        device: "cpu" or "cuda".
-        models: to be timed.
+        models: to time.
         precisions: names of profiles.
-        options: of the trials, all else.
+        options: other fields of the trials.
     """
     shared: dict[str, Any] = {"device": device, "rounds": 9, "max_seconds": 4.0, "timeout": 900.0} | options
     return [
@@ -135,13 +132,12 @@ def overheads(device: str, models: Iterable[Model], precisions: Sequence[str], *
 
 
 def parts(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[PartsTrial]:
-    """The engine's step taken apart, on these models.
+    """The engine's step in parts, on these models.
 
     Args:
-        device: "cpu" or "cuda".
-        models: to be timed.
+        models: to time.
         precision: the name of a profile.
-        options: of the trials, all else.
+        options: other fields of the trials.
     """
     return [PartsTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
 
@@ -150,10 +146,9 @@ def profiles(device: str, models: Iterable[Model], precision: str, **options: An
     """Where the time of a step goes, on these models.
 
     Args:
-        device: "cpu" or "cuda".
-        models: to be profiled.
+        models: to profile.
         precision: the name of a profile.
-        options: of the trials, all else.
+        options: other fields of the trials.
     """
     return [ProfileTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
 
@@ -162,10 +157,9 @@ def peaks(device: str, models: Iterable[Model], precision: str, backends: Sequen
     """Peaks, simulated and measured, on these models.
 
     Args:
-        device: "cpu" or "cuda".
-        models: to be measured.
+        models: to measure.
         precision: the name of a profile.
-        backends: whose steps they are of.
+        backends: of the steps.
     """
     return [
         PeakTrial(backend=backend, device=device, simulated=simulated, precision=precision, **model.settings())
@@ -179,10 +173,9 @@ def largest(device: str, models: Iterable[str], budget: int = BUDGET, limit: int
     """The largest batch of every backend, on these models.
 
     Args:
-        device: "cpu" or "cuda".
         models: references.
         budget: bytes.
-        limit: samples, at most.
+        limit: the most samples.
     """
     return searches(device, models, BACKENDS, budget=budget, limit=limit)
 
@@ -219,15 +212,14 @@ def smoke(device: str) -> list[Cell]:
 def in_miniature(
     models: Sequence[Model], searched: Iterable[str], budget: int, limit: int, device: str = "cpu", **options: Any
 ) -> list[Cell]:
-    """Every stage, at sizes that a CPU does in seconds; by one thread, which waits for no other on a busy machine.
+    """Every stage, at sizes that a CPU runs in seconds, on one thread, which never waits for others on a busy machine.
 
     Args:
-        models: to be measured.
+        models: to measure.
         searched: models whose largest batch is searched.
         budget: bytes.
-        limit: samples, at most.
-        device: "cpu" or "cuda".
-        options: of the trials of overheads, all else.
+        limit: the most samples.
+        options: other fields of the overhead trials.
     """
     return [
         *steps(device, models[:1], threads=1, **options),

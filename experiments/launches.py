@@ -1,7 +1,7 @@
-"""Launches, bytes and operations of a step on a GPU: five models, counted without one.
+"""Launches, bytes and operations of a step on a GPU, on five models, counted without a GPU.
 
-The models and batches are those of the experiment `evidence`, which times them where there is a GPU. What Python costs
-between two launches is not counted: `evidence` and `overhead` tell.
+The models and batches are those of the experiment `evidence`, which times them on a GPU. Python's cost between two
+launches is not counted; `evidence` and `overhead` measure it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODELS = (
 
 
 def cells(device: str) -> list[LaunchesTrial]:
-    """The same on every device: nothing is computed."""
+    """Independent of the device: nothing is computed."""
     return [
         LaunchesTrial(model=model, backends=BACKENDS, batch_size=batch, image_size=size, num_classes=classes)
         for model, batch, size, classes in MODELS

@@ -1,8 +1,8 @@
-"""What does a language model keep of a secret, and what does privacy cost it?
+"""What a language model memorises of a secret, and the cost of privacy.
 
-A small GPT-2 that has read public prose is adapted to private code by LoRA; in the code are numbers that are nowhere
-else, 1, 4, 16 or 64 times each. How many bits of them does the model give away, and how well does it predict code that
-it has not seen, after ordinary fine-tuning and at each ε? The code is `dpbench/integrations/tutorials/memorisation.py`.
+A small GPT-2 that was trained on public prose is adapted to private code by LoRA. The code holds secret numbers, 1, 4,
+16 or 64 times each. Measures how many bits of them the model reveals, and how well it predicts unseen code, after
+ordinary fine-tuning and at each ε. The code is `dpbench/integrations/tutorials/memorisation.py`.
 """
 
 from __future__ import annotations

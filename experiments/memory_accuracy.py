@@ -1,8 +1,7 @@
-"""Simulated beside measured peak memory of a step: every built-in model and backend, for each part of the step.
+"""Simulated against measured peak memory of a step: every built-in model and backend, for each part of the step.
 
-A simulation is what the stress test draws where there is no device, and where a search for the largest batch begins; it
-is worth what it is right. The batches are small: an error does not hide behind the activations there, and all of it
-ends in minutes.
+The stress test shows simulated peaks where there is no device, and searches for the largest batch start from them, so
+their accuracy matters. Batches are small, so that activations do not hide an error and all ends in minutes.
 """
 
 from __future__ import annotations

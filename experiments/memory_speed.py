@@ -1,7 +1,7 @@
-"""Time and memory of one training step of every backend, beside ordinary training. Table 4 of arXiv:2205.10683.
+"""Time and memory of one training step of every backend, against ordinary training: Table 4 of arXiv:2205.10683.
 
-At batch 256 on CUDA, as in the paper. On a CPU at a smaller batch, the same for all backends of a model and as large
-as lets the whole of it end within twenty minutes on two cores.
+At batch 256 on CUDA, as in the paper. On a CPU at a smaller batch, the same for all backends of a model, chosen so that
+the experiment ends within twenty minutes on two cores.
 """
 
 from __future__ import annotations

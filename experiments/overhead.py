@@ -1,9 +1,8 @@
-"""What private training costs beside ordinary training: every backend and every peer on 15 models, interleaved.
+"""The cost of private against ordinary training: every backend and every peer on 15 models, interleaved.
 
-One trial a model, in one process: ratios are of turns in the same round. On a CPU at the batch sizes of the README's
-table, which lets the whole of it end in about an hour on two cores; on CUDA at larger ones. A backend that takes
-much longer than the others has fewer turns, but three (see `OverheadTrial`). At 1024 tokens and more only the backends
-run that end in reasonable time there.
+One trial a model, in one process; ratios are within a round. On a CPU it uses the batch sizes of the README's table and
+ends in about an hour on two cores; on CUDA batches are larger. A much slower backend has fewer turns, but at least
+three (see `OverheadTrial`). At 1024 tokens and more only backends that end in reasonable time run.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dpbench.experiment import Experiment, grid
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OURS, PEERS
 
-#: The last is no per-sample clipping: TF Privacy's microbatches, of four samples each.
+#: The last is TF Privacy's microbatches of four samples, which is not per-sample clipping.
 ALL = (*OURS, *PEERS, "tf_microbatch:4")
 LONG = ("nonprivate", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost", "fastdp")
 LONGEST = ("nonprivate", "mixed_ghost", "bk_mixed", "opacus_ghost")

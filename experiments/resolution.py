@@ -1,9 +1,9 @@
-"""How the cost of private training grows with the images: VGG11 and a ViT at 32 to 512 pixels.
+"""The cost of private training by image size: VGG11 and a ViT at 32 to 512 pixels.
 
-Figure 5 of arXiv:2210.00038 asks the same of VGG11, at the largest batch of each method. Here the batch falls as the
-images grow, alike for all, so that the whole of it ends in a quarter of an hour on two cores. A convolution's Gram
-matrices grow with the fourth power of the number of pixels along an edge: where they are needed throughout, they are
-left out beyond 64 pixels; at 512 pixels only what ends in reasonable time is run.
+Figure 5 of arXiv:2210.00038 shows this for VGG11, at the largest batch of each method. Here the batch falls as images
+grow, equally for all, so that the experiment ends in a quarter of an hour on two cores. A convolution's Gram matrices
+grow with the fourth power of the edge in pixels: backends that always need them run up to 64 pixels, and at 512 pixels
+only those that end in reasonable time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZES = {32: (16, 256), 64: (8, 128), 128: (4, 64), 224: (4, 32), 512: (2, 8)}
 
 
 def backends(model: str, size: int) -> tuple[str, ...]:
-    """Those that are not too slow for images of this size.
+    """The backends that are fast enough for images of this size.
 
     Args:
         model: as trials name it.

@@ -1,11 +1,10 @@
-"""Sampling schemes side by side: the same number of records, batch size, noise and epochs, and very different ε.
+"""Sampling schemes compared: the same records, batch size, noise and epochs, but very different ε.
 
 n = 60000, b = 256, σ = 1.1, 60 epochs of 234 steps, δ = 1e-5 (TF Privacy's MNIST tutorial), and other σ. `prv` has the
-tightest valid bound here under each scheme; the others that have one stand beside it. Of shuffled batches there is a
-certified lower bound as well, which is above what Poisson sampling spends: a run that shuffles and reports the ε of
-Poisson sampling reports less than it spent. Two datasets are neighbours as the sampling has it: in one pass, shuffled
-or not, a record's gradient is made zero, elsewhere a record is added or removed; under Poisson sampling both cost the
-same, and so it stands beside all the others.
+tightest valid bound under each scheme; other accountants with a bound are shown too. Shuffled batches also have a
+certified lower bound, which is above the ε of Poisson sampling: a run that shuffles but reports the ε of Poisson
+sampling reports too little. The adjacency is that of the sampling: zero-out in one pass, shuffled or not, and add or
+remove elsewhere. Under Poisson sampling both cost the same, so it can be compared with all.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "shuffled": {"sampling": "shuffled"},
     "one pass": {"sampling": "one_pass"},
 }
-#: What the sampling has by itself, and what all have.
+#: The sampling's own adjacency, and the one that all share.
 ADJACENCIES = ("", "replace_one")
 
 

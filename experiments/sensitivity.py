@@ -1,6 +1,6 @@
-"""How far one record moves the sum that is computed: hard records on every backend, ours and the peers', by dtype.
+"""How far one record moves the computed sum: hard records on every backend, ours and the peers', by dtype.
 
-No measurement of speed: small models, one round. A peer that cannot be imported here is left out with its reason.
+This does not measure speed: small models, one round. A peer that cannot be imported is left out, with its reason.
 """
 
 from __future__ import annotations

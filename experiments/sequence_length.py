@@ -1,8 +1,8 @@
-"""How the cost of private training grows with the text: a GPT-2-like model at 128 to 16384 tokens.
+"""The cost of private training by sequence length: a GPT-2-like model at 128 to 16384 tokens.
 
-The batch falls as the sequences grow. On a CPU the model is smaller (2 layers, 256 wide), and beyond 2048 tokens only
-what does not form Gram matrices throughout is run, so that the whole of it ends in a quarter of an hour on two cores;
-on CUDA it is the one of the overhead experiment (6 layers, 384 wide).
+The batch falls as sequences grow. On a CPU the model is smaller (2 layers, 256 wide), and beyond 2048 tokens backends
+that always form Gram matrices are left out, so that the experiment ends in a quarter of an hour on two cores. On CUDA
+it is the model of the overhead experiment (6 layers, 384 wide).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ BACKENDS = ("nonprivate", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "b
 WITHOUT_GRAMS = ("nonprivate", "mixed_ghost", "bk_mixed")
 #: Tokens -> (batch size on a CPU, on CUDA).
 LENGTHS = {128: (16, 128), 512: (4, 32), 2048: (2, 8), 8192: (2, 4), 16384: (2, 2)}
-#: On a CPU: at so many tokens a step takes 20 seconds.
+#: On a CPU a step of this many tokens takes 20 seconds.
 LONGEST = 16384
 
 
 def of_length(model: str, tokens: int) -> str:
-    """The reference for sequences of `tokens`; a model that reads more than GPT-2's 1024 is told so.
+    """The reference for sequences of `tokens`; raises the limit of positions beyond GPT-2's 1024.
 
     Args:
         model: a reference without a length.
@@ -31,7 +31,7 @@ def of_length(model: str, tokens: int) -> str:
 
 
 def backends(tokens: int, cuda: bool) -> tuple[str, ...]:
-    """Those that are not too slow for sequences of this length.
+    """The backends that are fast enough for sequences of this length.
 
     Args:
         tokens: T.

@@ -1,13 +1,12 @@
-"""The stress test: the largest batch in 16 GiB, and the throughput, of every backend. Figure 3 of arXiv:2205.10683.
+"""The stress test: the largest batch in 16 GiB, and the throughput, of every backend: Figure 3 of arXiv:2205.10683.
 
-The largest batch is *foretold*: simulated on fake tensors of the device, which takes no memory, so a laptop draws the
-16 GiB panel. On CUDA two real steps then confirm each, in an allocator budget of 16 GiB. The throughput of some of the
-ResNets is measured at one batch, the same for all, with the backends taking turns in one process. The batch is large
-enough to show what a backend costs, and the whole of it ends within eight minutes, on two cores or on a GPU. The two
-kinds of number never share a bar without a label.
+The largest batch is *predicted*: simulated on the device's fake tensors, which takes no memory, so a laptop can draw
+the 16 GiB panel. On CUDA two real steps then confirm each, in an allocator budget of 16 GiB. The throughput of some
+ResNets is measured at one batch, the same for all, with the backends taking turns in one process. All ends within eight
+minutes, on two cores or on a GPU. Bars label the two kinds of number.
 
-`microbatch` loops over samples, and its memory grows by no more than the batch itself, so memory sets it no limit that
-would say anything: its search ends where `LIMITS` says, at a batch of which a real step still takes seconds.
+`microbatch` loops over samples, so its memory hardly grows with the batch. Its search ends at the batch of `LIMITS`,
+where a real step still takes seconds.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ TIMED = {"cpu": (RESNETS[:3], 16), "cuda": (["resnet18", "resnet50"], 64)}
 
 
 def in_turns(device: str, models: list[str], batch_size: int, max_seconds: float = 3.0, **more: int) -> list[Cell]:
-    """The throughput: backends that are slow have fewer turns, but three.
+    """The throughput. Slow backends have fewer turns, but at least three.
 
     Args:
-        device: "cpu" or "cuda".
-        models: to be timed.
+        models: to time.
         batch_size: of all.
         max_seconds: of a backend's turns together.
         more: fields of the trials.

@@ -1,7 +1,7 @@
-"""Throughput against the batch size: from how many samples on is a step as fast as it gets?
+"""Throughput against the batch size: the batch from which on a step is as fast as it gets.
 
-All backends at each batch size in one process. Where a batch is small, the weights are read for few samples, and what
-is done once a step weighs more: ratios to ordinary training are of one batch size only.
+All backends run at each batch size in one process. In a small batch, reading the weights and the fixed cost of a step
+weigh more, so ratios to ordinary training hold for one batch size only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What private training costs as people run it, forward to optimizer: our engine, Opacus', private_CNN's and fastDP's.
+"""The cost of a whole private step, forward to optimizer: our engine, Opacus', private_CNN's and fastDP's.
 
-Of each model and optimizer two trials, each a process, in which the plain step takes turns, too: ours, and the others'
-engines. Noise is in it, each library's default. Where the C library's memory comes to lie is another in each process,
-and a ratio differs between processes by more than within one: ours, which is short, is best run in three, whose turns
-are pooled (``--rounds 3 --only "backends=('nonprivate', 'bk_mixed')" --only compiled=false``).
+Two trials for each model and optimizer, each in a process, with the plain step taking turns: our engine, and the
+others. Noise is included, each library's default. Memory placement by the C library differs between processes, and
+ratios differ more between processes than within one. Our trial is short and best run in three processes, which are
+pooled (``--rounds 3 --only "backends=('nonprivate', 'bk_mixed')" --only compiled=false``).
 
-ResNet18 comes in both forms, its ReLUs in place, as people have them, and not. The engine of ours beside the plain step
-once more, in parts; and, of transformers and small steps, both compiled. On a CPU it ends in an hour on two cores.
+ResNet18 runs with its ReLUs in place, as is usual, and not in place. Our engine is also measured against the plain step
+in parts and, for transformers and small steps, with both compiled. On a CPU it ends in an hour on two cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IMAGES = {
     VIT: ("AdamW", 64, 512),
     CONVNEXT: ("AdamW", 32, 256),
 }
-#: Steps so small that Python is much of them.
+#: Steps so small that Python is much of their cost.
 SMALL = {
     "cnn": ("SGD", 32, 256),
     "timm:resnet18": ("SGD", 16, 128),

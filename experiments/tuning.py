@@ -1,8 +1,8 @@
-"""The price of tuning: ε of the best of several private runs, which alone is published, beside that of one run.
+"""The price of tuning: ε of the best of several private runs, if only that is published, against that of one run.
 
 n = 60000, b = 256, 60 epochs of 234 steps, δ = 1e-5, at two noise multipliers. The number of runs is drawn before the
-first, by each of three distributions (`accounting.tuned`), and its mean is along the axis; a run without tuning is the
-base.
+first, from each of three distributions (`accounting.tuned`); its mean is along the axis. The base is one run without
+tuning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DISTRIBUTIONS = ["poisson", "geometric", "logarithmic"]
 
 
 def tuned(runs: list[int]) -> list[TunedTrial]:
-    """The trials with so many runs on average, and those of one run.
+    """The trials with these mean numbers of runs, and those of one run.
 
     Args:
         runs: their means.
@@ -28,7 +28,7 @@ def tuned(runs: list[int]) -> list[TunedTrial]:
 
 
 def cells(device: str) -> list[TunedTrial]:
-    """The same on every device: nothing is trained."""
+    """Independent of the device: nothing is trained."""
     return tuned(RUNS)
 
 

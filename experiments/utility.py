@@ -1,10 +1,10 @@
-"""What a privacy budget buys: accuracy against ε, by clipping function and backend, on images a laptop can train on.
+"""Accuracy against ε, by clipping function and backend, on images that a laptop can train on.
 
-Digits: 1438 of scikit-learn's to train on, 359 to test on; Poisson batches of 512, δ = 1e-5. `ordinary` is the same
-model on the same batches, neither clipped nor noisy. The settings were chosen by looking at these very test accuracies,
-once, for the linear model and the CNN each: not accounted. With the environment variable DPBENCH_CIFAR10=ROOT, a
-folder that holds cifar-10-batches-py, the same grid is trained on CIFAR-10 too (50,000 and 10,000 images, batches of
-1024); its settings were not tuned.
+Digits: 1438 training and 359 test images of scikit-learn's; Poisson batches of 512, δ = 1e-5. `ordinary` is the same
+model on the same batches, without clipping and noise. The settings were chosen on these test accuracies, once for the
+linear model and once for the CNN, which is not accounted. If the environment variable DPBENCH_CIFAR10=ROOT names a
+folder that holds cifar-10-batches-py, the same grid is also trained on CIFAR-10 (50,000 and 10,000 images, batches of
+1024), with settings that were not tuned.
 """
 
 from __future__ import annotations

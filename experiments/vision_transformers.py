@@ -1,7 +1,7 @@
-"""Time and memory of vision transformers under mixed ghost clipping. Figure 4 of arXiv:2205.10683.
+"""Time and memory of vision transformers under mixed ghost clipping: Figure 4 of arXiv:2205.10683.
 
-Its models, at 224 pixels (CrossViT at its own 240) with 100 classes. On a CPU memory is simulated at one batch size for
-all of them, and time is measured of the four that end within a few minutes on two cores; on CUDA both are measured.
+The paper's models, at 224 pixels (CrossViT at 240) with 100 classes. On a CPU memory is simulated at one batch size for
+all, and time is measured for the four models that end within a few minutes on two cores; on CUDA both are measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODELS = {
     "timm:crossvit_base_240": (240, None),
     "timm:beit_large_patch16_224": (224, None),
 }
-#: Of the simulated peaks, and of all that is measured on CUDA.
+#: Batch size of simulated peaks, and of all measurements on CUDA.
 BATCH = 16
 CLASSES = 100
 
