@@ -1,1 +1,1 @@
-"""A run: what is asked for, what of it remains, in which order and where it is measured."""
+"""Runs an experiment: the request, what remains of it, the order, and where it is measured."""

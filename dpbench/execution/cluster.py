@@ -1,6 +1,6 @@
-"""A cluster that we do not have: how long a sweep takes on it, and what private training keeps of ordinary throughput.
+"""Model a cluster: the time of a sweep on it, and the efficiency of private training.
 
-Described in five lines of TOML::
+A cluster is described in five lines of TOML::
 
     nodes = 16
     gpus_per_node = 8
@@ -8,29 +8,34 @@ Described in five lines of TOML::
     bandwidth = 12.5e9          # bytes a second of the slowest link of a ring over all GPUs
     latency = 5e-6              # seconds of a message on it
 
-and a sixth if need be: ``speed = 3.0``, how many times as fast a GPU is as the device of the records (1 if not said).
+and an optional sixth: ``speed = 3.0``, the speed of a GPU relative to the device of the records (default 1).
 
-**A sweep.** A job takes as long as its like has taken, divided by `speed`; a search is a chain of probes, after which
-its timed rounds may start. Longest first, each job goes to the GPUs that are free first (Graham 1969: at most 4/3 of
-the best schedule for independent jobs). Every GPU is paid until the last job ends.
+**A sweep.** A job takes as long as similar ones have taken, divided by `speed`. A search is a chain of probes, followed
+by its timed rounds. Longest first, each job goes to the GPUs that are free first (Graham 1969: at most 4/3 of the best
+schedule for independent jobs). Every GPU is paid until the last job ends.
 
 **Data-parallel training.** Let t be the seconds of an ordinary step without communication, r·t of a private one, S the
 bytes of the gradient, N GPUs, β the bandwidth, α the latency:
 
     ring(S)   = 2 (N-1)/N · S/β + 2 (N-1) α          an all-reduce over a ring (Patarasuk and Yuan 2009)
-    ordinary  = t + max(ring(S) - 2t/3, ring(b))     it runs beside the backward pass, two thirds of the step, but for
-                                                     the last bucket of b = 25 MiB (DDP's), which waits for its end
-    private   = r t + cross,  cross = 2 S/β + 2 (N-1) α   the engine's sums cross when the factors are known, which is
-                                                     after the backward pass: a reduction to the first process, which
-                                                     adds the noise, and a broadcast, both through a chain of pieces
+    ordinary  = t + max(ring(S) - 2t/3, ring(b))     it overlaps the backward pass, two thirds of the step, except for
+              the last bucket of b = 25 MiB (DDP's)
+    private   = r t + cross,  cross = 2 S/β + 2 (N-1) α   the engine's sums are communicated when the factors are known,
+              after the backward pass: a reduction to the first process, which adds the noise, and a broadcast, both
+              through a chain of pieces
     efficiency = ordinary / private                  of throughputs
 
-Not in it: the gather of shards (FSDP2), which private and ordinary training do alike; stragglers; contention.
+Not modelled: the gather of shards (FSDP2), which is the same for both; stragglers; contention.
 
-**Checked** against published points, of a system whose private gradients cross like ordinary ones: then both have the
-same communication beside them, c in units of t, and efficiency = (1 + c) / (r + c). With r as published for one GPU and
-c such that the smallest number of GPUs has the least published efficiency, c grows as (N-1)/N of the ring does. One of
-the points is so by construction; that the others stay in the published range is the check.
+**Check** against published points of a system that communicates private gradients like ordinary ones. Both then have
+the same communication c, in units of t, and efficiency = (1 + c) / (r + c). r is as published for one GPU, and c is set
+so that the smallest number of GPUs has the least published efficiency; c then grows as (N-1)/N of the ring does. One
+point fits by construction; the check is that the others stay in the published range.
+
+Functions take:
+    gpus: the number of GPUs that take part.
+    seconds, size: of computing in a step; bytes of all gradients.
+    cluster: see the text above.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ _NEEDED = ("nodes", "gpus_per_node", "price_per_gpu_hour", "bandwidth", "latency
 _WHOLE = ("nodes", "gpus_per_node")
 _MAY_BE_ZERO = ("price_per_gpu_hour", "latency")
 
-#: Least and greatest published throughput of private training beside ordinary, and the GPUs it was measured with.
+#: Least and greatest published throughput of private relative to ordinary training, and the numbers of GPUs.
 PUBLISHED = (0.946, 0.963)
 PUBLISHED_GPUS = (16, 32, 64, 128)
 #: Non-DP by BK, GPT2-large, one GPU: sequences a second of Figure 4 in arXiv:2210.00038.
@@ -71,47 +76,29 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """Of all nodes together."""
+        """All GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
     def ring(self, size: float, gpus: int) -> float:
-        """Seconds of an all-reduce of `size` bytes.
-
-        Args:
-            size: bytes.
-            gpus: that take part.
-        """
+        """Seconds of an all-reduce of `size` bytes."""
         return 2 * (gpus - 1) / gpus * size / self.bandwidth + 2 * (gpus - 1) * self.latency
 
     def ordinary(self, seconds: float, size: float, gpus: int) -> float:
-        """Seconds of an ordinary step, of which `seconds` are computing.
-
-        Args:
-            seconds: of computing.
-            size: bytes of all gradients.
-            gpus: that take part.
-        """
+        """Seconds of an ordinary step."""
         if gpus == 1:
             return seconds
         exposed = max(self.ring(size, gpus) - _BACKWARD * seconds, self.ring(min(size, _BUCKET), gpus))
         return seconds + exposed
 
     def private(self, seconds: float, size: float, gpus: int) -> float:
-        """Seconds of a private step, of which `seconds` are computing.
-
-        Args:
-            seconds: of computing.
-            size: bytes of all gradients.
-            gpus: that take part.
-        """
+        """Seconds of a private step."""
         return seconds if gpus == 1 else seconds + 2 * size / self.bandwidth + 2 * (gpus - 1) * self.latency
 
     def efficiency(self, step: Measured, gpus: int) -> float:
-        """Throughput of private beside ordinary training on `gpus` GPUs.
+        """Throughput of private relative to ordinary training.
 
         Args:
             step: as measured on one GPU.
-            gpus: that take part.
         """
         t = step.seconds / self.speed
         return self.ordinary(t, step.size, gpus) / self.private(step.ratio * t, step.size, gpus)
@@ -124,7 +111,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that records have of a model: ordinary, `seconds`, and private, `ratio` times that; `size` in bytes."""
+    """A recorded step of a model: ordinary `seconds`, private `ratio` times that; `size` in bytes."""
 
     model: str
     backend: str
@@ -138,7 +125,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Job:
-    """So many GPUs for so long; `then` are the seconds of each of what may start when it has ended."""
+    """`gpus` GPUs for `seconds`; `then` are the seconds of each job that may start afterwards."""
 
     seconds: float
     gpus: int = 1
@@ -147,7 +134,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a sweep comes to. `gpu_hours` are those that compute; `cost` is of all GPUs until the last job ends."""
+    """The total of a sweep. `gpu_hours` are those that compute; `cost` is of all GPUs until the last job ends."""
 
     jobs: int
     wall_seconds: float
@@ -164,7 +151,7 @@ def load_cluster(path: Path) -> Cluster:
         path: of a TOML file.
 
     Raises:
-        UsageError: in one line: no such file, no TOML, a line that is missing, unknown, or no number in its range.
+        UsageError: in one line: no such file, no TOML, or a line that is missing, unknown or out of range.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -197,11 +184,10 @@ def bill(jobs: Iterable[Job], cluster: Cluster) -> Bill:
     """Schedule the jobs; see the module's text.
 
     Args:
-        jobs: to be run.
-        cluster: that runs them.
+        jobs: to run.
 
     Raises:
-        UsageError: a job of more GPUs than there are.
+        UsageError: a job needs more GPUs than there are.
     """
     jobs = sorted(jobs, key=lambda job: -(job.seconds + max(job.then, default=0.0)))
     free = [0.0] * cluster.gpus
@@ -229,7 +215,7 @@ def bill(jobs: Iterable[Job], cluster: Cluster) -> Bill:
 
 
 def _placed(free: list[float], seconds: float, gpus: int, ready: float) -> float:
-    """Give a job the GPUs that are free first; when it ends. `free` is a heap."""
+    """Give a job the GPUs that are free first; returns its end. `free` is a heap."""
     begin = max(ready, max(heapq.heappop(free) for _ in range(gpus)))
     for _ in range(gpus):
         heapq.heappush(free, begin + seconds)
@@ -237,7 +223,7 @@ def _placed(free: list[float], seconds: float, gpus: int, ready: float) -> float
 
 
 def communication_for(efficiency: float) -> float:
-    """c, in units of an ordinary step's computing, at which (1 + c) / (r + c) is so much, r as published.
+    """c, in units of an ordinary step's computing, at which (1 + c) / (r + c) is `efficiency`, with r as published.
 
     Args:
         efficiency: in (0, 1).

@@ -1,8 +1,8 @@
-"""One run at a time measures for a folder: two would do everything twice, each disturbing the other's times.
+"""Allow one run at a time in a folder: two would repeat each other's work and disturb each other's times.
 
-The lock is the operating system's (flock), so that it ends with the process, however that ends: on a file in the
-folder, whose words are for people, and on the folder itself, for people also remove such files. Parts of one sweep,
-which a cluster runs side by side, take none.
+The lock is the operating system's (flock), so it ends with the process. It is on a file in the folder, whose text is
+for people, and on the folder itself, because people may remove the file. Jobs of one sweep on a cluster run side by
+side and take no lock.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from dpbench.records.store import utc_now
 
 NAME = ".lock"
 _LOOKS = 0.5
-"""Seconds between two looks at a lock that is waited for."""
+"""Seconds between two attempts to take the lock."""
 _WITHOUT = (errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""Of file systems without such locks: the run goes on without."""
+"""Errors of file systems without locks; the run goes on without one."""
 
 
 @contextmanager
 def held(folder: Path, *, wait: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Nobody else's run measures for `folder` while this is entered.
+    """Hold the lock of `folder`, so that no other run measures for it.
 
     Args:
-        folder: where the records of an experiment lie.
-        wait: until whoever else does has ended; else that is an error.
-        say: takes a line for the person who waits.
+        folder: with the records of an experiment.
+        wait: wait for the other run to end; else raise.
+        say: receives a line for the person who waits.
 
     Raises:
-        UsageError: somebody else does: who, and since when.
-        OSError: the file of the lock cannot be opened; it is never a link.
+        UsageError: another run holds the lock; says which, and since when.
+        OSError: the lock file cannot be opened; links are refused.
     """
     file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -72,7 +72,7 @@ def _taken(file: int) -> bool:
 
 
 def _owner(file: int) -> str:
-    """In words; the line may not be there yet, or not be ours."""
+    """The holder in words; the line may be missing or foreign."""
     try:
         found = json.loads(os.pread(file, 1000, 0))
         return f"process {found['process']} on {found['host']} since {found['since']}"

@@ -1,13 +1,15 @@
-"""Machines other than this one: which of their records count here, and what they say of themselves.
+"""Other machines: which of their records count here, and the facts about them.
 
-A fingerprint holds the machine that measured, and the folder of results that it measured for, which has a name of its
-own (`FolderName`): only such records count. Whoever clones a folder of results measures anew, also on a machine that is
-called as that one was, and never takes committed records for their own. Who names the machine (DPBENCH_HOST) says that
-all machines of that name are one, whatever folder: what one of them has recorded, another goes on with.
+A fingerprint holds the machine that measured and the folder of results, which has a random name (`FolderName`); only
+records with both count. Whoever clones a folder of results therefore measures again, even on a machine of the same
+name, and never mistakes committed records for new ones. A machine named by DPBENCH_HOST counts as one with all machines
+of that name, in any folder: each continues what another has recorded.
 
-A sweep over a cluster is one measurement on many machines, so there a record counts if it was written by a machine of
-the same sweep: one that was driven from here, or that belongs to the same cluster; by the sources of today, and while
-the libraries here are those of then.
+A sweep over a cluster is one measurement on many machines. There a record counts if a machine of the same sweep wrote
+it (driven from here, or of the same cluster), with today's sources and the same library versions.
+
+Functions take:
+    trial, trials: to measure.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ Versions = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Machine:
-    """What a fingerprint knows of the machine.
+    """A machine as a fingerprint identifies it.
 
-    `versions` are those of its libraries; of others, this machine's. `folder` is the name of the folder of results that
-    it measured for; none in a sweep.
+    `versions` are those of its libraries; missing ones are this machine's. `folder` is the name of the folder of
+    results that it measured for; None in a sweep.
     """
 
     host: str
@@ -52,13 +54,10 @@ class Machine:
         return Machine(where["host"], where["device_name"], tuple(sorted((where.get("libraries") or {}).items())))
 
     def fingerprint(self, trial: Trial) -> str:
-        """16 hex digits over what makes a measurement of this trial another one, as it would be on this machine.
+        """16 hex digits that identify a measurement of this trial, as on this machine.
 
-        The sources that it measures, the model's own file if it has one, the device, the machine (two of them may have
-        the same CPU's name), the folder, and the versions of the libraries it uses.
-
-        Args:
-            trial: to be measured.
+        Covers the sources that it measures, the model's own file if any, the device, the machine (two may have the same
+        CPU's name), the folder, and the versions of the libraries that it uses.
         """
         known = dict(self.versions)
         versions = {name: known[name] if name in known else version_of(name) for name in libraries_of(trial)}
@@ -67,7 +66,7 @@ class Machine:
 
 
 class FolderName:
-    """The name of a folder of results: random, in a file that git is told to ignore, so that no clone has it.
+    """The name of a folder of results: random, in a file that git ignores, so that no clone has it.
 
     Args:
         results: the folder of all experiments.
@@ -79,7 +78,7 @@ class FolderName:
         self._path = results / self.FILE
 
     def read(self) -> str:
-        """The name; "" if it has none yet, and so no records that count. A machine that was named has that name's."""
+        """The name; "" without one, so that no records count. A machine named by DPBENCH_HOST uses that name."""
         named = named_host()
         if named is not None:
             return f"{VARIABLE}={named}"
@@ -89,10 +88,10 @@ class FolderName:
             return ""
 
     def give(self, name: str = "") -> None:
-        """Give it this name, or make one up, unless it has one.
+        """Name the folder, unless it has a name.
 
         Args:
-            name: "" for one that no other folder has.
+            name: "" for a random one.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -108,20 +107,20 @@ class FolderName:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(aside)
-        sync_folder(folder)  # without its name, none of its records would count any more
+        sync_folder(folder)  # without its name, none of its records would count
 
     def _take(self, aside: Path) -> None:
-        """The file aside, as this one, unless there is one: of two runs that begin at once one names the folder."""
+        """Link the file into place, unless it exists: if two runs begin at once, one of them names the folder."""
         try:
             os.link(aside, self._path)
         except OSError as error:
-            # a file system without links; or an empty file, as a power loss could leave them
+            # no links on this file system, or an empty file after a power loss
             if not isinstance(error, FileExistsError) or not self.read():
                 os.replace(aside, self._path)
 
 
 class Machines:
-    """Those whose records count in a run on `device`; `add` new ones as they appear."""
+    """The machines whose records count in a run on `device`."""
 
     def __init__(self, device: str, machines: Iterable[Machine] = (), folder: str | None = None) -> None:
         self._here = Machine(host_name(), device_name(device), folder=folder)
@@ -129,7 +128,7 @@ class Machines:
         self._known: dict[Trial, dict[str, str]] = {}
 
     def add(self, where: Mapping[str, Any]) -> None:
-        """Let the records of another machine count, too.
+        """Count the records of another machine, too.
 
         Args:
             where: the environment of a run there.
@@ -140,23 +139,15 @@ class Machines:
             self._known.clear()
 
     def others(self) -> list[str]:
-        """The hosts of those that are not this machine."""
+        """The hosts of the other machines."""
         return sorted({machine.host for machine in self._machines} - {self._here.host})
 
     def fingerprint(self, trial: Trial) -> str:
-        """As it would be written on this machine.
-
-        Args:
-            trial: to be measured.
-        """
+        """The fingerprint on this machine."""
         return next(iter(self.accepted(trial)))
 
     def accepted(self, trial: Trial) -> Mapping[str, str]:
-        """Every fingerprint of the trial that counts -> the name of the device.
-
-        Args:
-            trial: to be measured.
-        """
+        """Every fingerprint of the trial that counts -> the name of the device."""
         known = self._known.get(trial)
         if known is None:
             known = {machine.fingerprint(trial): machine.device_name for machine in self._machines}
@@ -166,7 +157,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What the runs of one sweep have in common, as it stands in their environments (`executor`)."""
+    """What the runs of one sweep share, as recorded in their environments (`executor`)."""
 
     name: str
     cluster: str
@@ -180,12 +171,12 @@ class Sweep:
         Args:
             name: of the sweep.
             cluster: its kind and address, in words.
-            trials: whose libraries' versions are noted.
+            trials: whose library versions are recorded.
         """
         return Sweep(name, cluster, host_name(), _versions(trials))
 
     def describe(self) -> dict[str, Any]:
-        """As it stands in records."""
+        """As recorded."""
         return {"name": self.name, "cluster": self.cluster, "driver": self.driver, "versions": dict(self.versions)}
 
 
@@ -196,16 +187,13 @@ def machines_of(
     sweep: Mapping[str, Any] | None = None,
     folder: str | None = None,
 ) -> Machines:
-    """The machines whose records count: this one, and those of sweeps that were driven from here, or of `sweep`.
-
-    `folder`: the name of the folder of results, whose own records count in a sweep, too.
+    """The machines whose records count: this one, and those of sweeps driven from here, or of `sweep`.
 
     Args:
         runs: of the results folder.
         device: "cpu" or "cuda".
-        trials: of the experiment.
-        sweep: one that is gone on with, as recorded.
-        folder: the name of the results folder, or None.
+        sweep: a sweep to continue, as recorded.
+        folder: the name of the results folder, or None; its own records count in a sweep, too.
     """
     found = []
     if sweep is not None and folder:
@@ -228,18 +216,17 @@ def _versions(trials: Iterable[Trial]) -> dict[str, str | None]:
 
 
 def version_hash(trial: Trial, versions: Versions) -> str:
-    """The trial's sources and libraries alone: the same on every machine that has them.
+    """A hash of the trial's sources and libraries, equal on every machine that has them.
 
     Args:
-        trial: to be measured.
-        versions: library -> version; of others, this machine's.
+        versions: library -> version; missing ones are this machine's.
     """
     return seal(sources_of(trial), {name: versions.get(name, version_of(name)) for name in libraries_of(trial)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts(Trial):
-    """What a machine says of itself and of `device`; run as a trial in a process that has touched no device yet."""
+    """Facts about a machine and its `device`; run as a trial in a process that has not used a device yet."""
 
     kind: ClassVar[str] = "node"
     body: ClassVar[str] = f"{__name__}:node_facts"
@@ -252,10 +239,6 @@ class NodeFacts(Trial):
 
 
 def node_facts(trial: NodeFacts) -> dict[str, Any]:
-    """The body of `NodeFacts`: what `environment.gather` gives of the machine that runs it.
-
-    Args:
-        trial: which asks.
-    """
+    """The body of `NodeFacts`: `environment.gather` on the machine that runs it."""
     facts = environment.host_facts(trial.device)
     return facts | environment.torch_facts(environment.TorchFacts(device=trial.device)) if trial.with_torch else facts

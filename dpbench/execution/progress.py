@@ -1,4 +1,4 @@
-"""What a person sees of a run, on standard error: what was found, what runs now, how long it will take."""
+"""Show a run's progress on standard error: what was found, what runs now, how long it will take."""
 
 from __future__ import annotations
 
@@ -33,22 +33,27 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """One line for each trial that ended; on a terminal, also a bar below them.
+    """Writes one line for each finished trial; on a terminal, also a bar below them.
 
     Args:
-        stream: standard error if not given.
+        stream: standard error by default.
+
+    Methods take:
+        run: the trial and its round.
+        done, left: the trials that have ended, and the expected number to come.
+        seconds: that those to come will take; None if unknown.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = stream or sys.stderr
-        self._stream = getattr(stream, "terminal", stream)  # a bar moves the cursor; the lines are made printable here
-        # here, and not when it is first shown: then a trial is already timed, and an import would disturb it
+        self._stream = getattr(stream, "terminal", stream)  # a bar moves the cursor; lines are escaped here
+        # imported now: when the bar is first shown a trial is timed, and an import would disturb it
         self._open = _opener(self._stream) if self._stream.isatty() else None
         self._bar: tqdm | None = None
         self._started: dict[Run, float] = {}
 
     def say(self, line: str) -> None:
-        """Write one line that stays.
+        """Write one permanent line.
 
         Args:
             line: without its end.
@@ -61,14 +66,10 @@ class Progress:
         self._stream.flush()
 
     def ended(self, run: Run, record: Record, done: int, left: float, seconds: float | None) -> None:
-        """Tell that a trial has ended; about `left` more are to come, taking about `seconds` (None: not known).
+        """Report a finished trial.
 
         Args:
-            run: the trial and its round.
-            record: of it.
-            done: trials that have ended.
-            left: trials that are to come, expected.
-            seconds: that these will take; None if not known.
+            record: of the trial.
         """
         self._started.pop(run, None)
         self._set(done, left, seconds)
@@ -78,29 +79,21 @@ class Progress:
         )
         evidence = (record["evidence"] or "").strip().splitlines()
         if evidence:
-            # the last line of a traceback says what was raised; what else we write says it in the first
+            # a traceback's last line names the exception; our own texts begin with the cause
             told = last_line(record["evidence"]) if record["outcome"] == Outcome.ERROR else evidence[0]
             line += f"\n    {told[:600]}"
         self.say(line)
 
     def cut(self, run: Run, seconds: float) -> None:
-        """Tell that a trial was ended, after so many seconds, because the time of the run was over.
-
-        Args:
-            run: the trial and its round.
-            seconds: for which it ran.
-        """
+        """Report a trial that was ended after `seconds`, because the time of the run was over."""
         self._started.pop(run, None)
         self.say(f"{_words(run)}: cut off after {seconds:.1f} s, for the time is over; it is run again")
 
     def now(self, running: Collection[Run], done: int, left: float, seconds: float | None) -> None:
-        """Show what runs at this moment.
+        """Show the trials that run at this moment.
 
         Args:
             running: trials and their rounds.
-            done: trials that have ended.
-            left: trials that are to come, expected.
-            seconds: that these will take; None if not known.
         """
         clock = time.monotonic()
         for run in running:
@@ -119,7 +112,7 @@ class Progress:
             self._bar = None
 
     def _set(self, done: int, left: float, seconds: float | None) -> None:
-        """Change what the bar says, wherever it is painted next."""
+        """Set the bar's text for its next refresh."""
         if self._bar is None:
             return
         clock = time.monotonic()
@@ -131,32 +124,32 @@ class Progress:
 
 
 def _opener(stream: TextIO) -> Callable[[], tqdm]:
-    """Import tqdm; return what opens a bar as the last line of `stream`, which is painted when it is told to."""
+    """Import tqdm; return a function that opens a bar as the last line of `stream`, painted only on request."""
     from tqdm import tqdm
 
     class Bar(tqdm):
         monitor_interval = 0  # no thread: this process is idle while trials are timed
-        _lock = threading.RLock()  # tqdm's own has a part in multiprocessing, which is not used here
+        _lock = threading.RLock()  # tqdm's own lock uses multiprocessing, which is not used here
 
         def __init__(self) -> None:
-            # delayed, or it would be painted before it is told what to show; but close() does not wipe a delayed one
+            # delayed, so that it is not painted before its text is set; but close() does not wipe a delayed bar
             super().__init__(file=stream, total=0, leave=False, position=0, nrows=20, mininterval=0, delay=1)
             self.delay = 0
 
         @staticmethod
         def status_printer(file: Any) -> Callable[[str], None]:
             def paint(text: str) -> None:
-                # tqdm wipes what was longer with spaces, which wrap where the terminal has become narrower
+                # tqdm overwrites longer text with spaces, which wrap on a terminal that became narrower
                 file.write(f"\r{text}\x1b[K")
                 file.flush()
 
             return paint
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            # not left to dynamic_ncols, which shows nothing on a terminal that does not know its size
+            # dynamic_ncols shows nothing on a terminal of unknown size
             columns = _columns(stream)
             self.ncols = max(1, columns - 1)
-            # an eighth of the line: a bar that took what the words leave would be 1 wide beside many of them
+            # an eighth of the line, because long texts would leave the bar a width of 1
             self.bar_format = f"[{{n_fmt}}/{{total_fmt}}] {{percentage:3.0f}}%|{{bar:{columns // 8}}}| {{desc}}"
             super().display(msg, pos)
 
@@ -164,10 +157,10 @@ def _opener(stream: TextIO) -> Callable[[], tqdm]:
 
 
 def _columns(stream: TextIO) -> int:
-    """The width of the terminal that `stream` writes to."""
+    """The width of the terminal behind `stream`."""
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):  # it has no file, or not any more
+    except (OSError, ValueError):  # no file, or closed
         columns = 0
     return columns or shutil.get_terminal_size().columns
 
