@@ -1,9 +1,12 @@
-"""The time that a run is given (``--minutes``): what may still start in it, and what was cut off when it was over.
+"""The time limit of a run (``--minutes``): which trials may still start, and which were cut off.
 
-A trial starts if it is expected to end in time: by its own earlier rounds, else by what is most like it, else by a
-modest guess. A wrong guess does no harm: when the time is over, whatever still runs is killed. That is no outcome of
-the trial. It is noted (a line of type "cut") for how long it ran, so that the next run starts it with more time than
-that, or says by name that it does not fit at all, and goes on with the others.
+A trial starts if it is expected to end in time: by its own earlier rounds, else by similar trials, else by a modest
+guess. A wrong guess does no harm: when the time is over, the trials that still run are killed. This is not an outcome
+of the trial. A line of type "cut" records how long it ran. The next run then starts it only with more time than that,
+or reports that it does not fit, and continues with the others.
+
+Functions take:
+    trial, run: a trial; one in a round.
 """
 
 from __future__ import annotations
@@ -22,22 +25,22 @@ from dpbench.records.store import utc_now
 from dpbench.trials import Trial
 from dpbench.trials.outcome import Outcome
 
-#: Seconds that a trial is expected to take where nothing of its kind has been recorded; a tenth of the time at most.
+#: Expected seconds of a trial without any record of its kind; at most a tenth of the time.
 GUESS = 20.0
-#: What is known only from others like it may take more than this share of the time, and is still tried in a fresh run.
+#: A trial that is known only from similar ones counts as at most this share of the time, so that a fresh run tries it.
 LIKENESS = 0.5
-#: A trial that was cut off takes longer than it had then: at least so many times as long.
+#: A trial that was cut off is expected to take this many times as long as it had.
 LONGER = 1.1
 
 
 def check_minutes(minutes: float | None) -> None:
-    """See that this is a time to run for.
+    """Check the number of minutes.
 
     Args:
         minutes: after --minutes, or None.
 
     Raises:
-        UsageError: it is no positive number.
+        UsageError: not a positive number.
     """
     if minutes is not None and not 0 < minutes < math.inf:
         raise UsageError("a positive number for --minutes", minutes)
@@ -48,11 +51,11 @@ class Allowance:
     """The minutes of a run that began at `begun`, by `time.monotonic`, a clock that a machine's processes share.
 
     Args:
-        minutes: how many.
+        minutes: the limit.
         begun: when the run began.
-        schedule: what is to be run.
-        clock: how long its like has taken.
-        fingerprint: of a trial, as it would be written here.
+        schedule: of the run.
+        clock: estimates how long a trial takes.
+        fingerprint: of a trial on this machine.
         cuts: the lines of trials that were cut off in earlier runs.
     """
 
@@ -72,45 +75,40 @@ class Allowance:
 
     @property
     def until(self) -> float:
-        """When the time is over."""
+        """The end of the time."""
         return self.begun + 60 * self.minutes
 
     def left(self) -> float:
-        """Seconds."""
+        """The seconds left."""
         return self.until - time.monotonic()
 
     def admits(self, trial: Trial) -> bool:
-        """Whether the trial may start now.
-
-        Args:
-            trial: to be started.
-        """
+        """Whether the trial may start now."""
         known = self._known(trial)
         seconds = self._guess(trial) if known is None else known
         return min(seconds, trial.timeout) <= self.left()
 
     def _too_long(self, trial: Trial) -> bool:
-        """Whether it is known of this very trial that it does not fit, even if it is the first to run."""
+        """Whether this trial is known not to fit, even as the first of a run."""
         known = self._known(trial)
         return known is not None and known > self._whole
 
     def _known(self, trial: Trial) -> float | None:
-        """The seconds of this very trial: by its other rounds, and at least what it had when it was cut off."""
+        """The seconds of this trial by its other rounds, and more than it had when it was cut off."""
         records = (self.schedule.history.of(Run(trial, number)) for number in range(self.schedule.rounds))
         own = [record["seconds"] for record in records if record is not None]
         known = max(sum(own) / max(len(own), 1), LONGER * self._had.get((trial.id, self.fingerprint(trial)), 0.0))
         return min(known, trial.timeout) or None
 
     def _guess(self, trial: Trial) -> float:
-        """The seconds of a trial that has not run: never so many that it would not be tried in a run of its own."""
+        """The seconds of a trial that has not run, low enough that a run of its own would try it."""
         like = self.clock.of(trial)
         return min(GUESS, self._whole / 10) if like is None else min(like, LIKENESS * self._whole)
 
     def cut(self, run: Run, answer: Answer) -> dict[str, Any] | None:
-        """The line that is stored of a trial which ended because the time was over; None if it ended by itself.
+        """The line to store for a trial that was ended by the limit; None if it ended by itself.
 
         Args:
-            run: the trial and its round.
             answer: how it ended.
         """
         if answer.outcome is not Outcome.TIMEOUT or answer.seconds >= run.trial.timeout:
@@ -132,7 +130,7 @@ class Allowance:
         self._had[key] = max(line["seconds"], self._had.get(key, 0.0))
 
     def farewell(self) -> list[str]:
-        """What a person is told at the end: what is left, and what of it does not fit. Empty if nothing is left."""
+        """The final message: what is left, and which trials do not fit. Empty if nothing is left."""
         waiting, remaining = self.schedule.waiting(), self.schedule.remaining()
         if not remaining:
             return []

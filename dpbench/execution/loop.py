@@ -1,4 +1,4 @@
-"""The loop of a run, wherever its trials go: start what can be started, wait for an end, record it, and again."""
+"""The loop of a run, on any executor: start what can start, wait for a trial to end, record it, repeat."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ from dpbench.trials import Trial, canonical_json
 from dpbench.trials.line_shapes import flaw_of_record
 from dpbench.trials.outcome import Outcome
 
-#: How often the loop looks up while a trial runs (seconds): for a signal, and to renew the line that is shown.
+#: Seconds between two checks for a signal, and refreshes of the progress line, while a trial runs.
 _TICK = 0.2
 #: Keys of trials that were never submitted; an isolation counts its own upwards.
 _REFUSED = itertools.count(-1, -1)
 
 
 class Executor(Protocol):
-    """Runs trials somewhere, each in a process of its own. Every trial that is submitted is answered, once."""
+    """Runs each trial in a process of its own. Every submitted trial is answered, once.
+
+    Methods take:
+        trial, block: to run; the block that it belongs to.
+        timeout: seconds; None to wait for an answer.
+    """
 
     @property
     def blocks(self) -> int:
@@ -43,36 +48,27 @@ class Executor(Protocol):
 
     @property
     def workers(self) -> int:
-        """How many trials of a block may be in flight at once, if they may run beside each other."""
+        """How many trials of a block may run at once, if they may run beside each other."""
 
     def submit(self, trial: Trial, block: Block) -> int:
-        """Have it run; its answer will carry the key that is returned.
-
-        Args:
-            trial: to be run.
-            block: that it belongs to.
-        """
+        """Start a trial; returns the key of its answer."""
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that come within `timeout` seconds.
-
-        Args:
-            timeout: seconds; None: until there is one.
-        """
+        """The answers that come within `timeout` seconds."""
 
     def release(self, block: Block) -> None:
-        """Nothing more will be submitted of this block.
-
-        Args:
-            block: which is done.
-        """
+        """Close a block: nothing more of it will be submitted."""
 
 
 @dataclass
 class Here:
-    """The processes of this machine. `refuse` says why a trial cannot run here, which then is its answer.
+    """Runs trials in processes of this machine. `refuse` says why a trial cannot run here, which becomes its answer.
 
     `until`: when all trials are ended, by `time.monotonic`.
+
+    Methods take:
+        trial, block: to run; ignored.
+        timeout: seconds; None to wait for an answer.
     """
 
     isolation: Isolation
@@ -83,12 +79,7 @@ class Here:
     _refused: list[Answer] = field(default_factory=list)
 
     def submit(self, trial: Trial, block: Block) -> int:
-        """Run a trial on this machine, or answer why it is not run.
-
-        Args:
-            trial: to be run.
-            block: not looked at.
-        """
+        """Run a trial on this machine, or answer why it cannot run."""
         trouble = self.refuse(trial)
         if trouble is None:
             return self.isolation.submit(trial, self.until)
@@ -96,31 +87,23 @@ class Here:
         return self._refused[-1].key
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that come within a time.
-
-        Args:
-            timeout: seconds; None: until there is one.
-        """
+        """The answers that come within `timeout` seconds."""
         if not self._refused:
             return self.isolation.wait(timeout)
         refused, self._refused = self._refused, []
         return refused
 
     def release(self, block: Block) -> None:
-        """Nothing: blocks are all the same here.
-
-        Args:
-            block: not looked at.
-        """
+        """Do nothing: blocks do not matter here."""
         pass
 
 
 @dataclass
 class Report:
-    """What a run came to: how many trials ended how, the files they are in, the signal that ended it early, where.
+    """The result of a run: the outcomes of trials, the files of records, the signal that ended it early, the device.
 
-    `unrecorded` counts trials that ended, and whose record could not be written: the next run does them again. `left`
-    says in words what remains because the time of the run was over.
+    `unrecorded` counts trials whose record could not be written; the next run repeats them. `left` says what remains
+    because the time was over.
     """
 
     outcomes: Counter[str]
@@ -137,7 +120,7 @@ class Report:
 
 
 class Loop:
-    """Run what remains of `schedule`, whose parts are `blocks`, on `executor`; of it what `allowance` has time for."""
+    """Runs what remains of `schedule`, in its `blocks`, on `executor`, within `allowance`."""
 
     def __init__(
         self,
@@ -158,7 +141,7 @@ class Loop:
         self._outcomes: Counter[str] = Counter()
 
     def run(self) -> Report:
-        """Run until nothing is left, a signal comes or the time is over, and say what was recorded.
+        """Run until nothing is left, a signal comes or the time is over, and report what was recorded.
 
         Raises:
             RunEnded: it cannot go on.
@@ -179,7 +162,7 @@ class Loop:
             self._shards.close()
 
     def _fill(self, blocks: Sequence[Block] = ()) -> None:
-        """Start all that may run now: of these blocks, and of the next ones as far as more may be open."""
+        """Start all that may run now: of these blocks, and of new ones while more may be open."""
         todo = list(blocks)
         may = self._allowance.admits if self._allowance is not None else (lambda _: True)
         while todo or (self._waiting and len(self._open) < self._executor.blocks):
@@ -196,7 +179,7 @@ class Loop:
                 self._executor.release(block)
 
     def _wait(self, interruption: Interruption) -> None:
-        """Until a trial ends. What is shown is computed here, once: while a trial is timed, this process is idle."""
+        """Wait until a trial ends. The progress is computed once: this process is idle while a trial is timed."""
         state = self._state()
         while interruption.signum is None:
             self._progress.now([run for run, _ in self._running.values()], *state)
@@ -233,7 +216,7 @@ class Loop:
 def make_record(
     experiment: str, run: Run, fingerprint: str, answer: Answer, libraries: Mapping[str, str | None]
 ) -> dict[str, Any]:
-    """The line that is stored of a trial that ended: always one that a reader takes, whatever the trial sent back.
+    """The line to store for a finished trial; always readable, whatever the trial returned.
 
     Args:
         experiment: its name.
@@ -259,17 +242,16 @@ def make_record(
         "result": answer.result,
     }
     as_read = record | {"trial": json.loads(canonical_json(record["trial"]))}
-    if (why := flaw_of_record(as_read)) is not None:  # it would be passed over, and the trial run again without end
+    if (why := flaw_of_record(as_read)) is not None:  # a reader would skip it, and the trial would be repeated forever
         said = f"what came back ({answer.outcome}) is no record: {why}"
         record |= {"outcome": str(Outcome.ERROR), "evidence": said, "result": None}
     return record
 
 
 class Interruption:
-    """While it is entered, SIGINT, SIGTERM and SIGHUP are noted in `signum` instead of striking where they will.
+    """Inside, SIGINT, SIGTERM and SIGHUP only set `signum`, so that records stay whole and processes end in order.
 
-    So a record is never cut off half-way, and the processes are ended in good order. A signal that this process was
-    started to ignore (`nohup`, or in the background of a script) stays ignored.
+    Signals that this process was started to ignore (`nohup`, or in the background of a script) stay ignored.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -279,7 +261,7 @@ class Interruption:
         self._before: Mapping[int, Any] = {}
 
     def __enter__(self) -> Interruption:
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set them
+        if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers
             heard = [signum for signum in self._SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
             self._before = {signum: signal.signal(signum, self._note) for signum in heard}
         return self

@@ -1,4 +1,9 @@
-"""A run: what is asked for, what of it remains, and where that is measured."""
+"""Plan and run a request: what remains of it, and where it is measured.
+
+Functions take:
+    request: the request.
+    device: "cpu" or "cuda".
+"""
 
 from __future__ import annotations
 
@@ -33,21 +38,21 @@ from dpbench.trials.outcome import RETRYABLE
 
 __all__ = ["Plan", "Report", "Request", "make_plan", "run"]
 
-#: More trials than this beside each other gain little: what may run so is bound by memory traffic and the interpreter.
+#: More parallel trials than this gain little: they are bound by memory traffic and the interpreter.
 MAX_WORKERS = 8
-#: Where trials go, if not to processes of this machine: a function of the request and the progress.
+#: Executors other than this machine; each module has run(request, progress).
 _CLUSTERS = {"ray": "dpbench.execution.executors.on_ray", "slurm": "dpbench.execution.executors.on_slurm"}
 
 
 def check_choices(rounds: int | None, retry: Collection[str]) -> None:
-    """Check what a person chose of a run.
+    """Check the options of a run.
 
     Args:
         rounds: after --rounds, or None.
         retry: after --retry.
 
     Raises:
-        UsageError: for a number of rounds, or outcomes to retry, that cannot be.
+        UsageError: an invalid number of rounds, or unknown outcomes to retry.
     """
     if rounds is not None:
         check_rounds(rounds, "--rounds")
@@ -58,12 +63,12 @@ def check_choices(rounds: int | None, retry: Collection[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a person asks for. `device` is "auto", "cpu" or "cuda"; `results` the folder of all experiments.
+    """The options of a run. `device` is "auto", "cpu" or "cuda"; `results` is the folder of all experiments.
 
-    `cluster`: where it is measured, if not on this machine. `blocks`: a part of the experiment by the keys of
-    `dpbench.execution.executors.blocks`, as a job of a cluster is given it, in the `sweep` that its records belong to.
-    `reference` is how the experiment was named, by which another process finds it. `retry_before`: of what ended before
-    that time alone, `retry` counts nothing as done. `minutes`: no trial is started that would end later.
+    `cluster`: where to measure, if not on this machine. `blocks`: a part of the experiment, by the keys of
+    `dpbench.execution.executors.blocks`, for a job of a cluster; `sweep`: the sweep that its records belong to.
+    `reference`: the name by which another process finds the experiment. `retry_before`: `retry` applies only to records
+    before this time. `minutes`: do not start trials that would end later.
     """
 
     experiment: Experiment
@@ -83,22 +88,18 @@ class Request:
 
     @property
     def folder(self) -> Path:
-        """Where the records lie."""
+        """The folder of the records."""
         return self.results / (self.experiment.name + ("-smoke" if self.smoke else ""))
 
     def cells(self, device: str) -> Sequence[Cell]:
-        """The cells that were chosen, on a device.
-
-        Args:
-            device: "cpu" or "cuda".
-        """
+        """The selected cells, on a device."""
         chosen = select(self.experiment.declared(device, smoke=self.smoke), self.only)
         return chosen if self.blocks is None else [cell for cell in chosen if key_of(cell)[0] in self.blocks]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A request on a device, beside what has been recorded."""
+    """A request on a device, with what has been recorded."""
 
     device: str
     schedule: Schedule
@@ -116,12 +117,12 @@ class Plan:
         return blocks_of(schedule.name, self.cells, self.rounds, schedule.history, in_order=schedule.in_order)
 
     def trials(self) -> list[Trial]:
-        """Every kind of trial that the cells can come to, at whatever batch size."""
+        """Every kind of trial that the cells may run, at any batch size."""
         return trials_of(self.cells)
 
 
 def trials_of(cells: Sequence[Cell]) -> list[Trial]:
-    """The trials that are declared, a search's probe and what follows it among them.
+    """The declared trials, including the probe and the follow-up of a search.
 
     Args:
         cells: trials and searches.
@@ -133,14 +134,10 @@ def trials_of(cells: Sequence[Cell]) -> list[Trial]:
 
 
 def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = None) -> Plan:
-    """What is done and what remains, on `device` ("cpu" or "cuda"). Runs nothing.
-
-    `sweep`: the one whose records count beside this machine's own; see `dpbench.execution.machines`.
+    """What is done and what remains. Runs nothing.
 
     Args:
-        request: what is to be run.
-        device: "cpu" or "cuda".
-        sweep: one that is gone on with, as recorded.
+        sweep: a sweep to continue, as recorded; its records count, too (`dpbench.execution.machines`).
     """
     runs = read_runs(request.folder)
     records = [record for run in runs for record in run.records]
@@ -162,29 +159,28 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
 
 
 def run(request: Request, progress: Progress) -> Report:
-    """Run what remains. Every trial is recorded before another one starts in its place.
+    """Run what remains. Every trial is recorded before another one replaces it.
 
     Args:
-        request: what is to be run.
-        progress: told of each trial.
+        progress: receives each trial.
 
     Raises:
         UsageError: before anything is measured: the device, the selection, the cluster, the minutes, another run.
-        OSError: the results folder cannot be written to, which is seen before anything is measured.
+        OSError: before anything is measured: the results folder cannot be written to.
         RunEnded: it cannot go on.
     """
     begun = time.monotonic()
     check_minutes(request.minutes)
     if request.cluster is not None:
-        if request.minutes is not None:  # when a trial starts there is the cluster's business, not known here
+        if request.minutes is not None:  # the cluster decides when a trial starts
             raise UsageError("--minutes with --executor local", f"--executor {request.cluster.name}")
         report: Report = importlib.import_module(_CLUSTERS[request.cluster.name]).run(request, progress)
         return report
     plan = make_plan(request, environment.resolve_device(request.device))
     if plan.schedule.next() is None:
         return Report(Counter(), device=plan.device)
-    Store(request.folder, {}).close()  # a folder that cannot be written to is told of before torch is imported
-    if request.sweep is not None:  # a part of one
+    Store(request.folder, {}).close()  # fail before importing torch if the folder is not writable
+    if request.sweep is not None:  # a job of a sweep
         return _run(request, plan.device, progress, begun)
     with held(request.folder, wait=request.wait, say=progress.say):
         FolderName(request.results).give()
@@ -192,7 +188,7 @@ def run(request: Request, progress: Progress) -> Report:
 
 
 def _run(request: Request, device: str, progress: Progress, begun: float) -> Report:
-    """On this machine, where nobody else measures for the folder now."""
+    """Run on this machine, with the folder's lock held."""
     plan = make_plan(request, device)
     if plan.schedule.next() is None:
         return Report(Counter(), device=plan.device)
@@ -232,7 +228,7 @@ def _run_here(
     loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock, allowance)
     try:
         report = loop.run()
-    except RunEnded:  # the folder may have been removed with its name; what is saved again is of that name
+    except RunEnded:  # the folder may have been removed with its name; restore the name
         with contextlib.suppress(OSError):
             FolderName(request.results).give(where["results_folder"])
         raise

@@ -1,13 +1,18 @@
-"""What to run next: a pure function of the declarations and of what has been recorded.
+"""Decide what to run next: a pure function of the declarations and the records.
 
-Searches come first; their probes belong to round 0 and are not timed. Then the trials, and what follows each
-search, round by round: rounds are outermost and each is in an order of its own, so that drift falls on every method
-alike. The order is by a hash of the experiment, the round and the trial, so it is the same when a run is continued, and
-when only a part is selected. An experiment may ask for the order in which it declares its cells instead (`in_order`),
-searches among them: where time is short, what tells most goes first.
+Searches come first; their probes belong to round 0 and are not timed. Then come the trials and the follow-ups of
+searches, round by round. Rounds are outermost, and each has its own order, so that drift affects every method equally.
+The order is by a hash of the experiment, the round and the trial, so it does not change when a run is continued or a
+part is selected. With `in_order`, cells run as declared, including searches: if time is short, the most informative
+come first.
 
-A record counts if its key (trial id, round, fingerprint) is the one that would be written today. Whatever its outcome,
-it counts as done, except the outcomes that are to be retried.
+A record counts if its key (trial id, round, fingerprint) is the one that would be written today. It is done, whatever
+its outcome, except for outcomes to retry.
+
+Functions take:
+    trial, run: a trial; one in a round.
+    search: the declaration of a search.
+    record: a trial's line.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from dpbench.trials.max_batch import probes_of
 from dpbench.trials.outcome import DOES_NOT_FIT, FINAL, Outcome
 
 Record = Mapping[str, Any]
-#: A search that has not begun needs about so many probes.
+#: The typical number of probes of a search.
 TYPICAL_PROBES = 5
 
 
@@ -38,7 +43,7 @@ class Run:
 
 
 def family(description: Mapping[str, Any]) -> str:
-    """What the trials have in common that differ only in their batch size.
+    """What trials share that differ only in their batch size.
 
     Args:
         description: of a trial, as recorded.
@@ -51,10 +56,10 @@ class History:
 
     Args:
         records: of all runs so far; `add` new ones as they come.
-        fingerprint: of a trial as it would be written on this machine.
+        fingerprint: of a trial on this machine.
         retry: outcomes that do not count as done.
-        accepted: of a trial, every fingerprint that counts -> the device it stands for. On one machine its own alone;
-            on a cluster those of the nodes, for a finished cell is never done twice, whichever node did it.
+        accepted: trial -> {fingerprint that counts: its device}. On one machine only its own; on a cluster also those
+            of the nodes, so that a cell is done once, on whichever node.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class History:
         accepted: Callable[[Trial], Mapping[str, str]] | None = None,
     ) -> None:
         self._accepted = accepted or (lambda trial: {fingerprint(trial): ""})
-        # what has ended for good is not run again: whatever the clock said, it is the last of its key
+        # a final outcome is not run again: it is the last of its key, whatever the clock said
         last = sorted(records, key=lambda r: (r["outcome"] in FINAL, r["utc"]))
         latest = {(r["id"], r["round"], r["fingerprint"]): r for r in last}
         self._done: dict[tuple[str, int], dict[str, Record]] = {}
@@ -75,22 +80,14 @@ class History:
                 self.add(record)
 
     def add(self, record: Record) -> None:
-        """Know another record.
-
-        Args:
-            record: a trial's line.
-        """
+        """Add a record."""
         self._done.setdefault((record["id"], record["round"]), {})[record["fingerprint"]] = record
         if "batch_size" in record["trial"]:
             members = self._families.setdefault(family(record["trial"]), {})
             members.setdefault(record["fingerprint"], {})[record["trial"]["batch_size"]] = record
 
     def of(self, run: Run) -> Record | None:
-        """The newest record of a trial in a round that counts; None if there is none.
-
-        Args:
-            run: the trial and its round.
-        """
+        """The newest record of a run that counts; None if there is none."""
         found = self._done.get((run.trial.id, run.round))
         if found is None:
             return None
@@ -98,12 +95,9 @@ class History:
         return max(counting, key=lambda record: record["utc"], default=None)
 
     def by_batch_size(self, trial: Trial) -> dict[int, Record]:
-        """The records of the trial and of those that differ from it in their batch size only.
+        """The records of the trial at every batch size.
 
-        Those of several nodes together if their devices are the same; else of the device that was measured last.
-
-        Args:
-            trial: of any batch size.
+        Combines several nodes if their devices are the same; else uses the device that was measured last.
         """
         accepted = self._accepted(trial)
         found = self._families.get(family(trial.describe()), {})
@@ -117,11 +111,7 @@ class History:
         return merged
 
     def pruned_by(self, run: Run) -> str | None:
-        """Why this need not be run: its end is known already.
-
-        Args:
-            run: the trial and its round.
-        """
+        """Why the run is unnecessary: its outcome follows from others."""
         for earlier in range(run.round):
             record = self.of(Run(run.trial, earlier))
             if record is not None and record["outcome"] in FINAL - {Outcome.OK}:
@@ -136,7 +126,7 @@ class History:
 
 @dataclass(frozen=True)
 class SearchState:
-    """Where a search for the largest batch stands."""
+    """The state of a search for the largest batch."""
 
     seen: Mapping[int, Probe]
     next: int | None
@@ -152,8 +142,7 @@ def step_search(search: MaxBatch, history: History) -> SearchState:
     """Replay a search from its records.
 
     Args:
-        search: the declaration.
-        history: what is recorded.
+        history: the records.
     """
     seen: dict[int, Probe] = {}
     for batch_size, record in history.by_batch_size(search.probe).items():
@@ -165,11 +154,10 @@ def step_search(search: MaxBatch, history: History) -> SearchState:
 
 
 def probes_left(search: MaxBatch, state: SearchState) -> int:
-    """How many trials a search that has not ended is expected to need yet.
+    """The expected number of further trials of an unfinished search.
 
     Args:
-        search: the declaration.
-        state: where it stands.
+        state: of the search.
     """
     return 1 if isinstance(search.probe, LargestTrial) else max(1, TYPICAL_PROBES - len(state.seen))
 
@@ -188,10 +176,10 @@ class Schedule:
 
     Args:
         name: of the experiment; the order depends on it.
-        cells: trials and searches; a trial that is declared twice is run once.
-        rounds: how often each trial is run.
+        cells: trials and searches; a trial that is declared twice runs once.
+        rounds: how often each trial runs.
         history: the records so far; `add` new ones to it as they come.
-        in_order: run the cells of each round as they are declared, a search where it stands.
+        in_order: run the cells of each round as declared, searches included.
     """
 
     def __init__(
@@ -205,20 +193,18 @@ class Schedule:
         self.in_order = in_order
 
     def next(self, running: Collection[Run] = (), may: Callable[[Trial], bool] = lambda _: True) -> Run | None:
-        """What can be started beside what is running; None if nothing can (or nothing is left).
-
-        `may`: whether a trial may be started now; one that may not is passed over.
+        """A run that can start beside what is running; None if there is none.
 
         Args:
             running: trials and their rounds.
-            may: of a trial, whether it may start.
+            may: trial -> whether it may start now; others are skipped.
         """
 
         def can(run: Run) -> bool:
             return not any(apart(run.trial, other.trial) for other in running)
 
         waiting = self._as_declared()
-        if not self.in_order:  # what simulations may run beside goes first: then they do
+        if not self.in_order:  # trials that simulations may run beside go first, so that they do
             first = itertools.chain((run for run in self._left() if run.trial.beside), self._probes())
             waiting = itertools.chain(filter(can, first), self._left())
         run = next((run for run in waiting if run not in running and may(run.trial)), None)
@@ -229,12 +215,12 @@ class Schedule:
         return (run for search in self.searches if (run := self._probe(search)) is not None)
 
     def _probe(self, search: MaxBatch) -> Run | None:
-        """What the search runs next; None if it has ended."""
+        """The next run of the search; None if it has ended."""
         state = step_search(search, self.history)
         return None if state.next is None else Run(search.probe_at(state.next), 0)
 
     def _as_declared(self) -> Iterator[Run]:
-        """What is left, cell by cell in each round; of a search that has not ended, its next probe."""
+        """What is left, cell by cell in each round; for an unfinished search, its next probe."""
         for number in range(self.rounds):
             for cell in self._cells:
                 probe = self._probe(cell) if isinstance(cell, MaxBatch) else None
@@ -246,7 +232,7 @@ class Schedule:
                     yield Run(trial, number)
 
     def trials(self) -> list[Trial]:
-        """Every trial that is known to be run in each round: the declared ones, and what follows the ended searches."""
+        """Every known trial of a round: the declared ones, and the follow-ups of finished searches."""
         known = (self._then(cell) if isinstance(cell, MaxBatch) else cell for cell in self._cells)
         return list({trial.id: trial for trial in known if trial is not None}.values())
 
@@ -258,7 +244,7 @@ class Schedule:
         return search.then_at(answer) if answer else None
 
     def runs(self) -> Iterator[Run]:
-        """Every run of the trials known so far, done or not, in order."""
+        """Every run of the known trials, done or not, in order."""
         trials = self.trials()
         for number in range(self.rounds):
             runs = [Run(trial, number) for trial in trials]
@@ -274,16 +260,16 @@ class Schedule:
         return self.history.of(run) is None and not self.history.pruned_by(run)
 
     def waiting(self) -> list[Run]:
-        """What is left and known by its trial: the runs, and the next probe of each search that has not ended."""
+        """The runs that are left, and the next probe of each unfinished search."""
         return [*self._probes(), *self._left()]
 
     def recorded(self) -> list[Record]:
-        """The records so far of these cells, their searches' probes among them, in their present version."""
+        """The present records of these cells, including probes."""
         probes = [r for search in self.searches for r in self.history.by_batch_size(search.probe).values()]
         return probes + [record for run in self.runs() if (record := self.history.of(run)) is not None]
 
     def remaining(self) -> list[tuple[Trial, float]]:
-        """What is left, as (a trial, how many such runs); of a search that has not ended, an estimate."""
+        """What is left, as (a trial, the number of such runs); estimated for unfinished searches."""
         left: list[tuple[Trial, float]] = [(run.trial, 1) for run in self._left()]
         for search in self.searches:
             state = step_search(search, self.history)
@@ -295,7 +281,7 @@ class Schedule:
 
 
 class Clock:
-    """How long what is left will take, from how long its like has taken. `nodes`: as many go on with it at once."""
+    """Estimates the remaining time from similar trials. `nodes`: how many work at once."""
 
     nodes = 1
 
@@ -306,20 +292,16 @@ class Clock:
             self.add(record)
 
     def add(self, record: Record) -> None:
-        """Learn how long a trial took.
-
-        Args:
-            record: a trial's line.
-        """
+        """Learn how long a trial took."""
         for key in _likeness(record["trial"]):
             total, count = self._sums.get(key, (0.0, 0))
             self._sums[key] = (total + record["seconds"], count + 1)
 
     def left(self, remaining: Iterable[tuple[Trial, float]]) -> float | None:
-        """Seconds; None if nothing has been recorded to judge by.
+        """Seconds for all; None without any record.
 
         Args:
-            remaining: each trial, and how many like it.
+            remaining: (a trial, the number of such runs).
         """
         total = 0.0
         for trial, count in remaining:
@@ -330,12 +312,10 @@ class Clock:
         return total / self.nodes
 
     def of(self, trial: Trial) -> float | None:
-        """Seconds that a trial takes; None if nothing says so.
+        """Seconds that a trial takes; None if unknown.
 
-        By the mean of its like (kind, model and backend), else as on another GPU, else by its kind, or by anything.
-
-        Args:
-            trial: to be run.
+        The mean of similar trials (kind, model and backend), else as on another GPU, else of its kind, or of all
+        trials.
         """
         own, *others = _likeness(trial.describe())
         expected = expected_seconds(trial) if own not in self._sums else None
@@ -346,6 +326,6 @@ class Clock:
 
 
 def _likeness(trial: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """From the most alike to the least: same kind, model and backend; same kind; anything."""
+    """Keys from the most similar to the least: kind, model and backend; kind; anything."""
     kind = str(trial["kind"])
     return [(kind, str(trial.get("model")), str(trial.get("backend", trial.get("accountant")))), (kind,), ()]

@@ -1,4 +1,4 @@
-"""``--only field=a,b``: a part of an experiment, chosen by the fields of its trials."""
+"""Select a part of an experiment by the fields of its trials: ``--only field=a,b``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dpbench.errors import UsageError, nearest, one_of
 from dpbench.experiment import Cell, MaxBatch
 
 Only = Mapping[str, Sequence[str]]
-#: A comma between values, not one within a value: ``timm:convnext_atto?depths=(2,2,6,2)``.
+#: A comma between values, not within one: ``timm:convnext_atto?depths=(2,2,6,2)``.
 _COMMA = re.compile(r",(?![^(\[]*[)\]])")
-#: As people type it -> as a field of a trial is shown.
+#: What people type -> how a trial's field is shown.
 _TRUTH = {"true": "True", "false": "False"}
 
 
 def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
-    """``["model=a,b", "backend=c"]`` as a mapping; a field that is named twice takes the values of both.
+    """Parse ``["model=a,b", "backend=c"]`` to a mapping; values of a repeated field are joined.
 
     Args:
         texts: each after an --only.
 
     Raises:
-        UsageError: for a text of another form.
+        UsageError: a text of another form.
     """
     chosen: dict[str, list[str]] = {}
     for text in texts:
@@ -34,14 +34,14 @@ def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
 
 
 def select(cells: Sequence[Cell], only: Only) -> list[Cell]:
-    """The cells that have, for every field, one of the values.
+    """The cells that have one of the values in every field.
 
     Args:
         cells: of the experiment.
         only: field -> values.
 
     Raises:
-        UsageError: in one line, for a field or a value that no cell has, or if nothing has all of them.
+        UsageError: in one line: a field or a value that no cell has, or no cell has all.
     """
     fields = [_fields(cell) for cell in cells]
     known = sorted({name for described in fields for name in described})
@@ -63,7 +63,7 @@ def select(cells: Sequence[Cell], only: Only) -> list[Cell]:
 
 
 def _fields(cell: Cell) -> dict[str, str]:
-    """A trial's fields as text. A search has those of its probe, and what follows it adds; it has no batch size."""
+    """A trial's fields as text. A search has those of its probe and its follow-up, without the batch size."""
     if not isinstance(cell, MaxBatch):
         return {name: str(value) for name, value in cell.describe().items()}
     described = ({} if cell.then is None else cell.then.describe()) | cell.probe.describe()

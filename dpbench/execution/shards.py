@@ -1,4 +1,4 @@
-"""The files of one run: one for each node that its trials ran on. They merge by lying side by side."""
+"""The record files of a run, one for each node; readers merge the files of a folder."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Shard:
 
 
 class Shards:
-    """The files of a run: one for each node, and device of it, that its trials ran on.
+    """The files of a run: one for each node and device that its trials ran on.
 
     Args:
         folder: of the records.
-        say: takes a line for the person.
-        here: gives the environment of this machine; asked for once a trial has run here.
-        appeared: takes the environment of a node that trials have run on, when its first record comes.
-        tolerant: a disk that is full costs that record, and no other; else it ends the run.
+        say: receives a line for the person.
+        here: returns the environment of this machine; called once a trial has run here.
+        appeared: receives the environment of a node with its first record.
+        tolerant: a full disk loses only the record; else it ends the run.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Shards:
         self._complained: set[str] = set()
 
     def of(self, answer: Answer | None = None) -> _Shard:
-        """Where the trial of this answer is recorded; this machine's own without one.
+        """The file for this answer's trial; without an answer, this machine's.
 
         Args:
             answer: from some machine, or None.
@@ -70,10 +70,10 @@ class Shards:
 
         Args:
             record: a trial's line.
-            answer: that it was made of.
+            answer: its source.
 
         Raises:
-            RunEnded: it cannot be written, and that is not tolerated; or somebody has removed what was written before.
+            RunEnded: the record cannot be written (unless tolerant), or earlier records were removed.
         """
         shard = self.of(answer)
         try:
@@ -82,7 +82,7 @@ class Shards:
             if not self._tolerant:
                 raise RunEnded(f"a record cannot be written: {error}; {shard.store.save_again()}") from error
             self.unrecorded += 1
-            shard.store.close()  # a torn last line is passed over by the reader; what comes after goes to a new file
+            shard.store.close()  # readers skip a torn last line; new records go to a new file
             shard.store = Store(self._folder, shard.environment, host=shard.environment["host"])
             why = f"{error.strerror} ({self._folder})"
             if why not in self._complained:
@@ -93,20 +93,20 @@ class Shards:
                 )
 
     def paths(self) -> list[Path]:
-        """The files that there are."""
+        """The existing files."""
         return [shard.store.path for shard in self._shards.values() if shard.store.path.exists()]
 
     def end(self) -> None:
-        """The run is over: every file is there.
+        """Check at the end of the run that every file exists.
 
         Raises:
-            RunEnded: one is not.
+            RunEnded: one does not.
         """
         for shard in self._shards.values():
             shard.watch.end()
             shard.store.require_there()
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all files."""
         for shard in self._shards.values():
             shard.store.close()
