@@ -1,11 +1,10 @@
-"""For notebooks and scripts: `load` records as a tidy frame, and `run` an experiment for one.
+"""For notebooks and scripts: `load` records as a tidy frame, or `run` an experiment and load its records.
 
     import dpbench
     frame = dpbench.run("memory_speed", only={"model": "cnn"}, rounds=7)
     frame[frame.outcome == "ok"].pivot_table("step_seconds", "model", "backend")
 
-Neither torch nor pandas is imported before one of the two is called, and torch not even then: trials run in processes
-of their own.
+pandas is imported when one of the two is called, and torch not at all: trials run in processes of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Source = str | os.PathLike[str] | Experiment
-#: What every frame has, in this order; then the trial's other fields, and the environment as ``env_...``.
+#: The columns of every frame, in order; then the trial's other fields, and the environment as ``env_...``.
 COLUMNS = (
     *("experiment", "kind", "device_label", "id", "round", "turn", "fingerprint", "utc", "run"),
     *(
@@ -62,15 +61,15 @@ def load(source: Source, *, results: str | os.PathLike[str] = "results", superse
     """Records as a tidy frame: one row for each trial, backend and round.
 
     Args:
-        source: the name of an experiment or an `Experiment`, whose records lie in `results`; or a folder or file.
+        source: the name of an experiment or an `Experiment`, with records in `results`; or a folder or file.
         results: the folder of all results.
-        superseded: with the records that a newer one of the same trial and round has replaced.
+        superseded: include records that a newer one of the same trial and round has replaced.
 
     Returns:
-        `COLUMNS` (seconds, bytes; `step_seconds` is the median of a round's `samples`, which are raw and in order),
-        the other fields of the trial, and what is known of the run's environment as ``env_...``. A trial of several
-        backends has a row for each and each of its turns: `turn` is the round within it. What a trial does not have is
-        empty. Failed trials have rows too: `outcome` and `evidence` say why there is no number.
+        `COLUMNS` (seconds, bytes; `step_seconds` is the median of a round's raw `samples`), the other fields of the
+        trial, and the run's environment as ``env_...``. A trial of several backends has a row for each backend and
+        `turn`, a round within the trial. Missing values are empty. Failed trials have rows too, with the reason in
+        `outcome` and `evidence`.
 
     Raises:
         UsageError: there are no records there.
@@ -97,28 +96,28 @@ def run(
     quiet: bool = False,
     name: str = "notebook",
 ) -> pd.DataFrame:
-    """Measure what remains of an experiment, and return its records as `load` does; what is recorded is not run again.
+    """Measure what remains of an experiment, and return its records as `load` does. Recorded trials do not run again.
 
     Args:
-        experiment: its name, ``my/file.py:NAME``, an `Experiment`, or trials (one, or a list) to be run as they are.
+        experiment: its name, ``my/file.py:NAME``, an `Experiment`, or trials (one, or a list).
         output: the folder of all results; records are appended below it.
-        device: "auto", "cpu" or "cuda". Trials of a list carry their own, which must be one.
+        device: "auto", "cpu" or "cuda". Listed trials carry their own device, which must be the same for all.
         only: field -> value or values, as ``--only``.
-        rounds: how often each trial is run; the experiment's own number if not given (5 for a list of trials).
-        retry: outcomes that are run again, as ``--retry``.
-        minutes: no trial is started that would end later, as ``--minutes``; the same call goes on.
-        smoke: in miniature.
-        quiet: without a line for each trial on standard error.
-        name: of the folder in `output` for the records of a list of trials.
+        rounds: how often each trial runs; by default the experiment's number (5 for a list of trials).
+        retry: outcomes to run again, as ``--retry``.
+        minutes: do not start trials that would end later, as ``--minutes``; the same call resumes.
+        smoke: run in miniature.
+        quiet: do not print a line for each trial on standard error.
+        name: the folder in `output` for a list of trials.
 
     Returns:
-        The rows of the trials that were asked for, in their present version.
+        The present rows of the requested trials.
 
     Raises:
-        UsageError: anything of this cannot be.
-        KeyboardInterrupt: it was interrupted; everything that ended is recorded, and the same call continues there.
+        UsageError: an argument is invalid.
+        KeyboardInterrupt: it was interrupted; finished trials are recorded, and the same call resumes.
     """
-    from dpbench.execution.progress import Progress  # these bring numpy, for which `load` does not wait
+    from dpbench.execution.progress import Progress  # imports numpy, which `load` does not need
     from dpbench.execution.runner import Request, check_choices, make_plan  # the same
     from dpbench.execution.runner import run as run_request  # the same
 
@@ -147,7 +146,7 @@ def run(
 
 
 def _experiment(given: Any, device: str, name: str) -> tuple[Experiment, str]:
-    """(the experiment that is meant, the device that is meant)."""
+    """(the experiment, its device)."""
     if isinstance(given, str):
         return load_experiment(given), device
     if isinstance(given, Experiment):
@@ -173,7 +172,7 @@ def _only(given: Mapping[str, object] | None) -> dict[str, list[str]]:
     }
 
 
-#: What of a result has columns of its own, in the form that records of ours have.
+#: The parts of a result that have columns of their own, in the form of our records.
 _READ: Shape = {
     "memory?": Or({"source": TEXT, "peak_bytes": WHOLE}, None),
     "epsilon?": Or(NUMBER, None),
@@ -195,13 +194,13 @@ def _frame(records: Sequence[Record], superseded: bool) -> pd.DataFrame:
 
 
 def _rows(record: Record) -> list[dict[str, Any]]:
-    """One row; or one for each turn of a backend in a trial of several."""
+    """One row; for a trial of several backends, one for each turn of a backend."""
     row: dict[str, Any] = {name: value for name, value in record.trial.items() if name not in ("backends", "rounds")}
     row |= {"device_label": record.device, "evidence": record.evidence or None}
     own = ("experiment", "kind", "id", "round", "fingerprint", "utc", "run", "outcome", "seconds", "load", "stolen")
     row |= {name: getattr(record, name) for name in own}
     row["result"] = dict(record.result)
-    result = record.result if flaw(record.result, _READ) is None else {}  # of a kind of one's own it may be anything
+    result = record.result if flaw(record.result, _READ) is None else {}  # a custom kind may return anything
     for name in ("warmup_seconds", "compute_seconds", "loss", "parameters"):
         if name in result:
             row[name] = result[name]
@@ -214,7 +213,7 @@ def _rows(record: Record) -> list[dict[str, Any]]:
     ):
         if isinstance(known := result.get(part), Mapping):
             row |= {name: known[name] for name in names if name in known}
-    if result.get("epsilon") is not None:  # without noise there is none
+    if result.get("epsilon") is not None:  # none without noise
         row |= {"epsilon": float(result["epsilon"]), "epsilon_kind": result.get("kind")}
     row |= {f"env_{name}": value for name, value in record.environment.items() if not isinstance(value, Mapping)}
     for versions in (record.environment.get("packages"), record.environment.get("variables")):

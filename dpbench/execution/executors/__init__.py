@@ -1,8 +1,7 @@
-"""Where the trials of a run go: to processes of this machine, to the tasks of a Ray cluster, to a SLURM job array.
+"""Executors run trials: in processes of this machine, as tasks of a Ray cluster, or in a SLURM job array.
 
-Plan, records and resume are the same on all. What schedules, queues and moves is Ray's or SLURM's; a trial is run by
-the node's own `dpbench.process.parent`, as it would be on one machine. `ray` and `submitit` are imported by their
-executor alone, and nowhere else.
+Plan, records and resume are the same on all. Ray or SLURM schedules, queues and moves; the node's own
+`dpbench.process.parent` runs a trial as on a single machine. Only their executors import `ray` and `submitit`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from dpbench.errors import UsageError, one_of
 
 EXECUTORS = ("local", "ray", "slurm")
-#: An option of a cluster -> the executors that take it.
+#: Option of a cluster -> the executors that take it.
 _TAKEN_BY = {
     "address": ("ray",),
     "cpus": ("ray", "slurm"),
@@ -27,16 +26,16 @@ OPTIONS = tuple(_TAKEN_BY)
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster as a person names it, and what is asked of it for each trial or job.
+    """A cluster, and the resources to request for each trial or job.
 
     Args:
         name: "ray" or "slurm".
         address: of a Ray cluster, host:port or "auto"; None starts Ray on this machine.
-        cpus: a trial that must run alone asks for so many CPUs; None: every CPU of a node.
-        gpu_type: on CUDA, of which type the GPU must be, as the cluster calls it ("A100").
-        partition, time: of SLURM; `time` in minutes bounds a job, which ends then and is submitted again.
-        jobs: SLURM runs at most so many at once.
-        cluster: "slurm", or "local", where submitit runs the jobs on this machine.
+        cpus: CPUs of a trial that must run alone; None for every CPU of a node.
+        gpu_type: on CUDA, the type of GPU, as the cluster calls it ("A100").
+        partition, time: of SLURM; `time` is the limit of a job in minutes, after which it is submitted again.
+        jobs: the most SLURM jobs at once.
+        cluster: "slurm", or "local" for submitit's jobs on this machine.
     """
 
     name: str
@@ -63,14 +62,14 @@ class Cluster:
 
 
 def refuse_options_of_others(name: str, options: dict[str, object]) -> None:
-    """See that an executor takes the options that were given.
+    """Check that an executor takes the given options.
 
     Args:
         name: of the executor.
-        options: option -> value; None for one that was not given.
+        options: option -> value; None if not given.
 
     Raises:
-        UsageError: an option is given that this executor does not take.
+        UsageError: this executor does not take an option.
     """
     for option, takers in _TAKEN_BY.items():
         if options.get(option) is not None and name not in takers:

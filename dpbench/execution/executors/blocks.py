@@ -1,8 +1,8 @@
-"""Which trials stay together on one node: those whose times are set beside each other.
+"""Group trials into blocks that stay on one node, because their times are compared.
 
 A ratio to ordinary training is taken within one node and one round. So all timed trials of one model, precision and
-device are one block, in all rounds; a block is given to a node whole, and goes on on another one only if that is lost.
-Everything that is not timed (an accountant, a simulated peak, a search of such) can go anywhere.
+device form one block, in all rounds. A node gets a whole block; the block moves only if the node is lost. Trials that
+are not timed (an accountant, a simulated peak, a search of such) can run anywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dpbench.trials import Trial, canonical_json
 
 @dataclass
 class Block:
-    """A part of a plan. `together`: on one node. `running`: what has been submitted of it, and has not ended."""
+    """A part of a plan. `together`: on one node. `running`: submitted runs that have not ended."""
 
     key: str
     schedule: Schedule
@@ -26,7 +26,7 @@ class Block:
 
 
 def key_of(cell: Cell) -> tuple[str, bool]:
-    """(the name of the block that a cell belongs to, whether that must stay on one node).
+    """(the name of the cell's block, whether that must stay on one node).
 
     Args:
         cell: a trial, or a search.
@@ -44,14 +44,12 @@ def blocks_of(
 ) -> list[Block]:
     """The blocks of an experiment, in the order of their first cells; together they are its schedule.
 
-    `in_order`: as `Schedule` takes it, in each of them.
-
     Args:
         name: of the experiment.
         cells: of it.
         rounds: of each cell.
-        history: what is recorded.
-        in_order: trials run as they are declared.
+        history: the records.
+        in_order: trials run as declared, in each block.
     """
     found: dict[tuple[str, bool], list[Cell]] = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""CPUs that a trial has for itself on a node that it shares: a cluster counts CPUs, and most do not bind to them."""
+"""Reserve CPUs for a trial on a shared node: a cluster counts CPUs, but most do not bind processes to them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from clipping import cache
 
 @contextlib.contextmanager
 def own_cpus(count: int | None) -> Iterator[Collection[int] | None]:
-    """So many CPUs that no other trial has that asked in this way; None if all of the machine's are meant.
+    """Reserve CPUs that no other caller has; None if all of the machine's are requested.
 
-    Held by a lock on a file, which goes with the process that has it, however it ends.
+    Each is held by a lock on a file, which ends with its process.
 
     Args:
         count: how many; None for all.
@@ -33,7 +33,7 @@ def own_cpus(count: int | None) -> Iterator[Collection[int] | None]:
         name = folder / f"{count}-from-{allowed[first]}"
         try:
             file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError:  # a link, or somebody else's
+        except OSError:  # a link, or another user's
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,14 +45,13 @@ def own_cpus(count: int | None) -> Iterator[Collection[int] | None]:
         finally:
             os.close(file)
         return
-    yield allowed[:count]  # the cluster gave out more than there are, or nothing tells which are taken
+    yield allowed[:count]  # the cluster over-allocated, or there are no locks
 
 
 def _folder() -> Path | None:
-    """Where this user's locks lie: with temporary files, or with what is cached; None if neither is this user's own.
+    """The folder of this user's locks: among temporary files or in the cache; None if neither is private.
 
-    Anybody may have made a folder or a link of that name where all keep their temporary files. Whoever has it could
-    hold every lock, or have files made elsewhere.
+    Anyone could create a folder or link of that name among temporary files, to hold every lock or redirect files.
     """
     kept = cache.folder()
     named = f"dpbench-cpus-{os.getuid()}"

@@ -1,4 +1,4 @@
-"""What a job of a SLURM array does: the ordinary run of a part of the plan, on its node, to a file of its own."""
+"""The job of a SLURM array: an ordinary run of a part of the plan, on its node, to a file of its own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def run_blocks(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run what remains of the blocks that `spec` names.
 
     Args:
-        spec: what the driver wrote for this job.
+        spec: written by the driver for this job.
 
     Returns:
-        `error`: in one line, why the job ended before its part was done; None if it did not, or was told to end.
+        `error`: in one line, why the job ended early; None if it finished, or was told to end.
     """
     if os.path.isdir(spec["folder"]):
         os.chdir(spec["folder"])

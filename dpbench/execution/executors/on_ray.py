@@ -1,8 +1,8 @@
-"""``run --executor ray``: each trial is a Ray task that asks for what it needs; Ray queues it and places it.
+"""``run --executor ray``: each trial is a Ray task that requests its resources; Ray queues and places it.
 
-A block of trials that must stay on one node (`dpbench.execution.executors.blocks`) has a placement group of one bundle,
-which Ray reserves on a node, and reserves again on another one if the node is lost. What runs alone asks for the whole
-bundle: one GPU, or every CPU of a node. This process keeps the records: nodes need no folder in common.
+A block that must stay on one node (`dpbench.execution.executors.blocks`) has a placement group of one bundle; Ray
+reserves it on a node, and on another one if the node is lost. A trial that runs alone requests the whole bundle: one
+GPU, or every CPU of a node. The driver keeps the records, so nodes need no shared folder.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dpbench.records.store import Store
 from dpbench.trials import Trial
 from dpbench.trials.outcome import Outcome
 
-#: How often a trial is sent again whose node or worker was lost.
+#: How often a trial is sent again after the loss of its node or worker.
 RETRIES = 2
-#: So many blocks are submitted for every CPU of the cluster, that Ray always has one to place.
+#: Blocks submitted for every CPU of the cluster, so that Ray always has one to place.
 _BLOCKS_FOR_A_CPU = 2
 
 
@@ -42,11 +42,11 @@ def run(request: Request, progress: Progress) -> Report:
     """Run what remains of `request` on a Ray cluster.
 
     Args:
-        request: what is to be run.
-        progress: told of each trial.
+        request: the request.
+        progress: receives each trial.
 
     Raises:
-        UsageError: ray is not installed, the cluster does not answer, or has not what is asked of it.
+        UsageError: ray is not installed, or the cluster does not answer or lacks the requested resources.
         OSError: the results folder cannot be written to.
     """
     cluster = request.cluster
@@ -87,7 +87,7 @@ def run(request: Request, progress: Progress) -> Report:
 
 @dataclass
 class _Flight:
-    """A trial that was sent, with what its task asks for, and how often it was lost."""
+    """A trial in flight, the resources of its task, and how often it was lost."""
 
     key: int
     job: Job
@@ -96,14 +96,18 @@ class _Flight:
 
 
 class OnRay:
-    """An executor whose trials are Ray tasks. A context manager: on leaving it, nothing of them is left.
+    """An executor whose trials are Ray tasks. A context manager, which ends all tasks on exit.
 
     Args:
-        plan: whose trials they are.
-        cluster: what is asked of it.
+        plan: of the trials.
+        cluster: the requested resources.
         cpus: of one bundle.
-        sweep: stands in the environment of the records.
+        sweep: copied to the environment of the records.
         blocks: how many may be open at once.
+
+    Methods take:
+        trial, block: to run; the block that it belongs to.
+        timeout: seconds; None to wait for an answer.
     """
 
     def __init__(self, plan: Plan, cluster: Cluster, cpus: int, sweep: Mapping[str, Any], blocks: int) -> None:
@@ -119,19 +123,14 @@ class OnRay:
         trials = plan.trials()
         self._all_libraries = tuple(sorted(set().union(*map(environment.libraries_of, trials))))
         self._with_torch = any("torch" in trial.modules() for trial in trials)
-        # Ray's own retries have no end where a node runs out of memory, so none are asked of it
+        # Ray would retry forever on a node that is out of memory
         self._task = ray.remote(max_retries=0)(_on_node)
         self._flying: dict[Any, _Flight] = {}
         self._groups: dict[str, Any] = {}
         self._keys, self._dead = 0, False
 
     def submit(self, trial: Trial, block: Block) -> int:
-        """Have a trial run on a node that its block has, or is given; its answer will carry the key that is returned.
-
-        Args:
-            trial: to be run.
-            block: that it belongs to.
-        """
+        """Run a trial on the node of its block, or on a new one; returns the key of its answer."""
         job = Job(
             trial=trial.to_wire(),
             sources=environment.sources_of(trial),
@@ -154,10 +153,10 @@ class OnRay:
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
-        """Ray's own processes here (its raylet, its store) are no trial's: where they have died, the run ends.
+        """End the run if Ray's own processes here (its raylet, its store) have died, which is no trial's fault.
 
         Raises:
-            RunEnded: they have.
+            RunEnded: they have died.
         """
         failures = self._ray.exceptions
         dead = [
@@ -173,7 +172,7 @@ class OnRay:
             ) from error
 
     def _asked(self, trial: Trial, block: Block) -> dict[str, Any]:
-        """The resources of a task: all of a bundle for what must run alone, else one CPU of it."""
+        """The resources of a task: a whole bundle for a trial that must run alone, else one of its CPUs."""
         asked: dict[str, Any] = {"num_cpus": 1}
         if trial.alone:
             others = {name: share for name, share in self._bundle.items() if name not in ("CPU", "GPU")}
@@ -189,11 +188,7 @@ class OnRay:
         return asked
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that come within a time.
-
-        Args:
-            timeout: seconds; None: until there is one.
-        """
+        """The answers that come within `timeout`."""
         if not self._flying:
             return []
         with self._alive():
@@ -204,12 +199,12 @@ class OnRay:
         return [answer for answer in answers if answer is not None]
 
     def _answer(self, flight: _Flight, reference: Any) -> Answer | None:
-        """None if it was lost, and has been sent again."""
+        """The answer; None if the trial was lost and has been sent again."""
         failures = self._ray.exceptions
         try:
             with self._alive():
                 told = self._ray.get(reference)
-        except failures.RayTaskError as error:  # the task itself failed, before or after the trial
+        except failures.RayTaskError as error:  # the task failed, before or after the trial
             return Answer(flight.key, Outcome.ERROR, f"the Ray task failed: {_last_line(error)}", None, 0.0)
         except failures.RayError as error:
             flight.losses += 1
@@ -223,18 +218,14 @@ class OnRay:
         return Answer(flight.key, Outcome(told.pop("outcome")), place=place, **told)
 
     def release(self, block: Block) -> None:
-        """Give the block's node back.
-
-        Args:
-            block: of which nothing more will be submitted.
-        """
+        """Release the block's node."""
         group = self._groups.pop(block.key, None)
         if group is not None:
             self._ray.util.remove_placement_group(group)
 
     def close(self) -> None:
-        """End what still runs: a node kills the trial with the worker that it belongs to."""
-        if self._dead:  # nobody is left to be told
+        """End what still runs: a node kills the trial with its worker."""
+        if self._dead:  # Ray is gone
             return
         for reference in self._flying:
             self._ray.cancel(reference, force=True)
@@ -255,7 +246,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def _on_node(job: Job) -> dict[str, Any]:
-    """The task: runs on a node, in a worker of Ray's."""
+    """The task: runs on a node, in a Ray worker."""
     import ray
 
     return run_trial(job, ray.get_runtime_context().get_node_id())

@@ -1,10 +1,9 @@
-"""``run --executor slurm``: the plan as a job array, submitted through submitit; SLURM queues it and places it.
+"""``run --executor slurm``: the plan as a job array, submitted through submitit; SLURM queues and places it.
 
-Each job takes a part of the plan that belongs together (`dpbench.execution.executors.blocks`) and runs it on its node
-as one machine would (`dpbench.execution.executors.job`), into a file of its own in the results folder, which all nodes
-must share. So jobs need nobody: they go on, and record, where this process is killed; the next run waits for those
-before it submits what is left then. What a job has not done when it ends (its time limit, a lost node) is submitted
-again, as long as that brings new records.
+Each job takes a part of the plan that belongs together (`dpbench.execution.executors.blocks`), and runs it on its node
+as a single machine would (`dpbench.execution.executors.job`), into its own file in the results folder, which all nodes
+must share. Jobs continue and record even if the driver is killed; the next run waits for them, then submits the rest.
+Unfinished work of a job that ended (time limit, lost node) is submitted again, as long as that brings new records.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from dpbench.execution.runner import Plan, Request, make_plan
 from dpbench.records import environment
 from dpbench.records.store import Store, read_runs, utc_now
 
-#: Where jobs are told what to do, and where they write what they print; below the folder of the records.
+#: The folder of job specifications and output; below the folder of the records.
 HOME = ".slurm"
-#: How often the jobs and their records are looked at (seconds).
+#: Seconds between two checks of the jobs and their records.
 _TICK = 0.5
 
 
 def run(request: Request, progress: Progress) -> Report:
-    """Run what remains of `request` by jobs of a SLURM cluster.
+    """Run what remains of `request` as jobs of a SLURM cluster.
 
     Args:
-        request: what is to be run.
-        progress: told of each trial.
+        request: the request.
+        progress: receives each trial.
 
     Raises:
-        UsageError: submitit or SLURM is not there, or refuses the jobs; the experiment has no name to be found by.
-        OSError: the results folder cannot be written to, which is seen before anything is measured.
+        UsageError: submitit or SLURM is missing or refuses the jobs, or the experiment has no name for another process.
+        OSError: before anything is measured: the results folder cannot be written to.
         RunEnded: it cannot go on.
     """
     cluster = request.cluster
@@ -88,7 +87,7 @@ def run(request: Request, progress: Progress) -> Report:
 
 
 def _parts(plan: Plan, most: int) -> list[list[str]]:
-    """What remains as the blocks of each job: one that must stay together has its own, the others share `most`."""
+    """The remaining blocks of each job: a block that stays together has its own; the others share `most`."""
     blocks = plan.blocks()
     left = [block for block in blocks if block.schedule.next() is not None]
     together = [[block.key] for block in left if block.together]
@@ -97,7 +96,7 @@ def _parts(plan: Plan, most: int) -> list[list[str]]:
 
 
 def _spec(request: Request, plan: Plan, keys: Sequence[str]) -> dict[str, Any]:
-    """What a job is told: plain values, which every version of Python reads."""
+    """The specification of a job: plain values, readable by every version of Python."""
     reference = request.reference or ""
     file, colon, name = reference.rpartition(":") if ":" in reference else (reference, "", "")
     if file.endswith(".py"):
@@ -123,7 +122,7 @@ def _spec(request: Request, plan: Plan, keys: Sequence[str]) -> dict[str, Any]:
 
 @dataclass
 class _Tail:
-    """The records that come into a folder, by whichever job."""
+    """Follows the records that jobs add to a folder."""
 
     folder: Path
     paths: dict[Path, int] = field(default_factory=dict)
@@ -134,7 +133,7 @@ class _Tail:
         self._counts = {path: _count(path) for path in self._sizes}
 
     def new(self) -> list[tuple[str, dict[str, Any]]]:
-        """(host, record) of what has come since it was last asked."""
+        """(host, record) of the records since the last call."""
         found = []
         for path in sorted(self.folder.glob("*.jsonl")):
             size = path.stat().st_size
@@ -167,7 +166,7 @@ def _show(tail: _Tail, progress: Progress, report: Report) -> None:
 
 
 def _device(asked: str, cluster: Cluster) -> str:
-    """What the nodes have cannot be seen from here: a GPU is asked for by --device cuda or --gpu-type."""
+    """The device of the nodes, which cannot be seen from here: --device cuda or --gpu-type requests a GPU."""
     if cluster.cluster == "local":
         return environment.resolve_device(asked)
     return "cuda" if asked == "cuda" or (asked == "auto" and cluster.gpu_type is not None) else "cpu"

@@ -1,4 +1,9 @@
-"""A Ray cluster as it is found: joined within bounds, and what its nodes have."""
+"""Join an existing Ray cluster within time limits, and read the resources of its nodes.
+
+Functions take:
+    device, asked: "cpu" or "cuda"; or also "auto".
+    nodes: the resources of each.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +20,18 @@ from dpbench.execution.executors import Cluster
 from dpbench.process.parent import our_path
 from dpbench.trials.packages import to_be_installed
 
-#: Seconds that a cluster has to answer at all, and then to let this process join it.
+#: Seconds for a cluster to answer, and then to let this process join.
 ANSWERS_WITHIN, JOINS_WITHIN = 3.0, 30.0
 
 
 def connect(address: str | None) -> Any:
-    """The module ray, joined to a cluster; of this machine's own if there is no address.
+    """The module ray, joined to a cluster; without an address, to a new one on this machine.
 
     Args:
         address: HOST:PORT, or None.
 
     Raises:
-        UsageError: it is not installed, or nothing at the address answers as a Ray cluster does, and soon.
+        UsageError: ray is not installed, or no Ray cluster answers in time.
     """
     try:
         import ray
@@ -48,7 +53,7 @@ def connect(address: str | None) -> Any:
 
 
 def _must_answer(address: str, expected: str) -> None:
-    """Let another process join and leave: Ray's own code waits long, holds the interpreter, and ends its process."""
+    """Join from another process first, because Ray may wait long, hold the interpreter, and end its process."""
     join = "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False)"
     try:
         done = subprocess.run(
@@ -72,14 +77,10 @@ def _must_listen(address: str, expected: str) -> None:
 
 
 def device_of(asked: str, nodes: list[dict[str, float]]) -> str:
-    """ "cpu" or "cuda" for "auto": by what the nodes have, and not this machine.
-
-    Args:
-        asked: "auto", "cpu" or "cuda".
-        nodes: the resources of each.
+    """The device that "auto" stands for, by the nodes' GPUs, not this machine's.
 
     Raises:
-        UsageError: cuda is asked for, and no node has a GPU.
+        UsageError: cuda is requested, and no node has a GPU.
     """
     found = any(resources.get("GPU", 0) >= 1 for resources in nodes)
     if asked == "cuda" and not found:
@@ -88,16 +89,14 @@ def device_of(asked: str, nodes: list[dict[str, float]]) -> str:
 
 
 def cpus_of(cluster: Cluster, device: str, nodes: list[dict[str, float]], say: Callable[[str], None]) -> int:
-    """How many CPUs a bundle has: a whole node's without GPU, else a GPU's share of its node.
+    """CPUs of a bundle: a whole node's without GPU, else a GPU's share of its node.
 
     Args:
-        cluster: what was asked for.
-        device: "cpu" or "cuda".
-        nodes: the resources of each.
-        say: told what a person should know.
+        cluster: the requested resources.
+        say: receives warnings.
 
     Raises:
-        UsageError: no node has what is asked for.
+        UsageError: no node has the requested resources.
     """
     if device == "cuda":
         with_gpu = [resources for resources in nodes if resources.get("GPU", 0) >= 1]

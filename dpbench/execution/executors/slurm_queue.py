@@ -1,6 +1,9 @@
-"""Jobs, from their submission to their end: submitit makes and submits them, SLURM is asked which still go on.
+"""The queue of jobs: submitit creates and submits them, and `squeue` tells which still run.
 
-submitit's own answer to that is `sacct`, which needs a database that small clusters lack; so `squeue` is asked here.
+submitit itself uses `sacct`, which needs a database that small clusters lack.
+
+Functions take:
+    say: receives a line for the person.
 """
 
 from __future__ import annotations
@@ -24,24 +27,24 @@ from dpbench.process.parent import our_path
 from dpbench.records.host import host_name
 from dpbench.trials.packages import to_be_installed
 
-#: Minutes that a job may take, and jobs at once, where nothing else is asked for.
+#: Default limits: minutes of a job, and jobs at once.
 MINUTES, JOBS = 240, 16
-#: How often it is asked which jobs go on (seconds): of this machine, of SLURM.
+#: Seconds between two queries for running jobs: on this machine, of SLURM.
 _ASK_HERE, _ASK_SLURM = 0.5, 5.0
-#: A job that is no longer known of has this long for its last words to reach this machine (seconds).
+#: Seconds for the results of a vanished job to reach this machine.
 _SETTLES_IN = 5.0
-#: Jobs that are told to end have this long (seconds); they record what ended, and are killed with all of theirs.
+#: Seconds for a job to end and record when told to; then it is killed with its processes.
 _ENDS_IN = 15.0
 _ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
 
 class Queue:
-    """Jobs that were submitted, by this process and by those before it. Which of them still go on, SLURM is asked.
+    """Jobs submitted by this process and by earlier ones.
 
     Args:
-        cluster: what a person asks of it.
+        cluster: the requested resources.
         device: that the trials measure.
-        home: of what the jobs are told and what they print.
+        home: the folder of job specifications and output.
 
     Raises:
         UsageError: submitit is not installed, or there is no SLURM here.
@@ -66,7 +69,7 @@ class Queue:
         self._asked_at = 0.0
 
     def submit(self, specs: list[dict[str, Any]]) -> None:
-        """SLURM has them all at once; on this machine one follows another, or what is timed would run beside more.
+        """Submit the jobs: all at once to SLURM; one after the other on this machine, so that timings are undisturbed.
 
         Args:
             specs: one for each job.
@@ -83,7 +86,7 @@ class Queue:
         try:
             executor = maker(folder=self._home / "%j", max_num_timeout=0)
             executor.update_parameters(**self._parameters())
-            with _ignoring(signal.SIGINT):  # Ctrl-C is for this process, which then ends the jobs in good order
+            with _ignoring(signal.SIGINT):  # Ctrl-C is for this process, which then ends the jobs in order
                 jobs = executor.map_array(run_blocks, specs)
         except (self._submitit.core.utils.FailedJobError, subprocess.SubprocessError, ValueError) as error:
             raise UsageError("jobs that SLURM takes", _told(str(error))) from error
@@ -94,10 +97,10 @@ class Queue:
             self._ledger = self._home / f"{int(time.time())}-{os.getpid()}.json"
         told = self._ledger.with_suffix(".new")
         told.write_text(json.dumps({"cluster": self.cluster, "jobs": [job.job_id for job in self._jobs]}))
-        told.replace(self._ledger)  # whole, or not at all
+        told.replace(self._ledger)  # atomically
 
     def _parameters(self) -> dict[str, Any]:
-        """What is timed has its node, or its GPU, for itself."""
+        """Resources of a job: timed trials have a node, or a GPU, for themselves."""
         minutes = self._asked.time or MINUTES
         gpu = f"gpu:{self._asked.gpu_type}:1" if self._asked.gpu_type else "gpu:1"
         if self.local:
@@ -113,11 +116,7 @@ class Queue:
         return asked
 
     def busy(self, say: Callable[[str], None]) -> bool:
-        """Whether a job goes on, or is still to be started; says what a job that ended has to say of its end.
-
-        Args:
-            say: told of ends that were none.
-        """
+        """Whether a job runs or is still to start; reports jobs that ended early."""
         for job in list(self._jobs):
             if not job.paths.result_pickle.exists():
                 continue
@@ -134,7 +133,7 @@ class Queue:
         return bool(self._jobs)
 
     def _drop_the_lost(self, say: Callable[[str], None]) -> None:
-        """Jobs that ended without a word: killed, or their node was."""
+        """Drop jobs that vanished: they were killed, or their node was."""
         if not self._jobs or time.monotonic() < self._asked_at + self.patience:
             return
         self._asked_at = time.monotonic()
@@ -148,7 +147,7 @@ class Queue:
                 say(f"dpbench: job {job.job_id} was lost; what it had measured is recorded")
 
     def left_over(self) -> list[str]:
-        """Jobs that a run before this one submitted, and that still go on."""
+        """Jobs of an earlier run that still run."""
         found = []
         for ledger in self._home.glob("*.json"):
             told = json.loads(ledger.read_text())
@@ -167,7 +166,7 @@ class Queue:
         asked = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
-            return set(jobs)  # the controller does not answer: nothing is known, and so nothing is lost
+            return set(jobs)  # no answer from the controller: assume that all still run
         lines = [line.split() for line in done.stdout.splitlines()]
         return {line[0] for line in lines if len(line) == 2 and line[1] not in _ENDED} & set(jobs)
 
@@ -179,7 +178,7 @@ class Queue:
         return b"submitit.local._local" in command and str(self._home).encode() in command
 
     def end(self) -> None:
-        """Have what still goes on end, in good order; forget the rest."""
+        """End the running jobs in order, and forget the rest."""
         self._waiting.clear()
         until = time.monotonic() + _ENDS_IN
         if not self.local:
@@ -188,19 +187,19 @@ class Queue:
         while self._jobs and self._alive([job.job_id for job in self._jobs]) and time.monotonic() < until:
             for job in self._jobs:
                 if self.local and not job.done() and self._is_ours(job.job_id):
-                    os.kill(int(job.job_id), signal.SIGTERM)  # again: while it starts, it may be deaf to it
+                    os.kill(int(job.job_id), signal.SIGTERM)  # repeated, because a starting job may miss it
             time.sleep(_ASK_HERE)
         self._jobs.clear()
         if self._ledger is not None:
             self._ledger.unlink(missing_ok=True)
             self._ledger = None
         if not self._failed and not list(self._home.glob("*.json")):
-            shutil.rmtree(self._home, ignore_errors=True)  # nobody asks what jobs printed that ended well
+            shutil.rmtree(self._home, ignore_errors=True)  # the output of successful jobs is not needed
 
 
 @contextlib.contextmanager
 def _ignoring(signum: int) -> Iterator[None]:
-    """What is started meanwhile ignores the signal, too."""
+    """Processes started inside also ignore the signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -222,7 +221,7 @@ def _cluster_name() -> str:
 
 
 def _told(text: str) -> str:
-    """The line of a traceback or of standard error that says what was wrong."""
+    """The line of a traceback or of standard error that names the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = [line for line in lines if "rror: " in line]
     return (said or lines or ["nothing"])[-1]

@@ -1,7 +1,7 @@
-"""What a node of a cluster does: it runs trials in its own `Isolation`, and says where that was.
+"""The worker on a node of a cluster: runs trials in its own `Isolation`, and reports the node's environment.
 
-`run_trial` is what a Ray task calls. The process that it is called in is kept by Ray for the next task, and with it the
-server that has imported torch: so a trial is a fork, and not an ``import torch``.
+A Ray task calls `run_trial`. Ray keeps the process for the next task, and with it the server that has imported torch,
+so a trial costs a fork, not an ``import torch``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dpbench.trials.outcome import Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A trial as it is sent to a node, and what the node must know beside it.
+    """A trial as sent to a node, with what the node must know.
 
-    `sources` and `libraries` are the trial's, `all_libraries` the experiment's. `cpus`: so many has a trial for itself
-    that must run `alone`; None for all there are. `executor` stands in the environment as it is.
+    `sources` and `libraries` are the trial's, `all_libraries` the experiment's. `cpus`: the CPUs of a trial that must
+    run `alone`; None for all. `executor` is copied to the environment.
     """
 
     trial: Mapping[str, Any]
@@ -40,17 +40,17 @@ class Job:
     executor: Mapping[str, Any] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
-        """As `Trial.to_wire` gave it."""
+        """The trial's `Trial.to_wire`."""
         return dict(self.trial)
 
 
 class _Node:
-    """The isolation of this process, and the environment that its trials are measured in."""
+    """The isolation of this process, and the environment of its trials."""
 
     def __init__(self, job: Job, visible: str | None) -> None:
         self.visible = visible
         if os.path.isdir(job.folder):
-            os.chdir(job.folder)  # a model may be named by a path beside which the run was started
+            os.chdir(job.folder)  # a model's path may be relative to the folder where the run started
         self.isolation = Isolation(server_variables(job.device))
         with own_cpus(job.cpus) as cpus:
             self.isolation.pin(cpus)
@@ -67,9 +67,9 @@ _node: _Node | None = None
 
 
 def run_trial(job: Job, node: str = "") -> dict[str, Any]:
-    """Run the trial of `job`; what `Answer` and `Place` hold, as plain values. `node`: what the cluster calls this one.
+    """Run the trial of `job`; returns the fields of `Answer` and `Place` as plain values.
 
-    A trial whose sources are not here as they are where the run was started is answered with an error that says so.
+    If the trial's sources differ from those where the run started, the answer is an error that says so.
 
     Args:
         job: sent by the driver.
@@ -108,16 +108,16 @@ def refusal(key: int, trouble: str) -> Answer:
 
     Args:
         key: of the answer.
-        trouble: why, in a line.
+        trouble: why, in one line.
     """
     return Answer(key, Outcome.ERROR, f"node {host_name()}: {trouble}", None, 0.0)
 
 
 def different(sources: Mapping[str, str]) -> str | None:
-    """Why what a trial measures is not here as it is where the run was started; None if it is.
+    """How the sources here differ from those where the run started; None if they do not.
 
     Args:
-        sources: glob or path -> its hash where the run was started.
+        sources: glob or path -> its hash where the run started.
     """
     for name, digest in sources.items():
         try:

@@ -1,8 +1,8 @@
-"""Which backend to take for one model on this machine, in a minute: `dpbench recommend`.
+"""Recommend a backend for one model on this machine, in a minute: `dpbench recommend`.
 
-==========  ==================================================================================
-`agenda`    what is measured, in which order, as the time allows; the parent's side, no torch
-`findings`  what was found of each backend, and the rows that are printed
-`verdict`   which one to take, and why, in a sentence: a pure function of the findings
-==========  ==================================================================================
+==========  =======================================================================
+`agenda`    what to measure, in which order, within the time; no torch
+`findings`  the results for each backend, and the rows to print
+`verdict`   the recommendation and its reason: a pure function of the findings
+==========  =======================================================================
 """

@@ -1,11 +1,11 @@
-"""What is measured, in which order, as the time allows. The parent's side: no torch.
+"""Decide what to measure, in which order, within the time. Runs in the parent process, without torch.
 
-All backends race beside ordinary training in one process, the likely winners opened first. Then the largest batches are
-searched by simulation, of the fastest first, some beside each other. What there is no time for is left out, and its row
-says so. Whatever still runs when the time is over is ended, on every device.
+All backends race against ordinary training in one process; likely winners are opened first. Then the largest batches
+are searched by simulation, the fastest backends first, several at once. If there is no time for a backend, its row says
+so. When the time is over, everything that still runs is ended, on every device.
 
-The process of the race writes down what it knows by now (`RecommendTrial.notes`). If a backend takes it down, the
-others race again without that one; if its time is up, what it knew counts.
+The process of the race writes its results to a file as it goes (`RecommendTrial.notes`). If a backend crashes it, the
+others race again without that one; if its time is up, the results so far count.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from dpbench.process.parent import Answer
 from dpbench.trials import LargestTrial, RecommendTrial, Trial
 from dpbench.trials.outcome import Outcome
 
-#: Seconds that are kept back for what comes at the end.
+#: Seconds reserved for the end.
 RESERVE = 5.0
-#: The share of the time that the race may take, and the seconds after which it is killed.
+#: The share of the time for the race, and the seconds after which it is killed.
 RACE_SHARE, GRACE = 0.8, 4.0
-#: A search is so near to the limit if the budget is used but for this share.
+#: A search ends when at most this share of the budget is unused.
 UNUSED = 0.04
-#: A larger batch than this is not looked for.
+#: The largest batch to search for.
 MOST = 65536
-#: Less than this is no time to begin anything with.
+#: Nothing starts with less time than this.
 _LEAST = 3.0
-#: How often progress is looked for (seconds).
+#: Seconds between two checks of progress.
 _LOOK = 0.5
-#: From likely to hopeless, as they are opened; Opacus is what people know.
+#: The order in which backends are opened, from likely to hopeless; Opacus is well known.
 ORDER = (
     *("bk_mixed", "opacus_hooks", "opacus_ghost", "mixed_ghost", "fastgradclip", "vmap", "ghost", "bk_ghost"),
     *("private_cnn", "fastdp", "opacus_functorch", "microbatch", "opacus_ew"),
@@ -54,27 +54,27 @@ ORDER = (
 
 
 class Runner(Protocol):
-    """What runs trials: `dpbench.process.parent.Isolation`."""
+    """Runs trials: `dpbench.process.parent.Isolation`."""
 
     def submit(self, trial: Trial, until: float | None = None) -> int:
-        """Start a trial; its answer will carry the key that is returned.
+        """Start a trial; returns the key of its answer.
 
         Args:
-            trial: to be run.
-            until: when it is ended if it still runs, by the agenda's clock.
+            trial: to run.
+            until: when to end it, by the agenda's clock.
         """
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that come within a time.
+        """The answers that come within `timeout`.
 
         Args:
-            timeout: seconds; None: until there is one.
+            timeout: seconds; None to wait for an answer.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a person asks. `memory_budget` in bytes, `seconds` for all of it; sizes None: the model's own."""
+    """The request. `memory_budget` is in bytes, `seconds` for all of it; sizes None are the model's own."""
 
     model: str
     batch_size: int
@@ -89,13 +89,13 @@ class Question:
 
 @dataclass
 class Agenda:
-    """One question on its way to its findings.
+    """Carries out one question.
 
     Args:
-        question: see there.
+        question: the request.
         runner: runs trials.
-        say: takes what goes on, in words, again and again.
-        clock: monotonic seconds, those of the processes that measure.
+        say: receives the current activity, in words, repeatedly.
+        clock: monotonic seconds, shared with the processes that measure.
         begun: when the person began to wait.
     """
 
@@ -104,7 +104,7 @@ class Agenda:
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     begun: float = field(default=0.0)
-    #: What the race has found, see `dpbench.measure.recommend.run`.
+    #: Results of the race, see `dpbench.measure.recommend.run`.
     found: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,11 +115,11 @@ class Agenda:
 
     @property
     def until(self) -> float:
-        """When everything that still runs is ended, by the clock: what takes long may also be slow to start."""
+        """When everything that still runs is ended; leaves time for a slow end."""
         return self.begun + self.question.seconds - RESERVE
 
     def left(self) -> float:
-        """Seconds."""
+        """The seconds left."""
         return self.until - self.clock()
 
     def carry_out(self) -> Mapping[str, Finding]:
@@ -139,7 +139,7 @@ class Agenda:
         return self.findings
 
     def _race(self, names: Sequence[str]) -> str | None:
-        """Race; the backend that took the process down, if the others may race without it."""
+        """Race once; returns the backend that crashed the process, if the others may race without it."""
         asked = self.question
         until = self.clock() + RACE_SHARE * self.left()
         trial = RecommendTrial(
@@ -168,20 +168,20 @@ class Agenda:
         if answer.outcome is Outcome.OK:
             return None
         opening = notes.get("opening")
-        if answer.outcome is Outcome.TIMEOUT:  # what was not measured says so already
+        if answer.outcome is Outcome.TIMEOUT:  # unmeasured backends say so already
             return None
         for name in [opening] if opening else [n for n in (ORDINARY, *names) if not self.findings[n].ratios]:
             end_as(self.findings[name], answer.outcome, answer.evidence)
         return opening if answer.outcome is Outcome.CRASH else None
 
     def _read(self) -> dict[str, Any]:
-        """What the process of the race has written down."""
+        """The file that the process of the race writes."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(self._notes.read_text()))
         return {}
 
     def search(self, names: Sequence[str]) -> None:
-        """The largest batch of each, as many beside each other as there are CPUs.
+        """Search the largest batch of each, one search for each CPU at a time.
 
         Args:
             names: of backends.
@@ -214,7 +214,7 @@ class Agenda:
     def _answers(
         self, trials: Iterable[Trial], at_once: int = 1, until: float | None = None
     ) -> Iterator[tuple[Trial, Answer]]:
-        """Each trial with its answer, in the order in which they end; none is begun when no time is left."""
+        """Each trial with its answer, in the order in which they end; none starts without time left."""
         waiting, running = iter(trials), dict[int, Trial]()
         exhausted = False
         while running or not exhausted:
@@ -231,7 +231,7 @@ class Agenda:
 
 
 class _Unusable(UsageError):
-    """What the process that builds the model said, as it said it."""
+    """The unchanged message of the process that builds the model."""
 
     def __init__(self, line: str) -> None:
         Exception.__init__(self, line)

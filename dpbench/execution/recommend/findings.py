@@ -1,4 +1,12 @@
-"""What was found of each backend on one model: exactness, time and memory beside ordinary training, largest batch."""
+"""The findings for each backend on one model: exactness, time and memory relative to ordinary training, largest batch.
+
+Functions take:
+    findings: backend -> its finding, updated in place.
+    found: one backend's finding, updated in place.
+    ratios: of times to ordinary training, one a round.
+    batch_size: as requested.
+    outcome, evidence: of the trial.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +22,13 @@ ORDINARY = "nonprivate"
 LEFT_OUT = "left out for want of time"
 NOT_FOUND = "not found for want of time"
 NOT_KNOWN = "not known"
-#: Rounds from which on an interval is stated.
+#: The least rounds for an interval.
 ROUNDS = 5
-#: No private step is so much faster than ordinary training, and no two rounds differ so much, on a machine at rest.
+#: On an idle machine no private step is faster than this, and no two rounds differ by more.
 FASTEST, SPREAD = 0.8, 2.0
-#: The chance, at most, that the median lies outside an interval (of five rounds: 2/32).
+#: The largest probability that the median lies outside an interval (of five rounds: 2/32).
 _OUTSIDE = 1 / 16
-#: Why a search for the largest batch ended -> what is to be said of its number.
+#: Why a search for the largest batch ended -> the note on its number.
 NOTES = {
     "bracketed": "",
     "full": "",
@@ -31,27 +39,19 @@ NOTES = {
 
 
 def doubt(ratios: Sequence[float]) -> str | None:
-    """Why these rounds cannot be believed, in words; None if they can.
-
-    Args:
-        ratios: of times to ordinary training, one a round.
-    """
+    """Why these rounds are not credible, in words; None if they are."""
     if not ratios or (median(ratios) >= FASTEST and max(ratios) <= SPREAD * min(ratios)):
         return None
     return f"the machine is busy: rounds from {min(ratios):.2f}x to {max(ratios):.2f}x"
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Of the median, by the order of the rounds (it lies outside with a chance of 1/16 at most); None below ROUNDS.
-
-    Args:
-        ratios: one a round.
-    """
+    """An interval of the median, by order statistics (misses it with probability at most 1/16); None below ROUNDS."""
     count = len(ratios)
     if count < ROUNDS:
         return None
     ordered, inner = sorted(ratios), 0
-    outside = 2 / 2**count  # the chance that all rounds lie on one side
+    outside = 2 / 2**count  # the probability that all rounds lie on one side
     while outside <= _OUTSIDE and inner < count // 2:
         inner += 1
         outside += 2 * math.comb(count, inner) / 2**count
@@ -60,9 +60,9 @@ def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
 
 @dataclass
 class Finding:
-    """One backend. `ratios` to ordinary training, one a round; `largest` as a `LargestTrial` gives it.
+    """One backend. `ratios` are to ordinary training, one a round; `largest` is the result of a `LargestTrial`.
 
-    `smaller`: the samples that it was timed with, if there was no time for as many as were asked for.
+    `smaller`: the batch size that was timed, if there was no time for the requested one.
     """
 
     backend: str
@@ -83,36 +83,36 @@ class Finding:
 
     @property
     def ratio(self) -> float | None:
-        """The median over rounds of however many samples; None if there is none, or it cannot be believed."""
+        """The median over rounds, at any batch size; None if there is none, or it is not credible."""
         return median(self.ratios) if self.ratios and self.status == "ok" else None
 
     @property
     def time_ratio(self) -> float | None:
-        """The same of as many samples as were asked for."""
+        """The same at the requested batch size."""
         return self.ratio if self.smaller is None else None
 
     @property
     def candidate(self) -> bool:
-        """Clips, is exact, and was timed: only such are ever recommended."""
+        """Whether it clips, is exact, and was timed: only such backends are recommended."""
         return self.backend != ORDINARY and self.ratio is not None
 
     def interval(self) -> tuple[float, float] | None:
-        """Of the ratio, see `interval`."""
+        """The interval of the ratio, see `interval`."""
         return interval(self.ratios) if self.ratio is not None else None
 
     def too_large(self, batch_size: int) -> bool:
         """Whether the batch is known not to fit in the budget.
 
         Args:
-            batch_size: that was asked for.
+            batch_size: as requested.
         """
         return self.largest is not None and self.largest_ended != "time" and self.largest < batch_size
 
     def predicted_batch(self, batch_size: int, budget: int) -> int:
-        """Where the budget is reached if what the step took beyond its baseline grows with the batch; at least 1.
+        """The batch that reaches the budget if memory above the baseline grows with the batch; at least 1.
 
         Args:
-            batch_size: of the step that was measured.
+            batch_size: of the measured step.
             budget: bytes.
         """
         if self.peak_bytes is None or self.baseline_bytes is None or self.peak_bytes <= self.baseline_bytes:
@@ -121,7 +121,7 @@ class Finding:
         return max(1, int(batch_size * (budget - self.baseline_bytes) / step))
 
     def as_row(self) -> dict[str, Any]:
-        """The row of the contract, and what else is known."""
+        """The documented fields of a row, and others."""
         low, high = (self.interval() if self.smaller is None else None) or (None, None)
         return {
             "backend": self.backend,
@@ -145,12 +145,10 @@ class Finding:
 
 
 def take_race(findings: Mapping[str, Finding], backends: Mapping[str, Mapping[str, Any]], batch_size: int) -> None:
-    """Enter what a `RecommendTrial` has found.
+    """Enter the results of a `RecommendTrial`.
 
     Args:
-        findings: backend -> what is known of it, changed in place.
         backends: backend -> its entry, see `dpbench.measure.recommend`.
-        batch_size: that was asked for.
     """
     for name, entry in backends.items():
         found = findings[name]
@@ -175,11 +173,7 @@ def _take_times(found: Finding, entry: Mapping[str, Any], batch_size: int) -> No
 
 
 def set_memory_ratios(findings: Mapping[str, Finding]) -> None:
-    """Peaks beside ordinary training's, where both come from one source.
-
-    Args:
-        findings: backend -> what is known of it, changed in place.
-    """
+    """Set the ratios of peaks to ordinary training's, where both come from one source."""
     base = findings[ORDINARY]
     for found in findings.values():
         if found.peak_bytes is not None and base.peak_bytes and found.memory_source == base.memory_source:
@@ -187,13 +181,7 @@ def set_memory_ratios(findings: Mapping[str, Finding]) -> None:
 
 
 def end_as(found: Finding, outcome: str, evidence: str | None) -> None:
-    """Name how its measurement ended: of a traceback what was raised, of all else the first line.
-
-    Args:
-        found: of one backend, changed in place.
-        outcome: of its trial.
-        evidence: of its trial.
-    """
+    """Record how a measurement ended: the exception of a traceback, else the first line."""
     lines = [line.strip() for line in (evidence or "").splitlines() if line.strip()]
     said = (lines[-1] if outcome == Outcome.ERROR else lines[0]) if lines else ""
     found.status, found.reason = outcome, said
@@ -207,14 +195,10 @@ def end_as(found: Finding, outcome: str, evidence: str | None) -> None:
 def take_search(
     found: Finding, outcome: str, evidence: str | None, result: Mapping[str, Any] | None, batch_size: int
 ) -> None:
-    """Enter what a `LargestTrial` came to; and the peak of `batch_size` samples, if that was not measured.
+    """Enter the result of a `LargestTrial`, and its peak at `batch_size` unless that was measured.
 
     Args:
-        found: of one backend, changed in place.
-        outcome: of the search.
-        evidence: of the search.
-        result: of the search, if it ended well.
-        batch_size: that was asked for.
+        result: of the search, if it succeeded.
     """
     if outcome == Outcome.OK and result is not None:
         found.largest, found.largest_ended = result["batch_size"], result["ended"]
@@ -229,9 +213,5 @@ def take_search(
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Ordinary training, then what was timed from fast to slow, then the rest.
-
-    Args:
-        findings: of all backends.
-    """
+    """Ordinary training, then timed backends from fast to slow, then the rest."""
     return sorted(findings, key=lambda f: (f.backend != ORDINARY, f.status != "ok", f.ratio or math.inf))

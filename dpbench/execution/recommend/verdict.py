@@ -1,8 +1,12 @@
-"""Which backend to take, why, and what it beats, in one sentence.
+"""Recommend a backend in one sentence, with the reason and the alternatives.
 
-Only exact ones come into question, and of these what fits in the budget at the batch size. The fastest by its median is
-taken; of those that cannot be told from it by their times, the one that takes the least memory. Two times cannot be
-told apart if both have intervals, which overlap; two memories, within `MIN_EFFECT`.
+Candidates are exact, and fit in the budget at the batch size. The one with the fastest median is taken, or the one with
+the least memory among those with indistinguishable times. Two times are indistinguishable if both have intervals, and
+these overlap; two memories, if they are within `MIN_EFFECT`.
+
+Functions take:
+    findings: of all backends.
+    batch_size: as requested.
 """
 
 from __future__ import annotations
@@ -14,13 +18,13 @@ from typing import Any, NamedTuple
 from dpbench.execution.recommend.findings import NOT_KNOWN, ORDINARY, ROUNDS, Finding
 from dpbench.records.statistics import MIN_EFFECT
 
-#: Others that the sentence names at most, and those that it names in any case: what people know.
+#: The most alternatives to name, and the well-known ones that are always named.
 _NAMED = 4
 _KNOWN = ("opacus_hooks", "opacus_ghost")
 
 
 class Verdict(NamedTuple):
-    """`backend` is None if none can be recommended."""
+    """`backend` is None if there is none to recommend."""
 
     backend: str | None
     reason: str
@@ -29,13 +33,11 @@ class Verdict(NamedTuple):
 def verdict(
     findings: Collection[Finding], batch_size: int, budget: str, slow: Mapping[str, Any] | None = None
 ) -> Verdict:
-    """Which backend to take, and why.
+    """Recommend a backend, and say why.
 
     Args:
-        findings: of all backends.
-        batch_size: that was asked for.
         budget: in words, such as "16 GiB".
-        slow: an ordinary step that was too long for anything to be compared (`dpbench.measure.recommend.run`), or None.
+        slow: an ordinary step that was too slow for any comparison (`dpbench.measure.recommend.run`), or None.
     """
     exact = fastest_first(findings)
     if not exact:
@@ -70,27 +72,23 @@ def verdict(
 
 
 def fastest_first(findings: Collection[Finding]) -> list[Finding]:
-    """What is exact and timed, by the median; what was timed with fewer samples comes later, or in fewer rounds.
-
-    Args:
-        findings: of all backends.
-    """
+    """The exact and timed backends by median; those timed with fewer samples or rounds come later."""
     timed = (f for f in findings if f.candidate)
     return sorted(timed, key=lambda f: (f.smaller is not None, f.interval() is None, _time(f)))
 
 
 def tied(a: Finding, b: Finding) -> bool:
-    """Whether their times cannot be told apart, for all that enough rounds say.
+    """Whether the times are indistinguishable, given enough rounds.
 
     Args:
-        a, b: of two backends that were timed.
+        a, b: of two timed backends.
     """
     first, second = a.interval(), b.interval()
     return first is not None and second is not None and first[0] <= second[1] and second[0] <= first[1]
 
 
 def _nothing(findings: Collection[Finding]) -> str:
-    """Why none can be recommended."""
+    """Why there is none to recommend."""
     unknown = [f for f in findings if f.status == NOT_KNOWN]
     if not unknown:
         return f"no backend that clips is known to be exact on this model{_why(findings)}"
@@ -99,7 +97,7 @@ def _nothing(findings: Collection[Finding]) -> str:
 
 
 def _too_slow(slow: Mapping[str, Any], batch_size: int) -> str:
-    """What there was no time for, and how to have it."""
+    """What there was no time for, and what to do."""
     seconds = slow["seconds"]
     one = "one sample" if slow["samples"] == 1 else f"{slow['samples']} samples"
     less = "or ask on a GPU (--device cuda), or with shorter inputs or a smaller model of the same kind"
@@ -136,7 +134,7 @@ def _costs(found: Finding) -> str:
 
 
 def _beaten(findings: Collection[Finding], others: Sequence[Finding], smaller: int | None) -> str:
-    """What the others take: those that people know, and the fastest."""
+    """The times of the alternatives: well-known ones, and the fastest."""
     if not others:
         return f"nothing else could be measured{_why([f for f in findings if not f.candidate])}"
     known = [f for f in others if f.backend in _KNOWN]
@@ -163,7 +161,7 @@ def _fallback(found: Finding) -> str:
 
 
 def _tied(chosen: Finding, other: Finding) -> str:
-    """Of two whose times cannot be told apart: why not the other."""
+    """Why not the other of two with indistinguishable times."""
     mine, others = _memory(chosen), _memory(other)
     same = f"{other.backend} cannot be told from it by time ({_time(other):.2f}x)"
     if others > mine / (1 - MIN_EFFECT):
@@ -172,7 +170,7 @@ def _tied(chosen: Finding, other: Finding) -> str:
 
 
 def _why(findings: Collection[Finding]) -> str:
-    """What stands in the way of the backends, the commonest first."""
+    """The statuses of the backends, most common first."""
     counts: dict[str, list[str]] = {}
     for found in findings:
         if found.backend != ORDINARY:
