@@ -58,7 +58,7 @@ from clipping.rules.embedding import EmbeddingWeight
 STRATEGIES: dict[str, type[TapeBackend]] = {"ghost": Ghost, "instantiate": FastGradClip, "mixed": MixedGhost}
 
 Seconds = Mapping[str, float | None]
-""""ghost", "kept", "discarded" -> seconds of norm and share of the sum for the whole batch; None: no such route."""
+"""Maps "ghost", "kept", "discarded" to seconds of norm and share of the sum, whole batch; None: no such route."""
 
 
 @dataclass(frozen=True)
