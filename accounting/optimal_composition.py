@@ -1,4 +1,4 @@
-"""Optimal composition of T steps of which only (ε', δ₀) is known.
+"""Optimal composition of T steps that are only known to be (ε', δ₀)-private.
 
 The worst such steps are randomised responses that fail with probability δ₀. Composing them gives (Kairouz, Oh and
 Viswanath 2015, Theorem 3.3): T steps are (ε, 1 − (1 − δ₀)^T (1 − δ'))-private, where δ' is the δ(ε) of T randomised

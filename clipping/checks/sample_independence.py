@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RATE = 1 / 400
 KNOWN = 32
-"""Graphs and shapes told apart. Beyond this many, new graphs are not checked, and sizes count as powers of two."""
+"""The most graphs and shapes to tell apart; beyond it graphs are not, and sizes only by powers of two."""
 
 
 class Occasions:
