@@ -63,7 +63,7 @@ class FastDP(Peer):
             loss_reduction="sum",
         )
         for p in self.model.parameters():
-            p.noise = 0.0  # 0·C is NaN for C = inf
+            p.noise = 0.0  # type: ignore[attr-defined]  # 0·C is NaN for C = inf
         return engine
 
     def _step(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> Step:
