@@ -47,10 +47,15 @@ class Backend(ABC):
         verify: compare two samples of the first batch with the microbatch oracle, and check that samples do not mix
             (`clipping.checks.sample_independence`): at first, for new shapes and graphs, and in one step of 200.
         compile: from the third batch of a shape on, run the step as one program if that is faster
-            (`clipping.program.graphs`). True refuses what is no program; "auto" runs it eagerly, and leaves
-            TorchInductor out on a CPU, where it compiles for a minute. By default "auto" for a model on a CUDA device,
-            else False.
-        timing: take the fastest of several ways on this device; else the same one everywhere.
+            (`clipping.program.graphs`). True raises if the step is not a graph; "auto" then runs it eagerly, and does
+            not use TorchInductor on a CPU, where compiling takes a minute. By default "auto" for a model on a CUDA
+            device, else False.
+        timing: time several ways on this device and use the fastest; else use the same one everywhere.
+
+    Methods take:
+        inputs: a tensor, a tuple (positional) or a dict (keyword arguments); every tensor [B, ...].
+        targets: passed to the loss; every tensor in it [B, ...].
+        batch_size: B. An empty Poisson batch (B = 0) gives zeros.
 
     Raises:
         ValueError: `compile` is True and this backend's step is not a graph.
@@ -166,7 +171,7 @@ class Backend(ABC):
         return found
 
     def _bare(self, loss_fn: LossFunction) -> Self:
-        """A copy without verification, looks and programs, for calls beside the caller's."""
+        """A copy without verification, checks and programs, for calls beside the caller's."""
         bare = copy.copy(self)
         bare._verify, bare.occasions, bare.graphs, bare.replicated = False, None, None, False
         bare.loss_fn = loss_fn
@@ -203,13 +208,13 @@ class Backend(ABC):
         return result
 
     def use_graphs(self, losses_of: LossesOf, compile: Compile, *, timing: bool = True) -> Graphs | None:
-        """Have steps run as programs. See `clipping.program.graphs`.
+        """Run steps as programs from now on. See `clipping.program.graphs`.
 
         Args:
             losses_of: (inputs, targets) -> ℓ [B]: forward pass and loss.
-            compile: True refuses what is no graph; "auto" runs it eagerly; False has no graphs; None is "auto" on a
-                CUDA device, else False.
-            timing: take the fastest way to run a graph; else one whose results do not depend on time.
+            compile: True raises for a step that is not a graph; "auto" runs it eagerly; False uses no graphs; None is
+                "auto" on a CUDA device, else False.
+            timing: run each graph in the fastest way; else in a way whose results do not depend on timings.
 
         Raises:
             ValueError: `compile` is True, but the step of this backend, or of a sharded model, is not a graph.

@@ -85,7 +85,7 @@ class TapeBackend(Backend):
         )
 
     def _choose_for(self, batch_size: int) -> None:
-        """Have routes chosen for one batch size, to a power of two, until a batch is more than twice as large.
+        """Choose routes for one batch size, a power of two, until a batch is more than twice as large.
 
         A norm's bound depends on its route. If the route depended on the number of records, one more record would
         change the factors of all others.

@@ -63,8 +63,8 @@ class Term(NamedTuple):
 class Norms(ABC):
     """Adds up squared norms [B] and combines the uses that share a parameter.
 
-    Products of Gram matrices may cancel below zero, by a
-    rounding: each norm is brought back before it is added, or it would make others smaller than they are.
+    Rounding may make a product of Gram matrices negative; each squared norm is clamped at zero before it is added, or
+    it would lower the total.
 
     Args:
         counts: parameter name -> number of uses.
@@ -72,7 +72,7 @@ class Norms(ABC):
         parameters: name -> trainable parameter.
         clip: the clipping function.
         routes: of the uses.
-        planned_for: number of samples that they were chosen for.
+        planned_for: the number of samples that routes were chosen for.
     """
 
     second_pass: ClassVar[bool] = False
@@ -108,7 +108,7 @@ class Norms(ABC):
             (self._single if alone else self._several)(Term(source, rule, route, g))
 
     def _is_small(self, rule: Rule, g: Tensor) -> bool:
-        """True if a batch's gradients of one parameter cost nothing: see `SMALL`."""
+        """True if a batch's gradients of one parameter are small: see `SMALL`."""
         return SMALL * self._planned_for * rule.instantiated_bytes(g) <= rule.room()
 
     @abstractmethod
@@ -125,10 +125,10 @@ class Norms(ABC):
 
     @abstractmethod
     def _single(self, term: Term) -> None:
-        """The only use of its parameters: its norm is theirs."""
+        """Handle the only use of its parameters."""
 
     def _squared_norms(self, term: Term, others: Sequence[Term] = ()) -> tuple[Tensor, list[Reach]]:
-        """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them.
+        """Squared norms [B] of a single use and its companions `others`, and the reach of each if found on the way.
 
         Pulls gradients back to the parameters, unless the tensor only rearranges them.
         """
@@ -151,7 +151,7 @@ class Norms(ABC):
         second_pass: bool = False,
         doubt: Doubt | None = None,
     ) -> None:
-        """Note that the squared norms of this use are not of the tensor which is summed."""
+        """Record that this use's squared norms are not those of the tensor that is summed."""
         source, rule, route, g = term
         reach = reach or (rule.reach(g) if source.rearranged else None) or _unknown(squares)
         (doubt or self._doubt).add(
@@ -165,12 +165,11 @@ class Norms(ABC):
         )
 
     def _several(self, term: Term) -> None:
-        """One of several uses of some parameter: per-sample gradients add up."""
+        """Handle one of several uses of a parameter."""
         for name, gradient in term.source.pull_back(term.rule.instantiate_all(term.g, term.route)).items():
             self._add(name, gradient)
 
     def _not_by_ghost(self, name: str) -> None:
-        """Another use of the parameter had to be instantiated, and so all were."""
         self._kinds[name] = "instantiated" if self._kinds[name] == "ghost" else self._kinds[name]
 
     def _add(self, name: str, gradient: Tensor) -> None:
@@ -206,7 +205,6 @@ class _WholeNorms(Norms):
         return self._squares.clamp(min=0).sqrt(), self._doubt.bound(self._squares)
 
     def _doubt_all(self, uses: list[Term], squares: Tensor) -> None:
-        """Of the uses of one parameter: their gradients add up, and so do their terms."""
         unknown = _unknown(squares)
         found = [use.rule.reach(use.g) or unknown for use in uses]
         reach = Reach(*(torch.stack(each).sum(0) for each in zip(*found, strict=True)))
@@ -380,7 +378,7 @@ class LayerByLayer(Norms):
 
     def _single(self, term: Term) -> None:
         source, rule, _, g = term
-        if not source.rearranged or source.part is not None:  # factors are those of whole parameters
+        if not source.rearranged or source.part is not None:  # factors apply to whole parameters
             return self._several(term)
         squares, reaches = self._squared_norms(term)
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
@@ -406,11 +404,11 @@ class LayerByLayer(Norms):
 
 
 def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec, count: int) -> bool:
-    """Whether the parameters' own per-sample gradients take no more than g, and are made within the workspace.
+    """Whether the parameters' per-sample gradients are no larger than g, and fit into the workspace.
 
     Args:
-        source, rule, g: what the use reads, made of the parameters; its rule; the gradient of its output, [B, ...].
-        count: number of samples to decide for.
+        source, rule, g: the tensor that is read, its rule, and the gradient of the use's output, [B, ...].
+        count: the number of samples to decide for.
     """
     pulled_back = sum(p.numel() for p in source.parameters.values()) * g.element_size()
     each = rule.bytes_of_each(g)
