@@ -1,4 +1,4 @@
-"""Backends: the ways to a clipped sum, behind one interface.
+"""Backends: compute clipped sums in different ways, behind one interface.
 
 ## One call
 
@@ -19,53 +19,53 @@ with load_backend("bk_mixed")(model, loss_fn, clip=Flat(max_grad_norm=1.0)) as b
 print(out.norms, out.losses, {name: grad.shape for name, grad in out.grads.items()})
 ```
 
-`out.grads` has, for each parameter, the sum over the records of the clipped gradient: no noise, not divided. The
-inputs are a tensor, a tuple (positional arguments) or a dict (keyword arguments). The model is left as it was found.
+`out.grads` maps each parameter to the sum of its clipped per-sample gradients, without noise or division. The inputs
+are a tensor, a tuple (positional arguments) or a dict (keyword arguments). The model does not change.
 
 ## Ours
 
-| backend | norms | sum | take it |
+| backend | norms | sum | use it |
 |---|---|---|---|
 | `bk_mixed` | planned for each layer, timed on the machine | book-kept, one backward pass | first |
 | `bk_ghost` | ghost in every layer that has one | book-kept, one backward pass | to compare with arXiv:2210.00038 |
 | `mixed_ghost` | ghost where 2T² ≤ pd | second backward pass | to compare with arXiv:2205.10683 |
-| `ghost` | ghost in every layer that has one | second backward pass | where T is small everywhere |
-| `fastgradclip` | instantiated, layer by layer | second backward pass | where T is large everywhere |
-| `vmap` | all gradients at once, `torch.func.vmap` | weighted sum | small models on a GPU |
-| `microbatch` | one record at a time | weighted sum | as the definition: slow, and never wrong |
+| `ghost` | ghost in every layer that has one | second backward pass | if T is small everywhere |
+| `fastgradclip` | instantiated, layer by layer | second backward pass | if T is large everywhere |
+| `vmap` | all gradients at once, `torch.func.vmap` | weighted sum | for small models on a GPU |
+| `microbatch` | one record at a time | weighted sum | as the definition: slow, never wrong |
 | `nonprivate` | none | ordinary training | as the baseline |
 
-`dpbench.guide.algorithms` explains the words. `bk_mixed:paper`, `bk_mixed:time` and `bk_mixed:memory` plan by the
+`dpbench.guide.algorithms` explains the terms. `bk_mixed:paper`, `bk_mixed:time` and `bk_mixed:memory` plan by the
 paper's rule, by time alone and by memory alone.
 
-## Other people's
+## Other libraries'
 
 `opacus_hooks`, `opacus_functorch`, `opacus_ew`, `opacus_ghost`, `private_cnn` and `fastdp` run these libraries behind
-the same call, so that they can be compared and checked. The last two are there where their package can be imported.
-`tf_microbatch:M` clips the mean of M records, as TensorFlow Privacy does: another mechanism, and labelled so.
+the same call, to compare and check them. The last two need their package to be importable. `tf_microbatch:M` clips the
+mean of M records, as TensorFlow Privacy does; it is labelled as another mechanism.
 
 ## Is it exact?
 
 ```sh
-python -m dpbench check --model cnn --backend bk_mixed      # beside the microbatch oracle
+python -m dpbench check --model cnn --backend bk_mixed      # against the microbatch oracle
 python -m dpbench check --conformance --backend bk_mixed    # hard cases: tied weights, odd shapes
 python -m dpbench check --sensitivity --backend bk_mixed    # how far hard records move its sum
 ```
 
-A backend that cannot do a model says so (`clipping.UnsupportedModel`: module, reason, remedy) and never degrades in
-silence: `coverage` says which share of the parameters went by ghost norm, instantiated, or by the slow fallback. The
-first batch is compared with the definition in float64. Of 637 models of timm, torchvision and transformers `bk_mixed`
-is exact on 635; of 30 kinds of hard records none moves its sum by more than 1.000 C.
+A backend raises `clipping.UnsupportedModel` (module, reason, remedy) for a model that it does not support. It never
+degrades silently: `coverage` is the share of the parameters with ghost norms, instantiated gradients, or the slow
+fallback. The first batch is compared with the definition in float64. `bk_mixed` is exact on 635 of 637 models of timm,
+torchvision and transformers; none of 30 kinds of hard records moves its sum by more than 1.000 C.
 
 ## Which one, on my model and machine?
 
 ```sh
 python -m dpbench recommend cnn --batch-size 32    # every backend: exact? time, memory, advice
-python -m dpbench explain cnn                      # T, d, p and the way of every parameter
+python -m dpbench explain cnn                      # T, d, p and the norm's method for every parameter
 ```
 
-`mine.py:build` takes the place of `cnn`: `python -m dpbench template mine.py` writes such a file. Built-in models are
-`cnn`, `resnet18` to `resnet152`, `wide_resnet`, `resnext` and `vgg11` to `vgg19`; others are `timm:NAME`,
+For your own model, replace `cnn` by `mine.py:build`: `python -m dpbench template mine.py` writes the file. Built-in
+models are `cnn`, `resnet18` to `resnet152`, `wide_resnet`, `resnext` and `vgg11` to `vgg19`; others are `timm:NAME`,
 `torchvision:NAME`, `transformers:NAME` (from a config: nothing is downloaded) and `tiny:HEAD/TYPE`.
 
 ## Clipping functions
@@ -77,11 +77,11 @@ python -m dpbench explain cnn                      # T, d, p and the way of ever
 | `clipping.GlobalBound` | C/Z if ‖g‖ ≤ Z, else 0 | C |
 | `clipping.PerLayer` | thresholds C/√L for each of L layers | C |
 
-In floating point the sum moves by C(1 + η) at most; `backend.sensitivity_bound(batch_size)` states it, and the engine
-scales its noise to it.
+In floating point one record moves the sum by at most C(1 + η). `backend.sensitivity_bound(batch_size)` returns this
+bound, and the engine scales its noise to it.
 
 ## One of your own
 
-Write a subclass of `clipping.Backend` in a file, and name it `path/file.py:Class`; `check --conformance` judges it.
+Write a subclass of `clipping.Backend` in a file, and pass it as `path/file.py:Class`; `check --conformance` tests it.
 CONTRIBUTING.md has the recipe.
 """

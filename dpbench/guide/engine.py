@@ -1,4 +1,4 @@
-"""The engine: train a model of your own with differential privacy.
+"""The engine: train your own model with differential privacy.
 
 ## In two lines
 
@@ -27,41 +27,40 @@ for epoch in range(4):
 print(engine.privacy_spent())
 ```
 
-Three things differ from an ordinary loop. The loader is the engine's: it draws **Poisson samples**, on which ε is
-founded, so batches differ in size. The loss is **one number a record**, [B]. And there is **no `backward()`**:
-`optimizer.step(loss=losses)` clips, adds noise, divides by the expected batch size, and steps.
+Three things differ from an ordinary loop. The engine's loader draws **Poisson samples**, which ε assumes, so the batch
+size varies. The loss is **one number a record**, [B]. And there is **no `backward()`**: `optimizer.step(loss=losses)`
+clips, adds noise, divides by the expected batch size, and steps.
 
-## What you say, and what follows
+## Parameters
 
-| you say | the engine finds |
+| parameter | meaning |
 |---|---|
-| `target_epsilon`, `epochs` (or `steps`) | the noise multiplier that ends at ε |
-| `noise_multiplier` | the ε that it has at the end: `privacy_spent()` |
-| `batch_size`, `sample_size` | the sampling rate b/n |
+| `target_epsilon`, `epochs` (or `steps`) | the engine calibrates the noise multiplier to end at this ε |
+| `noise_multiplier` | used instead of `target_epsilon`; `privacy_spent()` returns the ε so far |
+| `batch_size`, `sample_size` | b and n; the sample rate is b/n |
 | `max_grad_norm` | the threshold C |
-| `target_delta` | δ; 1/(2n) if left out |
-| `backend` | how the sum is found: `dpbench.guide.backends` |
-| `clip` | `"flat"`, `"automatic"`, `"per_layer"`, or a function of your own |
-| `sampling` | Poisson, or `truncated_poisson`, `balls_and_bins`, `shuffled`, ...: for each, ε is that scheme's |
+| `target_delta` | δ; default 1/(2n) |
+| `backend` | computes the clipped sum: `dpbench.guide.backends` |
+| `clip` | `"flat"`, `"automatic"`, `"per_layer"`, or your own function |
+| `sampling` | Poisson, or `truncated_poisson`, `balls_and_bins`, `shuffled`, ...; ε is computed for this scheme |
 | `noise` | `"gaussian"`; `"discrete"`: exact on a grid; `"banded:8"`, `"blt:3"`: cancels over steps |
 
-Noise comes from a cipher (ChaCha20, keyed by the operating system) at the price of `torch.randn`. A `generator` of your
-own makes a run repeatable, and is not private.
+The noise comes from a cipher (ChaCha20, keyed by the operating system) at the cost of `torch.randn`. Your own
+`generator` makes a run repeatable, but not private.
 
 ## Noise that cancels
 
-SGD's iterates are sums of gradients, so later noise may cancel earlier noise. `"banded:8"` (BandMF) does so over 8
-steps, and keeps the amplification by sampling: the right choice where `data_loader` may draw the batches. Where records
-come in one order (`sampling="one_pass"`) nothing is amplified, and `"blt:3"` (a BLT of at most 3 buffers) cancels over
-all steps. Say `steps` or `epochs` with it: its numbers are the best for that many. ε is then for a record whose
-gradient is made zero. Either keeps rows in float64, 7 for 8 bands and 3 for 3 buffers, each twice the size of the
-parameters.
+SGD's iterates are sums of gradients, so later noise may cancel earlier noise. `"banded:8"` (BandMF) cancels over 8
+steps and keeps the amplification by sampling: choose it if `data_loader` may draw the batches. If records come in one
+order (`sampling="one_pass"`), nothing is amplified, and `"blt:3"` (a BLT of at most 3 buffers) cancels over all steps.
+Pass `steps` or `epochs` with it: its coefficients are optimal for that number. ε then protects a record whose gradient
+is made zero. Both keep float64 rows, 7 for 8 bands and 3 for 3 buffers, each twice the size of the parameters.
 
 ## Adam
 
-Adam divides by the root of the mean of squared gradients. Noise adds its variance to that mean, and where most of it is
-noise, all entries are divided by about the same number: Adam is then SGD with momentum. `AdamBC` subtracts the variance
-(DP-AdamBC, arXiv:2312.14334); with `decoupled_weight_decay=True` it is AdamW so corrected:
+Adam divides by the root of the mean of squared gradients. Noise adds its variance to that mean. If the noise dominates,
+all entries are divided by about the same number, and Adam becomes SGD with momentum. `AdamBC` subtracts the variance
+(DP-AdamBC, arXiv:2312.14334); `decoupled_weight_decay=True` makes it a corrected AdamW:
 
 ```text
 from dpbench import AdamBC
@@ -70,15 +69,15 @@ optimizer = AdamBC(model.parameters(), lr=0.002)
 engine.attach(optimizer)  # the rest is as above
 ```
 
-The engine tells it the noise of every step, through every loop below and with every schedule. Below `floor` the mean is
-not trusted; it follows the noise unless you say a number. Correlated noise and `amsgrad` are refused. Its best learning
-rate is about half of Adam's. Try both: on the digits it gains nothing (experiment `adam_bias`).
+The engine sets the noise of every step, in every loop below and with every schedule. `floor` is the smallest corrected
+mean; by default it follows the noise. Correlated noise and `amsgrad` are refused. The best learning rate is about half
+of Adam's. Try both: on the digits AdamBC gains nothing (experiment `adam_bias`).
 
-## More than one batch in memory
+## Batches larger than the memory
 
-A logical batch may be larger than the memory: `engine.data_loader(data, max_physical_batch_size=64)` hands it out in
-pieces, and the step is taken with the last. In a loop of your own, `optimizer.virtual_step(loss=losses)` adds up and
-`optimizer.step(loss=losses)` ends the batch.
+`engine.data_loader(data, max_physical_batch_size=64)` splits a logical batch into pieces, and the optimizer steps after
+the last. In your own loop `optimizer.virtual_step(loss=losses)` accumulates, and `optimizer.step(loss=losses)` ends the
+batch.
 
 ## A step in one call
 
@@ -91,21 +90,22 @@ for images, targets in engine.data_loader(data):
     losses = step(images, targets)
 ```
 
-Here the engine sees the loss function, too: a loss that mixes records is refused. From the third or fourth batch of a
-shape on a step runs as one program, if it can be captured and that is faster. It pays for small models, where Python
-between the operations is most of the time. `compile=False` runs it eagerly, `compile=True` refuses what is no program.
+Here the engine also sees the loss function, and refuses a loss that mixes records. From the third or fourth batch of a
+shape, a step runs as one compiled program if it can be captured and that is faster. Small models gain most, since
+Python between the operations dominates their time. `compile=False` runs every step eagerly; `compile=True` refuses a
+step that cannot be captured.
 
 ## Checkpoints, several processes, schedulers
 
-`engine.state_dict()` and `load_state_dict` go on bit for bit, and steps undone by going back still count. Models under
-`DistributedDataParallel` and `fully_shard` (FSDP2) train under `torchrun`: open the engine on the wrapped model.
-Learning rate schedulers step where `engine.stepped` is true.
+`engine.state_dict()` and `load_state_dict` resume bit for bit. Steps undone by loading an earlier checkpoint still
+count. For `DistributedDataParallel` and `fully_shard` (FSDP2) under `torchrun`, open the engine on the wrapped model.
+Step learning rate schedulers when `engine.stepped` is true.
 
 ## Loops of other libraries
 
-Install what they need from the repository: `pip install -e '.[integrations]'`.
+Install their dependencies from the repository: `pip install -e '.[integrations]'`.
 
-**Opacus.** Change one import; `make_private`, `make_private_with_epsilon`, `get_epsilon`, the modes `hooks` and
+**Opacus.** Change one import. `make_private`, `make_private_with_epsilon`, `get_epsilon`, the modes `hooks` and
 `ghost`, `flat`, `per_layer`, `adaptive` and `automatic` clipping, the schedulers and the checkpoints stay as they are
 (`dpbench.integrations.opacus`):
 
@@ -113,13 +113,13 @@ Install what they need from the repository: `pip install -e '.[integrations]'`.
 from dpbench.integrations.opacus import BatchMemoryManager, PrivacyEngine
 ```
 
-Without noise the weights are Opacus' to 1e-5. `nn.LSTM` and tied weights work, too. What breaks the guarantee in
-silence there is refused in one line: a loss divided by what the batch holds (`ignore_index`, class weights), a sum that
-is said to be a mean, mixup, gradients of several batches. `poisson_sampling=False` is accounted as what it is, passes
-over fixed batches, at a larger ε. `dpbench.integrations.tutorials.from_opacus` goes through it.
+Without noise the weights equal Opacus' to 1e-5. `nn.LSTM` and tied weights work, too. Mistakes that silently break
+the guarantee in Opacus raise one-line errors: a loss divided by counts of the batch (`ignore_index`, class weights), a
+sum declared as a mean, mixup, gradients of several batches. `poisson_sampling=False` is accounted as passes over fixed
+batches, at a larger ε. `dpbench.integrations.tutorials.from_opacus` shows the change step by step.
 
-**transformers.** Two words change. LoRA, bf16, accumulation, checkpoints, `torchrun` and `fully_shard` stay as they
-are; ε is in the logs and on the model card (`dpbench.integrations.huggingface`). On a GPU, or with
+**transformers.** Change two names. LoRA, bf16, accumulation, checkpoints, `torchrun` and `fully_shard` stay as they
+are; the logs and the model card state ε (`dpbench.integrations.huggingface`). On a GPU, or with
 `PrivacyArguments(compile="auto")`, steps run as programs, as those of `make_step` do:
 
 ```text
@@ -128,8 +128,8 @@ from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
 PrivateTrainer(model, args, train_dataset=data, privacy=PrivacyArguments(target_epsilon=3)).train()
 ```
 
-**Lightning.** A strategy; `training_step` returns one loss a record (`dpbench.integrations.lightning`). On a GPU, or
-with `PrivateStrategy(..., compile="auto")`, it is part of a program, which logs what `self.log` was given:
+**Lightning.** Pass a strategy, and return one loss a record from `training_step` (`dpbench.integrations.lightning`).
+On a GPU, or with `PrivateStrategy(..., compile="auto")`, it is part of a program, including its `self.log` calls:
 
 ```text
 from dpbench.integrations.lightning import PrivateStrategy
@@ -138,23 +138,23 @@ strategy = PrivateStrategy(privacy=dict(batch_size=256, max_grad_norm=1.0, targe
 Trainer(strategy=strategy).fit(module, loader)
 ```
 
-**accelerate.** `prepare` comes before the engine or after it; `optimizer.step(loss=losses)` is the step, and there is
-no `accelerator.backward()` (`dpbench.integrations`).
+**accelerate.** Call `prepare` before or after opening the engine. Call `optimizer.step(loss=losses)`, and no
+`accelerator.backward()` (`dpbench.integrations`).
 
-## What the engine holds to
+## What the engine guarantees
 
-Proved for every step: each record's clipped gradient is in the sum once, noise is added once, and a constant divides.
-Whether records mix is looked at, by other records, by NaN in their place and by more or fewer of them:
+In every step, by construction: the sum contains each record's clipped gradient once, noise is added once, and the
+divisor is a constant. Checks find records that mix: they replace the other records, set them to NaN, and add or remove
+some.
 
-| entrance | what is looked at | when |
+| interface | checks | when |
 |---|---|---|
-| `make_step` | model and loss | new code and shapes; a program does the same later, or its guards see it |
-| `optimizer.step`, `virtual_step`, accelerate | model, and what is made of its outputs | new shapes, 1 step of 400 |
-| Trainer, Lightning, Opacus | the same, and how the loss divides | first batches, new shapes, programs, 1 step of 400 |
-| `load_backend(...)` | model and loss | new graphs and shapes, 1 step of 400 |
+| `make_step` | model and loss | new code and shapes; compiled steps have guards |
+| `optimizer.step`, `virtual_step`, accelerate | model, and operations on its outputs | new shapes, 1 step in 400 |
+| Trainer, Lightning, Opacus | the same, and the loss's divisor | first batches, new shapes, programs, 1 step in 400 |
+| `load_backend(...)` | model and loss | new graphs and shapes, 1 step in 400 |
 
-What mixes is refused. A step that fails releases nothing. `dpbench.engine` has the rules
-that every entrance ends in, and `dpbench.integrations.sharp_edges` what people do, what happens then, and the test that
-holds it. One thing is yours to see to: in a loop of your own the engine sees the model, and not what the loss reads
-from the labels of other records. Divide losses by constants.
+If records mix, the step is refused. A step that fails releases nothing. `dpbench.engine` lists the rules behind every
+interface, and `dpbench.integrations.sharp_edges` common mistakes, the result of each, and its test. **Not detected in
+your own loop:** a loss that depends on the labels of other records. Divide losses by constants.
 """

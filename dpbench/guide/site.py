@@ -1,8 +1,8 @@
-"""Builds the documentation: `python -m dpbench.guide.site build/docs`, which is what `make docs` runs.
+"""Builds the documentation: `make docs` runs `python -m dpbench.guide.site build/docs`.
 
-Two sites by pdoc: the guide and the public interface, with a search; and under `internal/` every other module, without
-one. Nothing is loaded from the network: formulas between dollar signs become pictures. The picture of memory is drawn
-from simulated steps.
+pdoc renders two sites: the guide and the public interface, with a search; and under `internal/` all other modules,
+without a search. Pages load nothing from the network, so formulas between dollar signs become pictures. The memory
+picture shows simulated steps.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ PUBLIC = (
     "dpbench.trials",
 )
 _FORMULA = re.compile(r"(?<=\n\n)\$\$([^$]+)\$\$(?=\n\n)|\$\$([^$]+)\$\$")
-#: A test's name, which is longer than its column of a table.
+#: A test's name; too long for its table column, so `render` allows breaks in it.
 _TEST = re.compile(r"<code>test_\w+</code>")
-#: Panels of the picture of memory, the first of which is beside all others.
+#: Parts of a step: positions on the x axis of the memory picture.
 _ACROSS = [part / 300 for part in range(300)]
+#: Panels of the memory picture. The first is also drawn in all others.
 _SHOWN = ("nonprivate", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed")
 
 
@@ -87,9 +88,9 @@ class Timeline(StorageLifetimes):
 
 
 def timeline(backend: str, model: str = "resnet18", batch_size: int = 32) -> tuple[list[float], float]:
-    """(MiB alive beside what lives before a step, the share of its operations that come before the losses).
+    """Memory of a step under fake tensors: (MiB by part of the step, share of its operations before the losses).
 
-    The step is cut into 300 parts, each with the most that is alive in it, and runs under fake tensors.
+    The step is cut into 300 parts. The memory of a part is its peak, less what was alive before the step.
 
     Args:
         backend: its name.
@@ -120,7 +121,7 @@ def timeline(backend: str, model: str = "resnet18", batch_size: int = 32) -> tup
 
 
 def memory_picture(path: Path) -> None:
-    """Draw bytes alive against the operations of a step, a panel a backend.
+    """Draw memory against the operations of a step, one panel for each backend.
 
     Args:
         path: of the SVG.
@@ -147,11 +148,11 @@ def memory_picture(path: Path) -> None:
 
 
 def with_formulas(text: str, folder: Path, name: str) -> str:
-    """A page whose formulas are pictures, written beside it; their alternative text is the formula.
+    """Replace formulas by pictures, with the formula as alternative text, and write the pictures beside the page.
 
     Args:
-        text: Markdown; a formula that is a paragraph stands in a line of its own.
-        folder: where the page will lie.
+        text: Markdown; a formula in its own paragraph is displayed, others are inline.
+        folder: of the page.
         name: of the page's file, without its suffix.
     """
     count = 0
@@ -170,7 +171,7 @@ def with_formulas(text: str, folder: Path, name: str) -> str:
 
 
 def render(names: Sequence[str], output: Path, **settings: Any) -> None:
-    """One site: a page a module, an index, and a search where it is wanted.
+    """Write one site: a page for each module, an index, and optionally a search.
 
     Args:
         names: of modules.
@@ -182,7 +183,7 @@ def render(names: Sequence[str], output: Path, **settings: Any) -> None:
     sheets = ("resources/bootstrap-reboot.min", "syntax-highlighting", "theme", "layout", "content", "custom")
     style_sheet = "\n".join(pdoc.render.env.get_template(f"{sheet}.css").render() for sheet in sheets)
     output.mkdir(parents=True, exist_ok=True)
-    (output / "style.css").write_text(style_sheet, encoding="utf-8")  # in each page it would be half of the site
+    (output / "style.css").write_text(style_sheet, encoding="utf-8")  # a copy in each page would double the site
     for name, page in pages.items():
         path = output / f"{name.replace('.', '/')}.html"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +195,7 @@ def render(names: Sequence[str], output: Path, **settings: Any) -> None:
 
 
 def modules() -> list[str]:
-    """Names of all modules that can be imported, but for programs."""
+    """Names of all modules except `__main__`."""
     packages = [importlib.import_module(name) for name in ("accounting", "clipping", "dpbench")]
     found = [
         each.name for package in packages for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
@@ -203,15 +204,15 @@ def modules() -> list[str]:
 
 
 def build(output: Path) -> Path:
-    """Write both sites; the first page.
+    """Write both sites, and return the path of the first page.
 
     Args:
-        output: folder; what is there is written over.
+        output: folder; files there are overwritten.
     """
     lazy: list[ModuleType] = [importlib.import_module(name) for name in ("clipping", "dpbench")]
     for package in lazy:
         for name in package.__all__:
-            setattr(package, name, getattr(package, name))  # for pdoc, what is imported late is in its place
+            setattr(package, name, getattr(package, name))  # pdoc does not see lazy imports
     folder = output / "dpbench" / "guide"
     folder.mkdir(parents=True, exist_ok=True)
     memory_picture(folder / "memory.svg")
