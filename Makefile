@@ -1,4 +1,4 @@
-# Everything on a fresh machine: a virtual environment of the project's own, the install, the run.
+# On a fresh machine: create a virtual environment, install into it, and run.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -10,12 +10,12 @@ BIN := $(VENV)/bin
 stress_test: install
 	$(BIN)/python -m dpbench run stress_test $(ARGS)
 
-# The figures that a GPU is to give, the most telling first, with PYTHON as it is: nothing is installed. Once more goes on.
+# Measures on a GPU, the most informative trials first. Uses PYTHON and installs nothing. Run it again to resume.
 gpu:
 	$(PYTHON) -m dpbench run evidence --device cuda --minutes $(MINUTES) $(ARGS)
 
-# The tests that need a GPU, on one, with PYTHON as it is. In several processes: PARALLEL="-n 8"; what needs the card to
-# itself comes after them, one test after the other.
+# Runs the tests that need a GPU. Uses PYTHON and installs nothing. PARALLEL="-n 8" runs them in 8 processes; tests that
+# need the whole card run afterwards, one by one.
 PARALLEL ?=
 gpu-test:
 	$(PYTHON) -m pytest -m 'gpu and not alone' $(PARALLEL) $(ARGS)
@@ -46,7 +46,7 @@ slow: install
 smoke: install
 	$(BIN)/python -m dpbench run stress_test --smoke --output $$(mktemp -d)
 
-# The guide, the public interface and, apart, internal modules: from docstrings, to be read offline.
+# Builds the guide, the public interface and, separately, the internal modules from docstrings, for reading offline.
 docs: install
 	@$(BIN)/python -W ignore -m dpbench.guide.site build/docs
 
