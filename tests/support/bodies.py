@@ -1,4 +1,4 @@
-"""Trials that misbehave in every way a trial can, for the tests of what runs them. Loaded by its path."""
+"""Trials that misbehave in every possible way, for tests of the code that runs them. Loaded by its path."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 from dpbench.trials import Trial
 from dpbench.trials.outcome import Mismatch, OverBudget
 
-#: Seconds for which no test waits: whoever sleeps them is ended by somebody.
+#: Seconds, longer than any test waits: the test ends a trial that sleeps this long.
 FOREVER = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Act(Trial):
-    """Do what `action` says."""
+    """Run the function of `ACTIONS` named `action`."""
 
     kind: ClassVar[str] = "act"
     body: ClassVar[str] = f"{__name__}:act"
@@ -36,7 +36,7 @@ class Act(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class Beside(Act):
-    """The same, for a trial that may run beside others."""
+    """The same, as a trial that may run beside others."""
 
     kind: ClassVar[str] = "beside"
 
@@ -47,7 +47,7 @@ class Beside(Act):
 
 @dataclass(frozen=True, kw_only=True)
 class WithTorch(Act):
-    """One that uses torch: the environment of its run says which."""
+    """A trial that uses torch: the environment of its run names torch's version."""
 
     kind: ClassVar[str] = "with_torch"
     action: str = "sleep"
@@ -62,7 +62,7 @@ def act(trial: Act) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _traced(trial: Act) -> Iterator[None]:
-    """Leave a trace of having begun and ended, where there is a folder for it."""
+    """Append to the files "begun" and "ended" of the folder, if there is one."""
     if trial.folder:
         with (Path(trial.folder) / "begun").open("a") as file:
             file.write(f"{trial.number} {os.getpid()}\n")
@@ -79,7 +79,7 @@ def _sleep(trial: Act) -> dict[str, Any]:
 
 
 def _wait(trial: Act) -> dict[str, Any]:
-    """Until somebody lets it go, or all."""
+    """Wait until a file lets this trial, or all, go on."""
     with _traced(trial):
         while not any((Path(trial.folder) / name).exists() for name in ("go", f"go {trial.number}")):
             time.sleep(0.01)
@@ -87,7 +87,7 @@ def _wait(trial: Act) -> dict[str, Any]:
 
 
 def _spin(trial: Act) -> dict[str, Any]:
-    """Work for that many seconds of a processor."""
+    """Use that many seconds of processor time."""
     until = time.process_time() + trial.seconds
     while time.process_time() < until:
         pass
@@ -164,7 +164,7 @@ def _huge(trial: Act) -> dict[str, Any]:
 
 
 def _no_text(trial: Act) -> dict[str, Any]:
-    """Fail with half of a pair of code units, which no encoding has, and leave another one in what is printed."""
+    """Raise an error with half a surrogate pair, which cannot be encoded, and print another half."""
     print(os.fsdecode(b"\xff"), file=sys.stderr)
     raise ValueError("half \ud83d of a face, and \udcff of a path")
 
@@ -174,7 +174,7 @@ def _halves(trial: Act) -> dict[str, Any]:
 
 
 def _once(trial: Act) -> dict[str, Any]:
-    """Fail, but for the second time."""
+    """Fail the first time only."""
     failed = Path(trial.folder) / "failed"
     if failed.exists():
         return {}
@@ -187,13 +187,13 @@ def _files(trial: Act) -> dict[str, Any]:
 
 
 def _twins(trial: Act) -> dict[str, Any]:
-    """Files whose names come to one, and one that is called as records are."""
+    """Return files with names that become equal when cleaned, and one with a name like a record file's."""
     content = {"a b": b"1", "A-B": b"2", "../a b": b"3", "x.jsonl": b"4"}
     return {"files": {name: base64.b64encode(data).decode() for name, data in content.items()}}
 
 
 def _forge(trial: Act) -> dict[str, Any]:
-    """Answer in place of what answers, with a result that no reader of records takes."""
+    """Write a forged answer to every descriptor, with a result that no reader of records accepts."""
     for descriptor in range(3, 300):
         with contextlib.suppress(OSError):
             os.write(descriptor, b'{"outcome": "ok", "evidence": null, "result": {"files": 7}}')
@@ -205,7 +205,7 @@ def _long(trial: Act) -> dict[str, Any]:
 
 
 def _scribble(trial: Act) -> dict[str, Any]:
-    """Write to every descriptor that there is."""
+    """Write to every descriptor."""
     for descriptor in range(3, 300):
         with contextlib.suppress(OSError):
             os.write(descriptor, b'{"key": 1, "outcome": "fine"}\n')
@@ -223,7 +223,7 @@ def _infinite(trial: Act) -> dict[str, Any]:
 
 
 def _offspring(trial: Act) -> dict[str, Any]:
-    """Three kinds of descendants: in the group, in a group of its own, and in a session of its own, orphaned."""
+    """Start three descendants: in this process group, in a new group, and orphaned in a new session."""
     code = f"import os, sys, time; print(os.getpid(), flush=True); time.sleep({FOREVER})"
     orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True)"
     with (Path(trial.folder) / "pids").open("a") as file:

@@ -1,4 +1,4 @@
-"""A real browser, headless: what a page measures in it, at the widths of a phone and of a desk."""
+"""Measure a page in a real headless browser, at the widths of a phone and of a desktop."""
 
 import html
 import json
@@ -12,7 +12,7 @@ from waiting import PATIENCE
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on the PATH")
 
-# A page in a frame of its own is laid out as in a window of that width; a window has a least width.
+# A frame lays out a page as a window of its width would. Frames can be narrower than a window's minimum width.
 _FRAMES = """<!doctype html><body><script>
 const source = %s, widths = %s, found = {};
 function ready(frame, width) {
@@ -36,7 +36,7 @@ for (const width of widths) {
 
 
 def measure(page, function, tmp_path, widths=(390, 1280)):
-    """What `function(window, document)`, a JavaScript function, returns for the page at each width in CSS pixels."""
+    """Run the JavaScript `function(window, document)` on the page: {width in CSS pixels: its result}."""
     outer = tmp_path / "outer.html"
     source = json.dumps(page.read_text(encoding="utf-8")).replace("</", "<\\/").replace("<!--", "<\\!--")
     outer.write_text(_FRAMES % (source, json.dumps(widths), function), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What each backend is expected to make of the conformance cases, and the cases themselves under one import."""
+"""The conformance cases, and how each backend should answer them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ MIXING = (
     "samples mix: rolled by two",
     "samples mix: rows in another order",
 )
-"""Right is a refusal, but for who gives each sample to the model alone; the last of them needs a look at the graph."""
+"""Backends must refuse these unless they run the model on each sample alone; the last needs a check of the graph."""
 HOOKED = (
     *MIXING,
     "a custom function from the second step on",
@@ -97,7 +97,7 @@ NO_FORMULA = (
 
 NOT_FOR: dict[str, dict[str, str]] = {
     "vmap": not_for((*RECURRENT, "bags of different sizes", *HIDDEN)),
-    **dict.fromkeys(TAPE, not_for((*HIDDEN, *MIXING[:-1], LATE))),  # rows in another order they follow
+    **dict.fromkeys(TAPE, not_for((*HIDDEN, *MIXING[:-1], LATE))),  # they follow reordered rows
     "opacus_hooks": not_for(
         (*FULL_HOOKS, *HOOKED, "layer norm without bias"),
         wrong=(
@@ -170,4 +170,4 @@ NOT_FOR: dict[str, dict[str, str]] = {
         wrong=(*GROUPS, *PADDING_MODE, "reused", "tied head", "penalised"),
     ),
 }
-"""Cases that a backend "refuses", or gets "wrong" and is found out: strict, so that a mended one is noticed."""
+"""Cases that a backend "refuses", or gets "wrong" and is detected. A case that starts to pass fails its test."""

@@ -1,9 +1,9 @@
-"""One process of two of a distributed training: python engine_process.py RANK FOLDER [flat]. Writes what became of it.
+"""One of two processes of a distributed training; writes its results: python engine_process.py RANK FOLDER [flat].
 
-With `flat` the sums lie in one tensor, as on a GPU.
+`flat`: the sums lie in one tensor, as on a GPU.
 
-Plain training without and with DistributedDataParallel; training that was interrupted in the middle of an epoch and
-resumed from each process's own checkpoint, or everywhere from the first one's; engines that differ.
+It trains without and with DistributedDataParallel, resumes in the middle of an epoch from its own checkpoint or the
+first process's, and makes engines that differ.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dpbench.engine import finite, sums
 
 
 def make(rank=0, wrap=False, batch_size=6):
-    """(what is called, model, optimizer, engine, data)."""
-    torch.manual_seed(rank)  # the models differ until the engine makes them one
+    """(the wrapped model to call, model, optimizer, engine, data)."""
+    torch.manual_seed(rank)  # the models differ until the engine synchronises them
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     called = nn.parallel.DistributedDataParallel(model) if wrap else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
@@ -60,7 +60,7 @@ def train(rank=0, wrap=False):
 
 
 def resumed(rank, own):
-    """(the state without an interruption, with one after 13 of 20 steps, what is spent in both)."""
+    """(the state without an interruption, the state with one after 13 of 20 steps, the spent privacy of both)."""
     called, model, optimizer, engine, data = make(rank)
     go_on(called, optimizer, engine, data, 13)
     file = io.BytesIO()
@@ -81,7 +81,7 @@ def resumed(rank, own):
 
 
 def different(rank):
-    """What is said of engines that do not agree."""
+    """The error message if the engines' settings differ."""
     try:
         make(rank, batch_size=6 - rank)
     except Misuse as error:
@@ -89,9 +89,9 @@ def different(rank):
 
 
 def failing(rank):
-    """(what was raised, (steps, logical batches drawn, how often each record is in the released sum) of each step).
+    """(errors, (steps, logical batches drawn, how often the released sum contains each record) for each step).
 
-    A record of the second process is not a number; both catch what is raised, and go on.
+    The second process has a record with NaN; both catch the error and go on.
     """
     torch.manual_seed(0)
     model = nn.Linear(40, 1, bias=False)
@@ -121,7 +121,7 @@ def failing(rank):
 
 
 def failing_later(rank):
-    """(what the step after one that was not finite raises, the gradient of that one times b, steps afterwards)."""
+    """(the error after a step that was not finite, the gradient of that step times b, the number of steps)."""
     called, _, optimizer, engine, data = make()
     x, y = data[:3]
     for factor in (1.0, float("nan") if rank == 1 else 1.0):
@@ -143,6 +143,6 @@ if __name__ == "__main__":
     found = [train(rank), train(rank, wrap=True), resumed(rank, own=True), resumed(rank, own=False), different(rank)]
     found.append(failing_later(rank) if flat else failing(rank))
     torch.save(found, f"{folder}/{rank}.pt")
-    dist.barrier()  # or the first to end takes its store away from the other
+    dist.barrier()  # the first process to end would close the store that the other uses
     dist.destroy_process_group()
-    os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
+    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter shuts down

@@ -1,4 +1,4 @@
-"""What the fake device of `fake_cuda.py` is held to: python fake_checks.py, in a process that has it."""
+"""Checks of the fake device of `fake_cuda.py`: run python fake_checks.py in a process that has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CIFAR-10 of a few images in the layout of the real one, with the checksums that torchvision looks for."""
+"""Write a CIFAR-10 of a few images in the real layout, with the checksums that torchvision checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchvision import datasets
 
 
 def write(folder: Path, monkeypatch, train: list, test: tuple, classes: int = 10) -> Path:
-    """Pickled batches below `folder`: `train` of five (pixels [n, 3, 32, 32] uint8, labels), `test` of one."""
+    """Write pickled batches below `folder`. `train`: five pairs (pixels [n, 3, 32, 32] uint8, labels); `test`: one."""
     root = folder / "cifar-10-batches-py"
     root.mkdir()
 

@@ -1,25 +1,26 @@
-"""A fake CUDA device: torch believes in one, and all of its memory and arithmetic is the CPU's.
+"""A fake CUDA device for torch that stores and computes everything on the CPU.
 
-Tensors are plain ones whose `device` is "cuda:0", in memory of the CPU (they change their device by DLPack). torch's
-dispatcher is given a kernel in Python for each operation that it has for CUDA: it runs the CPU's on the same memory. So
-autograd (in the device's own thread), autocast, torch.func, hooks and fake tensors are torch's own, as on a GPU.
+Tensors are ordinary ones in CPU memory with `device` "cuda:0" (DLPack changes their device). For each operation with a
+CUDA kernel, torch's dispatcher gets a Python kernel that runs the CPU's on the same memory. Autograd (in the device's
+own thread), autocast, torch.func, hooks and fake tensors are therefore torch's own, as on a GPU.
 
-It finds what a CPU cannot: tensors of two devices in one operation, a generator of the other device, a wait for the
-device where none may be, a device taken before a fork, more memory than the card has, and faults in every line behind
-`if device.type == "cuda"`.
+It finds faults that a CPU does not show: tensors of two devices in one operation, a generator of the other device, a
+forbidden synchronisation, a device initialised before a fork, more memory than the card has, and errors in every line
+behind `if device.type == "cuda"`.
 
-What it cannot show:
+Not covered:
 
 - times, and a GPU's own rounding: TF32, cuBLAS, cuDNN, atomics
-- streams, races, and memory that is read before a copy has arrived
-- the allocator's segments and holes (`reserved` is what is allocated), and the temporary memory of kernels
-- Triton's programs (torch's operations run in their place), Inductor's code for CUDA, CUDA graphs
-- fused attention (torch's plain one runs in its place) and cuDNN's recurrences
-- NCCL (gloo runs in its place), several nodes, fully sharded models
-- what a profiler sees on a device, NVML (nvidia-smi is a script)
+- streams, races, and reads before a copy has finished
+- fragmentation in the allocator (`reserved` equals allocated), and temporary memory of kernels
+- Triton programs (torch operations replace them), Inductor's code for CUDA, CUDA graphs
+- fused attention (torch's plain attention replaces it) and cuDNN's recurrent layers
+- NCCL (gloo replaces it), several nodes, fully sharded models
+- a profiler's device events, NVML (nvidia-smi is a script)
 
-`environment()` is that of a process that has the device: a folder with a `sitecustomize` on PYTHONPATH, so that what is
-forked, spawned or started by torchrun has it, too. FAKE_CUDA says how many devices, FAKE_CUDA_MEMORY the bytes of each.
+`environment()` returns the variables for a process with the device. It puts a folder with a `sitecustomize` on
+PYTHONPATH, which forked, spawned and torchrun processes inherit. FAKE_CUDA is the number of devices, FAKE_CUDA_MEMORY
+the bytes of each.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ MEMORY = 8 * 2**30
 _CPU, _CUDA = 1, 2  # DLPack's kinds of device
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "equal")
-_ANYWHERE = ("copy_", "index", "index_put_", "_index_put_impl_", "_foreach_copy_")  # take tensors of the CPU, too
+_ANYWHERE = ("copy_", "index", "index_put_", "_index_put_impl_", "_foreach_copy_")  # also accept CPU tensors
 _VIEWS = ("view", "as_strided", "_reshape_alias", "unfold", "view_as_real", "view_as_complex", "set_", "is_set_to")
 
 
 def environment(devices: int = 1, memory: int = MEMORY, **more: str) -> dict[str, str]:
-    """What a process that is to have the fake is started with.
+    """Environment variables for a process with the fake device.
 
     Args:
-        devices: how many there are.
+        devices: number of devices.
         memory: bytes of each.
-        more: variables beside these.
+        more: further variables.
     """
     site = str(Path(__file__).resolve().with_name("fake_site"))
     paths = {name: os.pathsep.join(filter(None, [site, os.environ.get(name)])) for name in ("PYTHONPATH", "PATH")}
@@ -60,11 +61,11 @@ def environment(devices: int = 1, memory: int = MEMORY, **more: str) -> dict[str
 
 
 class Card:
-    """One device: what is allocated on it, in the units of CUDA's allocator.
+    """One device and its allocated memory, counted as CUDA's allocator does.
 
     Attributes:
-        blocks: address of a storage on "cuda" -> (the CPU's storage in its place, a reference that tells of its end).
-        sync: as of `torch.cuda.set_sync_debug_mode`.
+        blocks: address of a storage on "cuda" -> (the CPU storage behind it, a weak reference that runs at its end).
+        sync: as in `torch.cuda.set_sync_debug_mode`.
     """
 
     sync = 0
@@ -75,7 +76,7 @@ class Card:
         self.blocks: dict[int, tuple[Any, Any]] = {}
 
     def take(self, size: int) -> int:
-        """As many bytes as the allocator would give for `size`."""
+        """Allocate `size` bytes; returns the rounded size, as the allocator would."""
         size = -(-size // 512) * 512
         if self.now + size > self.fraction * self.memory:
             self.retries += 1
@@ -88,7 +89,7 @@ class Card:
         return size
 
     def stats(self) -> dict[str, Any]:
-        """As of `torch._C._cuda_memoryStats`."""
+        """As `torch._C._cuda_memoryStats`."""
         of = {"current": self.now, "peak": self.peak, "allocated": self.peak, "freed": self.peak - self.now}
         pools = dict.fromkeys(("all", "small_pool", "large_pool"), of)
         kinds = ("allocated", "reserved", "active", "inactive_split", "requested")
@@ -98,14 +99,14 @@ class Card:
 CARDS: list[Card] = []
 GENERATORS: list[Any] = []
 OWN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Address in C++ -> a generator that is for the device."""
+"""C++ address -> a generator for the device."""
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
 def _moved(x: torch.Tensor, index: int) -> torch.Tensor:
-    """The same memory as a tensor of a fake device; DLPack forgets the strides of dimensions of one entry."""
+    """The same memory as a tensor of a fake device. Restores the strides that DLPack drops for dimensions of size 1."""
     capsule = torch._C._to_dlpack(x)
     device = _pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
     (ctypes.c_int32 * 2).from_address(device)[:] = [_CUDA, index]
@@ -116,7 +117,7 @@ def _moved(x: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def to_card(x: torch.Tensor, index: int) -> torch.Tensor:
-    """A tensor of the device, in the memory of one that the CPU has made and that belongs to nobody else."""
+    """A tensor of the device in the memory of a CPU tensor that nothing else uses."""
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if x.storage_offset() or (not x.is_contiguous() and x.untyped_storage().nbytes() > x.nbytes):
@@ -136,7 +137,7 @@ def to_card(x: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def to_cpu(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the CPU in the memory of one of the device."""
+    """A CPU tensor in the memory of a device tensor."""
     block = CARDS[x.device.index].blocks.get(x.untyped_storage()._cdata)
     if block is None:
         raise RuntimeError(f"expected memory of the fake device, got a storage of {x.device} that it has not given")
@@ -146,18 +147,18 @@ def to_cpu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _each(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same lists, tuples and dicts of what the function makes of their entries."""
+    """Apply the function to all entries of nested lists, tuples and dicts."""
     if isinstance(value, (list, tuple)):
         return [_each(x, function) for x in value] if type(value) is list else tuple(_each(x, function) for x in value)
     return {k: _each(x, function) for k, x in value.items()} if isinstance(value, dict) else function(value)
 
 
 class Call:
-    """One call of an operation: its arguments as the CPU takes them, and which were which."""
+    """One call of an operation: its arguments as CPU tensors, mapped to the original ones."""
 
     def __init__(self, name: str, args: Any, kwargs: Any) -> None:
         self.name, self.index = name, -1
-        self.given: dict[int, tuple[Any, Any]] = {}  # address of what the CPU takes -> (that, what it stands for)
+        self.given: dict[int, tuple[Any, Any]] = {}  # id of a CPU argument -> (CPU argument, original argument)
         self._others: list[torch.Tensor] = []
         self.args, self.kwargs = _each(args, self._taken), _each(kwargs, self._taken)
         if self._others and name.partition(".")[0] not in _ANYWHERE:
@@ -183,9 +184,9 @@ class Call:
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     def run(self, op: Any) -> Any:
-        """The CPU's results, as tensors of the device; those that were arguments as they are."""
+        """Run on the CPU and return results as device tensors; results that are arguments stay the same objects."""
         for name in _outputs(op) & self.kwargs.keys():
-            if not (own := self.kwargs[name]).numel():  # is given a size, and so another memory
+            if not (own := self.kwargs[name]).numel():  # the operation resizes it, and so replaces its memory
                 self.kwargs[name] = fresh = torch.empty(0, dtype=own.dtype)
                 self.given[id(fresh)] = fresh, self.given[id(own)][1]
         if self.kwargs.get("pin_memory"):
@@ -219,7 +220,7 @@ def _draws(op: Any) -> bool:
 
 @contextlib.contextmanager
 def _drawing(op: Any, index: int) -> Iterator[None]:
-    """What draws without a generator draws from the device's."""
+    """Make an operation without a generator draw from the device's."""
     if not _draws(op):
         yield
         return
@@ -234,21 +235,21 @@ def _drawing(op: Any, index: int) -> Iterator[None]:
 
 
 def give_memory(x: torch.Tensor, memory: torch.Tensor) -> None:
-    """Have a tensor of the device another memory, and its size."""
+    """Replace the memory and size of a device tensor."""
     found = to_card(memory.clone(), x.device.index)
     set_ = torch.ops.aten.set_.source_Storage_storage_offset
     set_.redispatch(_ON_CPU, x, found.untyped_storage(), 0, found.size(), found.stride())
 
 
 def _numbers(op: Any, name: str) -> set[int]:
-    """Places where a tensor is expected, and a number may come that the dispatcher has made of one."""
+    """Positions of tensor arguments that the dispatcher may pass as numbers."""
     if torch._C._should_allow_numbers_as_tensors(name):
         return set()
     return {i for i, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"}
 
 
 def _tensor(x: Any, others: Any) -> Any:
-    """What a number was before it came to Python: a tensor that no other is widened for."""
+    """Turn a number back into a tensor that does not widen the dtype of the others."""
     if not isinstance(x, float):
         return torch.tensor(x) if isinstance(x, (int, complex)) else x
     real = any(isinstance(y, torch.Tensor) and y.is_floating_point() for y in others)
@@ -256,7 +257,7 @@ def _tensor(x: Any, others: Any) -> Any:
 
 
 def _kernel(op: Any, name: str) -> Callable[..., Any]:
-    """What torch's dispatcher calls for an operation on the device."""
+    """The kernel that torch's dispatcher calls for an operation on the device."""
     base = name.partition(".")[0]
     numbers = _numbers(op, base)
 
@@ -278,7 +279,7 @@ def _kernel(op: Any, name: str) -> Callable[..., Any]:
 
 
 def _product(function: Any, count: int) -> Any:
-    """A product whose result has a dtype of its own, which the CPU has no kernel for."""
+    """A matrix product with an output dtype argument, for which the CPU has no kernel."""
     return lambda *args, **scales: function(*(x.to(args[count]) for x in args[:count]), **scales)
 
 
@@ -297,7 +298,7 @@ def _decomposed(name: str) -> Any:
     return formula
 
 
-#: For what the CPU has no kernel for.
+#: Replacements for operations without a CPU kernel.
 STANDING_IN: dict[str, Callable[..., Any]] = {
     "mm.dtype": _product(torch.mm, 2),
     "bmm.dtype": _product(torch.bmm, 2),
@@ -309,9 +310,9 @@ STANDING_IN: dict[str, Callable[..., Any]] = {
 
 
 def register() -> dict[str, torch.library.Library]:
-    """A kernel for each operation that torch has for CUDA, or for a CPU without one for all devices."""
+    """Register a kernel for each operation with a CUDA kernel, or with a CPU kernel and none for all devices."""
     of = torch._C._dispatch_get_registrations_for_dispatch_key
-    own = {"aten::copy_", "aten::convolution", "aten::convolution_backward"}  # they look at the device by themselves
+    own = {"aten::copy_", "aten::convolution", "aten::convolution_backward"}  # these dispatch on the device themselves
     composite = {*of("CompositeExplicitAutograd"), *of("CompositeImplicitAutograd")}
     every = {*of("CUDA")} | {*of("CPU")} - composite | own
     libraries = {package: torch.library.Library(package, "IMPL") for package in ("aten", "c10d")}

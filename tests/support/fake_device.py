@@ -1,4 +1,4 @@
-"""The functions of torch.cuda for the fake device of `fake_cuda.py`: installed in a process, once."""
+"""Replaces the functions of torch.cuda for the fake device of `fake_cuda.py`, once in a process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _KEPT: list[Any] = []
 
 
 def _count() -> int:
-    """Those that may be seen: a process that measures a CPU sees none."""
+    """Number of visible devices: none in a process that measures a CPU."""
     there = range(int(os.environ.get("FAKE_CUDA", "1")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, there)))
     return sum(each.strip().isdigit() and int(each) in there for each in visible.split(","))
 
 
 class Generator(torch._C.Generator):
-    """One of the CPU that says which device it is for."""
+    """A CPU generator that knows its device."""
 
     def __new__(cls, device: Any) -> Any:
         made = super().__new__(cls)
@@ -41,7 +41,7 @@ class Generator(torch._C.Generator):
 
 
 class _AnyGenerator(type):
-    """torch.Generator, of which torch's own are instances, too."""
+    """torch.Generator; torch's own generators are instances of it, too."""
 
     def __instancecheck__(cls, x: Any) -> bool:
         return isinstance(x, torch._C.Generator)
@@ -51,7 +51,7 @@ class _AnyGenerator(type):
 
 
 class Stream:
-    """The only one: all is done as it is asked for."""
+    """The only stream: every operation runs at once."""
 
     cuda_stream = stream_id = 0
     device_type = 1
@@ -84,7 +84,7 @@ class Stream:
 
 
 class Event:
-    """A moment of the host's clock."""
+    """A time of the host's clock."""
 
     def __init__(self, enable_timing: bool = False, **more: Any) -> None:
         self._timed, self.at = enable_timing, None
@@ -125,9 +125,9 @@ def _properties(device: Any = None) -> Any:
 
 
 def install() -> None:
-    """Put the device in place; torch has just been imported."""
+    """Install the device, right after the import of torch."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # kernels of torch for CUDA give way to the fake's
+        warnings.simplefilter("ignore")  # torch warns that the fake replaces its CUDA kernels
         _KEPT.append(fake_cuda.register())
     CARDS.extend(Card(i, int(os.environ.get("FAKE_CUDA_MEMORY", MEMORY))) for i in range(max(1, _count())))
     guard = fake_guard.install(len(CARDS))
@@ -139,7 +139,7 @@ def install() -> None:
 
 
 def _of_c(guard: Any) -> None:
-    """What torch.cuda asks of C++."""
+    """Replace the C++ functions that torch.cuda calls."""
     owner: list[int] = []
 
     def exchange(index: int) -> int:
@@ -182,7 +182,7 @@ def _of_c(guard: Any) -> None:
 
 
 def _of_python() -> None:
-    """torch.cuda itself, torch.accelerator and torch.Generator."""
+    """Replace functions of torch.cuda and torch.accelerator, and torch.Generator."""
     cuda: Any = torch.cuda
     torch.Generator = _AnyGenerator("Generator", (), {})  # type: ignore[misc,assignment]
     GENERATORS.extend(Generator(torch.device("cuda", card.index)) for card in CARDS)
@@ -190,7 +190,7 @@ def _of_python() -> None:
     cuda._is_in_bad_fork = torch._C._cuda_isInBadFork  # type: ignore[attr-defined]
     cuda._exchange_device = cuda._maybe_exchange_device = torch._C._cuda_exchangeDevice  # type: ignore[attr-defined]
     cuda.graphs._cuda_isCurrentStreamCapturing = torch._C._cuda_isCurrentStreamCapturing
-    cuda._queued_calls.clear()  # they look at a real device
+    cuda._queued_calls.clear()  # they need a real device
     cuda.is_available = lambda: _count() > 0
     cuda.device_count = _count
     cuda.get_device_properties = _properties
@@ -214,7 +214,7 @@ def _of_python() -> None:
 
 
 def _storages() -> None:
-    """Storages of the device that are made as such; pinned memory, which is memory."""
+    """Create storages directly on the device; pinned memory is ordinary memory."""
     new = torch.UntypedStorage.__new__
 
     def made(cls: Any, *args: Any, device: Any = None, **more: Any) -> Any:
@@ -233,7 +233,7 @@ def _storages() -> None:
 
 
 def _profiler() -> None:
-    """Without the device, of which it would find a real one missing at each operation."""
+    """Profile the CPU only: each operation would look for a real device."""
     from torch.profiler import ProfilerActivity, profiler
 
     own = profiler._KinetoProfile.__init__
@@ -246,7 +246,7 @@ def _profiler() -> None:
 
 
 def _distributed() -> None:
-    """gloo where NCCL is asked for."""
+    """Use gloo in place of NCCL."""
     import torch.distributed as distributed
     from torch.distributed import distributed_c10d
 

@@ -1,8 +1,8 @@
-"""What torch's C++ asks of a CUDA device (which is current, how many there are, which stream), answered by a fake.
+"""Answers torch's C++ calls about CUDA devices: the current device, their number, the stream.
 
-Autograd's engine asks two objects of torch: the device's guard and its hooks. Both are C++, with virtual functions.
-Their tables of functions are copied here, with functions in C in place of some; which place a function has is read from
-torch's own headers. `fake_cuda.py` says what all of this is for.
+Autograd's engine calls virtual functions of two C++ objects, the device's guard and its hooks. This module copies their
+virtual tables and replaces some entries by C functions. torch's headers give the position of each function.
+`fake_cuda.py` describes the whole fake.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CUDA = 1  # c10::DeviceType
 
 
 def _compiled() -> ctypes.CDLL:
-    """In a file of its user's, made once."""
+    """Compile the library once for each user, and load it."""
     name = f"dpbench-fake-{os.getuid()}-{hashlib.sha256(_SOURCE.encode()).hexdigest()[:16]}.so"
     path = Path(tempfile.gettempdir(), name)
     if not path.exists() or path.stat().st_uid != os.getuid():
@@ -57,33 +57,33 @@ def _compiled() -> ctypes.CDLL:
 
 
 def _places(header: str) -> list[str]:
-    """The virtual functions of the first class of one of torch's headers, in the order of its table."""
+    """Names of the virtual functions of the first class in a torch header, in the order of its virtual table."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", (_TORCH / "include" / header).read_text(), flags=re.DOTALL)
     found = []
     for name in re.findall(r"\bvirtual\b[^;{(]*?(~?\w+)\(", text):
-        found += [name, name] if name.startswith("~") else [name]  # a destructor has two places
+        found += [name, name] if name.startswith("~") else [name]  # a destructor has two entries
     return found
 
 
 def _answers(address: int, header: str, names: tuple[str, ...], library: ctypes.CDLL) -> None:
-    """Give the object at `address` a table of its own, with functions of the library in it."""
+    """Give the object at `address` its own virtual table with functions of the library."""
     places = _places(header)
     before = ctypes.c_void_p.from_address(address).value
     assert before is not None
-    size = 256  # of a derived class, too; two entries come before the table
+    size = 256  # enough for a derived class; two entries come before the table
     table = (ctypes.c_void_p * size)()
     ctypes.memmove(table, before - 16, 8 * size)
     for name in names:
         table[2 + places.index(name)] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))  # C++ has its address to the very end
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))  # C++ keeps its address until the process ends
     ctypes.c_void_p.from_address(address).value = ctypes.addressof(table) + 16
 
 
 def install(devices: int) -> ctypes.CDLL:
-    """Answer for so many devices.
+    """Install the answers for this number of devices.
 
     Returns:
-        set_current(index), get_current() and set_devices(count).
+        a library with set_current(index), get_current() and set_devices(count).
     """
     own = _compiled()
     own.set_devices(devices)

@@ -1,4 +1,4 @@
-"""Gives each process of Python that finds this folder on PYTHONPATH the fake CUDA device, as soon as it has torch."""
+"""Installs the fake CUDA device after torch's import, in every Python process with this folder on PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUPPORT = str(Path(__file__).resolve().parents[1])
 
 
 class _WithDevice:
-    """Finds torch as it is found without this, and puts the device behind its import."""
+    """Finds torch as usual, and installs the device after its import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
