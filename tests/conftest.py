@@ -1,4 +1,4 @@
-"""A test of a backend which cannot run here is skipped, and says why; and no test waits for ever."""
+"""Skips tests of backends that cannot run here, with the reason, and limits the time of every test."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hypothesis import HealthCheck, settings
 from waiting import PATIENCE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the cases are small, and waiting threads spin
-os.environ["OMP_WAIT_POLICY"] = "passive"  # two threads of a trial spin long where a test holds the other core
-os.environ["DPBENCH_CACHE"] = "off"  # no plan depends on what an earlier run has measured
-os.environ["DPBENCH_HOST"] = os.environ["DPBENCH_COMMIT"] = ""  # as where nobody has said what they are
+os.environ["OMP_WAIT_POLICY"] = "passive"  # a trial's two threads would spin while a test uses the other core
+os.environ["DPBENCH_CACHE"] = "off"  # no plan depends on an earlier run's measurements
+os.environ["DPBENCH_HOST"] = os.environ["DPBENCH_COMMIT"] = ""  # as if unset
 
 from clipping import BACKENDS, load_backend
 from clipping.native import library
 
-# A slow machine is no fault of what it tests.
+# A slow machine must not fail a test.
 settings.register_profile("dpbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dpbench")
 
 LIBRARIES = tempfile.TemporaryDirectory(prefix="dpbench-tests-")
-library._folder = lambda: Path(LIBRARIES.name)  # type: ignore[assignment]  # compiled once by each process of the tests
+library._folder = lambda: Path(LIBRARIES.name)  # type: ignore[assignment]  # each test process compiles once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """Signals that pytest was started to ignore (in the background, by nohup) are not so for what a test starts."""
+    """Handle signals that pytest inherited as ignored (background, nohup): children would ignore them, too."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)
@@ -49,7 +49,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Whatever it waits for without a limit of its own, a test fails in the end."""
+    """Fail a test that takes longer than 2 * PATIENCE, for waits without their own limit."""
 
     def give_up(*_: object) -> None:
         pytest.fail(f"still waiting after {2 * PATIENCE:g} s")
@@ -65,10 +65,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> None:
-    """What imports and other modules left is not gone through by every collection: hundreds of tests ask for one."""
+    """Freeze objects of imports and other modules: hundreds of tests call for a garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries would call what is left at the end their leaks
+    gc.unfreeze()  # libraries would report frozen objects as leaks at the end

@@ -1,7 +1,7 @@
-"""The loops that people write, on a CUDA device: python fake_loops.py NAME. What they train is what a CPU trains.
+"""Trains by users' loops on a CUDA device and on the CPU, and compares: python fake_loops.py NAME.
 
-The device is the fake of `fake_cuda.py`, or a real one. Without noise, in float64 and from one seed, the weights of
-both devices are equal to rounding. What is to be refused is refused in one line.
+The device is the fake of `fake_cuda.py`, or a real one. Without noise, in float64 and from one seed, the weights on
+both devices are equal up to rounding. Errors have one line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def engine_of(model: nn.Module, **more: Any) -> PrivacyEngine:
 
 
 def on_both(train: Callable[[str], nn.Module], tolerance: float = 1e-9) -> None:
-    """The weights after `train(device)` are the same, and not those that it began with."""
+    """Check that `train(device)` gives the same weights on both devices, and changes them."""
     found = {device: [p.detach() for p in train(device).parameters()] for device in DEVICES}
     assert all(p.is_cuda for p in found["cuda"])
     for p, q in zip(found["cuda"], found["cpu"], strict=True):
@@ -56,7 +56,7 @@ def on_both(train: Callable[[str], nn.Module], tolerance: float = 1e-9) -> None:
 
 
 def refused(run: Callable[[], object], *words: str, kind: type[Exception] = ValueError) -> None:
-    """In one line, in these words."""
+    """Check that `run` raises an error of one line with these words."""
     try:
         run()
     except kind as error:
@@ -81,13 +81,13 @@ def step(**more: Any) -> Callable[[str], nn.Module]:
 
 def steps() -> None:
     on_both(step())
-    for noise in ("gaussian", "discrete"):  # what is drawn on the device is drawn, and finite
+    for noise in ("gaussian", "discrete"):  # noise drawn on the device is finite
         model = step(noise_multiplier=1.0, noise=noise)("cuda")
         assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def virtual() -> None:
-    """Batches of one's own, in three parts each."""
+    """The caller's own batches, each in three parts."""
 
     def train(device: str) -> nn.Module:
         model = net().to(device)
@@ -123,7 +123,7 @@ def whole() -> None:
 
 
 def amp() -> None:
-    """The older names of torch.cuda.amp; a scaler is refused."""
+    """The older names of torch.cuda.amp work; a scaler is refused."""
     model = net(torch.float32).to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     engine = engine_of(model)
@@ -163,7 +163,7 @@ def trainer() -> None:
             assert own.engine.steps == 6
             return own.model
 
-    on_both(train, 1e-5)  # a CPU's fused attention is right to 1e-6
+    on_both(train, 1e-5)  # the CPU's fused attention has errors of 1e-6
     assert all(bool(p.isfinite().all()) for p in train("cuda", bf16=True).parameters())
 
 
@@ -196,7 +196,7 @@ def lightning() -> None:
         own.fit(module, DataLoader(data(dtype), batch_size=4, shuffle=True))
         assert own.global_step == strategy.engine.steps == 10
         for p in module.net.parameters():
-            p.data = p.data.to(on)  # Lightning has taken the module off the device
+            p.data = p.data.to(on)  # Lightning moved the module off the device
         return module.net
 
     if len(sys.argv) > 2:
@@ -212,7 +212,7 @@ def lightning() -> None:
 
 
 def two_devices(fit: Any, private: Any, path: str) -> None:
-    """In two processes, which torchrun has started; without it, that they have trained what one does."""
+    """Under torchrun: train in two processes and save. Else: compare with the weights that one process trains."""
     from dpbench.integrations.lightning import PrivateDDPStrategy, PrivateStrategy
 
     if "LOCAL_RANK" not in os.environ:

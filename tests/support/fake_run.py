@@ -1,4 +1,4 @@
-"""A run of trials of our own, as a person starts it: begun, let go on, ended; and what is left of it."""
+"""Starts and steers a run of fake trials from the command line, and reads the records and processes it leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPERIMENT = Experiment(name="fake", doc="for the tests", cells=cells, smoke=cel
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What it printed, when it has ended."""
+    """Wait for the process to end; returns (stdout, stderr)."""
     try:
         return process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
@@ -38,7 +38,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 class Fake:
-    """An experiment of trials of our own, run by the command line in a process of its own."""
+    """An experiment of fake trials, run from the command line in its own process."""
 
     def __init__(self, folder: Path, cells: str, rounds: int = 1, in_order: bool = False) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class Fake:
         self.output = folder / "out"
 
     def start(self, *arguments: str, command: str = "run", shell: str = ":") -> subprocess.Popen[str]:
-        """`shell`: what a shell does before it becomes the command."""
+        """Start the command. `shell`: shell code to run first."""
         line = [sys.executable, "-m", "dpbench", command, str(self.file), "--output", str(self.output), *arguments]
         return subprocess.Popen(
             ["bash", "-c", f'{shell}; exec "$@"', "bash", *line],
@@ -70,14 +70,14 @@ class Fake:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def halfway(self, *arguments: str, done: int = 1, shell: str = ":") -> subprocess.Popen[str]:
-        """Start a run of `waiters` in order; so many of them have ended, and the next one waits to be let go."""
+        """Start a run of `waiters` in order; returns when `done` trials have ended and the next one waits."""
         self.go(*range(done))
         process = self.start(*arguments, shell=shell)
         self.wait_for(done + 1, "begun")
         return process
 
     def go(self, *numbers: int) -> None:
-        """Let the waiters of these numbers end, or all."""
+        """Let the waiters of these numbers end, or all waiters."""
         for name in [f"go {number}" for number in numbers] or ["go"]:
             (self.folder / name).touch()
 
@@ -90,7 +90,7 @@ class Fake:
 
     @property
     def numbers(self) -> Counter[int]:
-        """How many records each number has."""
+        """The number of records of each trial's number."""
         return Counter(record["trial"]["number"] for record in self.records)
 
     def trace(self, name: str) -> list[int]:
@@ -100,7 +100,7 @@ class Fake:
         until(lambda: len(self.trace(name)) >= count, f"{count} x {name}")
 
     def processes(self, command: str = "") -> list[int]:
-        """Those that inherited our mark, and run what has `command` in its line."""
+        """Processes that inherited our mark and have `command` in their command line."""
         mark = f"DPBENCH_TEST={self.mark}".encode()
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         return [
@@ -108,16 +108,16 @@ class Fake:
         ]
 
     def left_over(self) -> list[int]:
-        """Processes of ours that do not end, however long one waits."""
+        """Our processes that are still there after `PATIENCE`."""
         soon(lambda: not self.processes())
         return self.processes()
 
 
 def sleepers(count: int, seconds: float = 0.0) -> str:
-    """Trials that end of themselves."""
+    """Trials that end by themselves."""
     return f"grid(bodies.Act, action='sleep', number={list(range(count))}, seconds={seconds}, folder=FOLDER)"
 
 
 def waiters(count: int, kind: str = "bodies.Act") -> str:
-    """Trials that end when they are let go."""
+    """Trials that wait until `Fake.go` lets them end."""
     return f"grid({kind}, action='wait', number={list(range(count))}, folder=FOLDER)"

@@ -1,7 +1,7 @@
-"""What the kernels of `clipping.accel.fused` are held to, on a GPU or in Triton's interpreter, and how they compile.
+"""Checks the kernels of `clipping.accel.fused` on a GPU or in Triton's interpreter, and compiles them.
 
-TRITON_INTERPRET=1 python tests/fused_checks.py        every check on the CPU: {name: what went wrong or null}
-python tests/fused_checks.py compile 90                machine code for a GPU that need not be here: the same
+TRITON_INTERPRET=1 python tests/support/fused_checks.py     run all checks on the CPU: {name: error or null}
+python tests/support/fused_checks.py compile 90             compile for a GPU, present or not: {name: error or null}
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def made(
 
 
 def with_kernels(run: Callable[[], Any]) -> Any:
-    """On a CPU, under the interpreter, as on a GPU."""
+    """Call `run` with kernels, even on a CPU (in the interpreter)."""
     before, fused.runs = fused.runs, lambda *tensors: tensors[0].dtype != torch.float64
     try:
         return run()
@@ -85,7 +85,7 @@ def with_kernels(run: Callable[[], Any]) -> Any:
 
 
 def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
-    """Squared norms and reaches are those of torch's operations in float64, the gradient's own norm among them."""
+    """Squared norms and reaches equal those of torch's operations in float64."""
     for dtype in (torch.float32, torch.bfloat16):
         rule, wide, g = made(CONVOLUTIONS[name], device, dtype, transposed=transposed)
         route = Route(ghost=True, way="pixels" if "pixels" in rule.ghosts else "patches")
@@ -97,7 +97,7 @@ def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
         for found in (*reaches, alone):
             close(found.terms, wide.reach(g.double()).terms)
             close(found.apart, wide.reach(g.double()).apart)
-        least = rule.reach(g).lost  # by torch's operations, in the dtype that lost it
+        least = rule.reach(g).lost  # by torch's operations, in the dtype that underflows
         close(alone.lost, least)
         for reach in reaches:
             close(reach.lost, torch.zeros_like(least) if name == "nothing but padding" else least)
@@ -128,7 +128,7 @@ def sums_in_float64(device: str) -> None:
         torch.testing.assert_close(
             fused.added(parts, parts[:1].repeat(2, *[1] * len(shape))), expected, rtol=2e-7, atol=1e-9
         )
-    parts = torch.tensor([[2.0**24], *[[1.0]] * 8], device=device)  # each would be lost in float32
+    parts = torch.tensor([[2.0**24], *[[1.0]] * 8], device=device)  # float32 would lose each 1
     assert fused.added(parts).item() == 2.0**24 + 8
 
 
@@ -145,12 +145,12 @@ def scales_of_layer_norm(device: str) -> None:
             found = with_kernels(lambda rule=rule, g=g, everyone=everyone: rule.instantiate(g, everyone))
             terms = (rule.x.double() - rule.mean.double()) * rule.rstd.double() * g.double()
             close(found, terms.flatten(1, -1 - len(normalized)).sum(1) if len(shape) > 1 + len(normalized) else terms)
-            turned = g.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous: by torch's operations
+            turned = g.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous, so torch's operations run
             close(with_kernels(lambda rule=rule, g=turned, everyone=everyone: rule.instantiate(g, everyone)), found)
 
 
 def infinities_come_through(device: str) -> None:
-    """An overflow must be seen by whoever makes factors, and nothing of it by other samples."""
+    """An overflow stays infinite for its own sample, and does not affect other samples."""
     case = CONVOLUTIONS["stride 2"]
     rule, _, g = made(case, device, torch.float32)
     rule.x[1, 0, 3, 3] = 3e38
@@ -159,9 +159,9 @@ def infinities_come_through(device: str) -> None:
 
 
 def whole_steps(device: str) -> None:
-    """A private step is that of the oracle, and the sums of a step without kernels to a rounding.
+    """A private step equals the oracle's, and up to rounding the step without kernels.
 
-    Without TF32, which a GPU's convolutions take unless it is switched off: it moves a gradient by 1e-3.
+    TF32 is off: it is the default of a GPU's convolutions, and changes a gradient by 1e-3.
     """
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -206,7 +206,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 
 
 def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
-    """What went wrong, or None."""
+    """Run the check; returns its error, or None."""
     try:
         torch.manual_seed(0)
         check(*arguments)
@@ -215,7 +215,7 @@ def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
     return None
 
 
-# program, the kernel's sides, and whether every size and stride is 1: Triton makes constants of those
+# program, the kernel's sides, and whether every size and stride is 1, which Triton turns into constants
 COMPILED = {
     "shifted": ("shifted", 3, False),
     "shifted, of single numbers": ("shifted", 1, True),
@@ -230,7 +230,7 @@ COMPILED = {
 
 
 def compile_(name: str, capability: int) -> None:
-    """For a GPU of this capability, which need not be here; nothing may spill from registers."""
+    """Compile for a GPU of this capability, present or not; no register may spill."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Steps as graphs without a compiler, which takes seconds and minutes."""
+"""Runs steps as graphs without TorchInductor, which compiles for seconds to minutes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import clipping.program.step
 
 
 def not_compiled(monkeypatch) -> None:
-    """TorchInductor fails, whatever it is given."""
+    """Make every compilation by TorchInductor fail."""
 
     def refused(self, *given):
         raise clipping.program.step.no_graph("a test", "it is a test", RuntimeError("told so"))

@@ -1,6 +1,4 @@
-"""A backend written the way libraries are, with module hooks and per-sample gradients, exact or refusing: mutants are
-made of it.
-"""
+"""A backend with module hooks and per-sample gradients, as libraries have; tests derive faulty backends from it."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ class Hooked(Backend):
         return {name: weighted_sum(factors[name], gradient) for name, gradient in self.grads.items()}
 
     def refuse_other_reads(self, losses: Tensor) -> None:
-        """A parameter that the graph reads more often than its layer was called is used by something else as well."""
+        """Refuse a parameter that the graph reads more often than its layer was called: something else uses it, too."""
         reads, stack, seen = Counter[int](), [losses.grad_fn], set()
         while stack:
             node = stack.pop()
@@ -104,11 +102,11 @@ class Hooked(Backend):
             raise UnsupportedModel(self.name, [Problem("model", "a parameter is read outside its layer", "none")])
 
     def derivative_in_forward(self, module: nn.Module, own: dict[str, nn.Parameter], x: Tensor, g: Tensor) -> None:
-        """The forward pass differentiates: the losses depend on parameters by more than what the layers give."""
+        """Refuse a derivative taken in the forward pass: it makes the losses depend on parameters in other ways."""
         raise UnsupportedModel(self.name, [Problem("model", "a derivative is taken in the forward pass", "none")])
 
     def refuse_mixed_rows(self, losses: Tensor) -> None:
-        """The loss of the first sample has no gradient in the rows of any other, whatever the step."""
+        """In every step, refuse if the loss of the first sample has a gradient in rows of other samples."""
         self.at = self.row
         self.backward(losses[:1])
 

@@ -1,7 +1,7 @@
-"""Triton's interpreter made to run where numpy is newer than what it was written for.
+"""Patches Triton's interpreter to run with newer versions of numpy.
 
-Triton 3.6, which belongs to torch 2.11, reads the bound of a loop by `int` of an array of one dimension. numpy 2.5
-takes only those of none; Triton 3.7 does. So the bound is read by `item` here, which means the same in all of them.
+Triton 3.6 (of torch 2.11) reads the bound of a loop by `int` of a one-dimensional array. numpy 2.5 accepts only arrays
+without dimensions; Triton 3.7 accounts for that. The patch reads the bound by `item`, which works in all versions.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 
 def mend() -> None:
-    """Before a program is first run in the interpreter."""
-    from triton.runtime import interpreter  # may be missing where nothing is run
+    """Patch the interpreter, before a program first runs in it."""
+    from triton.runtime import interpreter  # may be missing if no program runs
 
     own = interpreter._patch_lang_tensor
 

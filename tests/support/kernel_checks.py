@@ -1,10 +1,10 @@
-"""What the kernels of `clipping.accel` are held to, on a GPU or in Triton's interpreter, and how they compile.
+"""Checks the kernels of `clipping.accel` on a GPU or in Triton's interpreter, and compiles them.
 
 The interpreter must be chosen before Triton is imported, so `test_clipping_kernels.py` runs this file as a process:
 
-    TRITON_INTERPRET=1 python tests/support/kernel_checks.py   every check on the CPU: {name: what went wrong or null}
-    python tests/support/kernel_checks.py compile 90 bfloat16  machine code for a GPU that need not be here: the same
-    python tests/support/kernel_checks.py times                on a GPU: each kernel beside torch's formula, printed
+    TRITON_INTERPRET=1 python tests/support/kernel_checks.py   run all checks on the CPU: {name: error or null}
+    python tests/support/kernel_checks.py compile 90 bfloat16  compile for a GPU, present or not: {name: error or null}
+    python tests/support/kernel_checks.py times                on a GPU: print each kernel's time beside torch's
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BOTH = (gram_norm, instantiated_norm)
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    """Relative to the largest: float32 sums, in another order."""
+    """Compare relative to the largest entry: float32 sums may be in another order."""
     assert found.dtype == torch.float32 and found.shape == expected.shape, (found.dtype, found.shape)
     error = (
         float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) if len(found) else 0.0
@@ -44,7 +44,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
 
 
 def squared(a: Tensor, g: Tensor) -> Tensor:
-    """‖gᵀa‖² in float64, of a in g's dtype."""
+    """‖gᵀa‖² in float64, with a first rounded to g's dtype."""
     return torch.einsum("ntp,ntd->npd", g.double(), a.to(g.dtype).double()).square().sum((1, 2))
 
 
@@ -60,7 +60,7 @@ def shapes(dtype: torch.dtype, device: str) -> None:
 
 
 def first_program(device: str) -> None:
-    """What is looked at before any other: it computes what it should."""
+    """The program that `cuda.trouble` tests first computes the right result."""
     available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
     try:
         assert cuda.trouble(torch.device(device)) is None
@@ -69,7 +69,7 @@ def first_program(device: str) -> None:
 
 
 def nothing(device: str) -> None:
-    """Sizes of zero: no samples, or an empty gradient."""
+    """Sizes of zero: no samples or positions, or an empty gradient."""
     for n, t, d, p in [(0, 3, 2, 2), (2, 0, 2, 2), (2, 3, 0, 2), (2, 3, 2, 0)]:
         a, g = draw(device, torch.float32, n, t, d), draw(device, torch.float32, n, t, p)
         for found in (gram_norm(a, g), instantiated_norm(a, g)):
@@ -83,7 +83,7 @@ def nothing(device: str) -> None:
 
 
 def views(device: str) -> None:
-    """Channels first, every other feature, an expanded row, an offset: the same bits as of a dense copy."""
+    """Channels first, strided features, an expanded row, an offset: results equal a dense copy's to the bit."""
     a, g = draw(device, torch.float32, 2, 12, 19), draw(device, torch.float32, 2, 7, 19)
     wide = draw(device, torch.float32, 5, 40, 30)
     row = draw(device, torch.float32, 2, 1, 6).expand(2, 19, 6)
@@ -99,8 +99,8 @@ def views(device: str) -> None:
 
 
 def autocast(device: str) -> None:
-    """An input that is wider than the output's gradient was rounded when it was multiplied."""
-    narrow = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter rounds to a bfloat16 downwards
+    """The kernels round an input that is wider than the output's gradient, as the forward pass did."""
+    narrow = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter rounds bfloat16 downwards
     a, g = draw(device, torch.float32, 2, 21, 6), draw(device, narrow, 2, 21, 9)
     for norm in BOTH:
         assert torch.equal(norm(a, g), norm(a.to(narrow), g))
@@ -111,7 +111,7 @@ def autocast(device: str) -> None:
 
 
 def large(dtype: torch.dtype, device: str) -> None:
-    """Squares of float16 overflow at 256, and a sum of bfloat16 stops growing after 256 terms."""
+    """float16 squares overflow from 256 on, and a bfloat16 sum stops growing after 256 terms."""
     a, g = torch.full((2, 300, 2), 6e4, device=device).to(dtype), torch.full((2, 300, 3), 2e3, device=device).to(dtype)
     for norm in BOTH:
         close(norm(a, g), squared(a, g))
@@ -125,7 +125,7 @@ def large(dtype: torch.dtype, device: str) -> None:
 
 
 def ieee(device: str) -> None:
-    """(1 + 2⁻¹⁶) has more digits than TF32 keeps: ‖gᵀa‖² of one position is the product of both squares."""
+    """TF32 would round (1 + 2⁻¹⁶): ‖gᵀa‖² of one position is the product of both squared norms."""
     a, g = torch.full((1, 1, 40), 1 + 2.0**-16, device=device), torch.full((1, 1, 40), 1 - 2.0**-15, device=device)
     for norm in BOTH:
         close(norm(a, g), squared(a, g), 3e-7)
@@ -146,14 +146,14 @@ def chosen_tiles(device: str) -> None:
 
 
 def every_number_of_blocks(device: str) -> None:
-    """Pairs of blocks around a circle: odd and even numbers of them, each pair once."""
+    """Odd and even numbers of blocks, paired around a circle: each pair counts once."""
     for blocks in range(1, 8):
         a, g = draw(device, torch.float32, 1, 16 * blocks - 3, 2), draw(device, torch.float32, 1, 16 * blocks - 3, 3)
         close(gram_norm(a, g, tiles=Tiles(16, 16, 16, 1)), squared(a, g))
 
 
 def launched_in_turn(device: str) -> None:
-    """More programs than one launch has."""
+    """More programs than fit into one launch."""
     a, g = draw(device, torch.float32, 5, 20, 3), draw(device, torch.float32, 5, 20, 4)
     whole, cuda.PROGRAMS = cuda.PROGRAMS, 8
     try:
@@ -164,7 +164,7 @@ def launched_in_turn(device: str) -> None:
 
 
 def beyond_32_bits(device: str) -> None:
-    """Entries 2³¹ and more apart, in a storage of which only the few pages that are touched come to exist."""
+    """Entries 2³¹ and more apart, in a storage that gets memory only for the few pages it touches."""
     far = 2**30 + 4096
     storage = torch.empty(2 * far + 64, dtype=torch.float16, device=device)
     a = storage.as_strided((2, 3, 4), (4, far, 1))
@@ -218,7 +218,7 @@ def convolutions(name: str, device: str) -> None:
 
 
 def unread(device: str) -> None:
-    """Where the stride leaves a remainder, pixels that are in no patch: whatever is there."""
+    """Pixels in no patch, where the stride leaves a remainder, do not affect the norm."""
     x, g = draw(device, torch.float32, 2, 3, 10, 10), draw(device, torch.float32, 2, 4, 3, 3)
     options: Any = ([2, 2], [3, 3], [0, 0], [1, 1], 1)
     found = convolution_norm(x, g, *options)
@@ -227,7 +227,7 @@ def unread(device: str) -> None:
 
 
 def transposed(device: str) -> None:
-    """A transposed convolution is the adjoint of the one whose input is its output's gradient."""
+    """A transposed convolution has the weight gradient of a convolution with input and output gradient swapped."""
     x = draw(device, torch.float64, 2, 4, 5, 5)
     weight = draw(device, torch.float64, 4, 3, 3, 2).requires_grad_()
     y = F.conv_transpose2d(x, weight, None, 2, 1, 0, 2)
@@ -242,7 +242,7 @@ def embeddings(ids_dtype: torch.dtype, device: str) -> None:
         ids = torch.randint(0, rows, (n, 2 * t), device=device, dtype=ids_dtype)[:, ::2]
         for dtype in DTYPES:
             g = draw(device, dtype, n, t, p)
-            g[:, 0] = 0  # as where the padding row was read
+            g[:, 0] = 0  # as for the padding row
             hot = F.one_hot(ids.long(), rows)
             close(embedding_gram_norm(ids, g), squared(hot.to(dtype), g))
 
@@ -272,7 +272,7 @@ CONVOLUTION = {f"{name}_{axis}": value for name, value in OPTIONS.items() for ax
 FEATURES_LAST = ("a_input", "g_output", "ids_position")
 POSITIONS_LAST = ("a_position", "g_position", "ids_position")
 
-# program, dtype, tiles, constants, the arguments that are 1: Triton makes constants of those
+# program, dtype, tiles, constants, the arguments that are 1, which Triton turns into constants
 COMPILED: dict[str, tuple[str, torch.dtype, Callable[[int], Tiles], dict[str, int], tuple[str, ...]]] = {}
 for _dtype in DTYPES:
     _gram = partial(cuda._gram_tiles, 4096, 4096, _dtype)
@@ -294,7 +294,7 @@ for _dtype in DTYPES:
 
 
 def compile_(name: str, capability: int) -> None:
-    """Compile for a GPU of this capability, which need not be here; nothing may spill from registers."""
+    """Compile for a GPU of this capability, present or not; no register may spill."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -337,7 +337,7 @@ def compile_(name: str, capability: int) -> None:
 
 
 def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
-    """What went wrong, or None."""
+    """Run the check; returns its error, or None."""
     try:
         torch.manual_seed(0)
         check(*arguments)
@@ -350,7 +350,7 @@ TIMED = [(32, 128, 384, 1536), (4, 1024, 384, 1536), (4, 4096, 384, 1536), (32, 
 
 
 def times(dtype: torch.dtype) -> dict[str, str]:
-    """Milliseconds on this GPU, medians of 20: (n, T, d, p) -> each route. For people, and for choosing tiles."""
+    """Median milliseconds of each route on this GPU by (n, T, d, p), to read and to choose tiles."""
     from triton.testing import do_bench
 
     from clipping.numerics.gram import gram_product

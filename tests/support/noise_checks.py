@@ -1,9 +1,9 @@
-"""The Triton program of the noise, in Triton's interpreter or compiled for GPUs that need not be here.
+"""Checks the noise's Triton program in Triton's interpreter, and compiles it for GPUs.
 
 The interpreter must be chosen before Triton is imported, so `test_noise_program.py` runs this file as a process:
 
-    TRITON_INTERPRET=1 python tests/support/noise_checks.py      {name of a check: what went wrong or null}
-    python tests/support/noise_checks.py compile 90              {dtype of the sums: what went wrong or null}
+    TRITON_INTERPRET=1 python tests/support/noise_checks.py      run all checks: {name: error or null}
+    python tests/support/noise_checks.py compile 90              compile, GPU or not: {dtype of the sums: error or null}
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cipher_words(out, k0, k1, k2, k3, k4, k5, k6, k7, first, step, process, labe
 
 
 def words_bit_by_bit(device: str) -> None:
-    """Those of torch's operations, which are RFC 8439's; where the counter and the nonce pass 2^31, too."""
+    """Words equal those of torch's operations (RFC 8439), also where the counter and the nonce pass 2^31."""
     for key, nonce in ((KEY, (3, 1, 2)), (bytes(range(255, 223, -1)), (2**32 - 1, 5, 2**31))):
         for first in (0, 48, 2**31 - 16, 2**31 - 8, 2**32 - 16):
             out = torch.empty(16, 16, dtype=torch.int32, device=device)
@@ -65,7 +65,7 @@ def flat_of(dtype: torch.dtype, device: str) -> tuple[Segments, Tensor, list[Ten
 
 
 def normals_to_the_last_bits(device: str) -> None:
-    """Of float64: a word of the cipher that is another makes another normal, and one rounding 2^-50 of it."""
+    """Normals agree to 2^-48 in float64: a rounding changes them by 2^-50, a wrong word of the cipher by far more."""
     segments = Segments(COUNTS, LABELS)
     flat = torch.zeros(segments.length, dtype=torch.float64, device=device)
     add_to_flat(flat, segments, 1.0, 2.0**-50, KEY, PLACE)
@@ -77,7 +77,7 @@ def normals_to_the_last_bits(device: str) -> None:
 
 
 def the_same_as_on_a_cpu(device: str) -> None:
-    """Rounded to the grid: by the kernel in C where there is one, else by torch's operations."""
+    """Rounded to the grid, sums equal those of the C kernel, or of torch's operations if there is none."""
     for dtype in (torch.float32, torch.float64):
         segments, flat, totals = flat_of(dtype, device)
         add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE)
@@ -87,7 +87,7 @@ def the_same_as_on_a_cpu(device: str) -> None:
 
 
 def counters_of_many_groups(device: str) -> None:
-    """The number of a block, 16 for each group, passes 2^31: as far as the tables can say."""
+    """Block numbers, 16 for each group, may pass 2^31, up to the largest in the tables."""
     for number in (0, 2**27 - 1, 2**27, 2**28 - 1):
         flat = torch.zeros(128, dtype=torch.float64, device=device)
         label = torch.tensor([5], dtype=torch.int32, device=device)
@@ -98,7 +98,7 @@ def counters_of_many_groups(device: str) -> None:
 
 
 def a_program_that_fails_or_errs_is_not_taken(device: str) -> None:
-    """Said once, and torch's operations draw the same."""
+    """It warns once, and torch's operations draw the same numbers."""
     launch, wanted = noise._launch, [x.to(device) for x in flat_of(torch.float32, "cpu")[2]]
 
     def failing(*given: Any) -> None:
@@ -127,7 +127,7 @@ def a_program_that_fails_or_errs_is_not_taken(device: str) -> None:
 
 
 def the_engine_with_sums_in_one_tensor(device: str) -> None:
-    """A step of the engine, noise and all, is that of a CPU: gradients bit for bit."""
+    """A step of the engine with noise equals a CPU's: gradients bit for bit."""
     found, before = [], sums.lies_flat
     for flat in (False, True):
         where = device if flat else "cpu"
@@ -158,7 +158,7 @@ CHECKS = {
 
 
 def compile_(element: str, capability: int) -> None:
-    """Nothing may spill from registers, or lie on the stack."""
+    """Compile for this capability; no register may spill, and the stack must be empty."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -1,4 +1,4 @@
-"""Odd things that models do with their parameters: what is exact, and what is refused with which words."""
+"""Unusual uses of parameters in models: cases that are exact, and refused cases with their messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Odd(nn.Module):
-    """Parameters and layers by name, and what is done with them."""
+    """A module of named parameters and layers, with a forward function."""
 
     def __init__(self, forward: Forward, **parts: Any) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Odd(nn.Module):
 
 
 class Case(NamedTuple):
-    """`parts` are made anew, of torch's generator; `shape` is a sample's."""
+    """`parts` creates parameters and layers by torch's generator; `shape` is a sample's."""
 
     name: str
     forward: Forward

@@ -1,4 +1,4 @@
-"""The loops of Opacus' examples, written anew, on the digits that come with scikit-learn; the engine is handed in."""
+"""The training loops of Opacus' examples, rewritten for scikit-learn's digits and any engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 class ConvNet(nn.Module):
-    """That of the MNIST example, for images of 8 by 8 pixels."""
+    """The network of the MNIST example, for images of 8 by 8 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def mnist(
     lr: float = 0.25,
     **private: Any,
 ) -> Any:
-    """The MNIST example: zero_grad first, a criterion of its own, losses as numbers; (model, losses)."""
+    """The MNIST example: zero_grad first, a new criterion each epoch, losses as numbers; (model, losses)."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
     loader = DataLoader(data, batch_size=batch_size)
     model, optimizer, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **private)
@@ -62,7 +62,7 @@ def mnist(
 
 
 class CharNet(nn.Module):
-    """That of the names example: an embedding, a recurrent layer, the last position."""
+    """The network of the names example: an embedding, a recurrent layer, the last position."""
 
     def __init__(self, recurrent: Any) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class CharNet(nn.Module):
 
 
 def sequences(rows: int = 2) -> TensorDataset:
-    """Digits as sequences of grey values, from some of their rows: [1797, 8 * rows] of 17 values."""
+    """Digits as sequences of grey values from `rows` of their rows: [1797, 8 * rows] of 17 values."""
     data = load_digits()
     return TensorDataset(torch.tensor(data.images[:, 3 : 3 + rows]).long().flatten(1), torch.tensor(data.target))
 
@@ -84,7 +84,7 @@ def sequences(rows: int = 2) -> TensorDataset:
 def names(
     engine: Any, model: nn.Module, data: TensorDataset, *, batch_size: int, epochs: int, lr: float = 2.0, **private: Any
 ) -> Any:
-    """The names example: zero_grad last, predictions of the same logits; (model, accuracies)."""
+    """The names example: zero_grad last, predictions from the same logits; (model, accuracies)."""
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 
@@ -108,7 +108,7 @@ def names(
 
 
 def ghost(engine: Any, model: nn.Module, data: TensorDataset, *, batch_size: int, epochs: int, **private: Any) -> Any:
-    """The loop of the ghost clipping tutorial: a criterion goes in and comes out; (model, losses)."""
+    """The loop of the ghost clipping tutorial, with the criterion that `make_private` returns; (model, losses)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if private.pop("adam", True) else _sgd(model)
     loader = DataLoader(data, batch_size=batch_size)
     model, optimizer, criterion, loader = engine.make_private(
@@ -136,7 +136,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Of the model in eval mode."""
+    """Accuracy of the model in eval mode."""
     model.eval()
     with torch.no_grad():
         return float((model(x).argmax(1) == y).float().mean())

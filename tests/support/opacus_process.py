@@ -1,6 +1,6 @@
-"""One process of two of a distributed training by Opacus' interface: python opacus_process.py RANK FOLDER.
+"""One of two processes that train by Opacus' interface: python opacus_process.py RANK FOLDER.
 
-Writes the weights after training, how many steps there were, and what an error in the first process is in the second.
+Writes the weights after training, the number of steps, and the second process's error after one in the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpbench.integrations.opacus import BatchMemoryManager, PrivacyEngine
 
 
 def make(mode: str, wrap: bool, **others):
-    """(engine, what is called, optimizer, criterion, loader), seeded."""
+    """Seeded (engine, wrapped model, optimizer, criterion, loader)."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     numbers = torch.Generator().manual_seed(1)
@@ -28,7 +28,7 @@ def make(mode: str, wrap: bool, **others):
         made = engine.make_private(
             module=nn.parallel.DistributedDataParallel(model) if wrap else model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5),
-            data_loader=DataLoader(data, batch_size=8),  # eight samples of 60: 7.5 records on average, divided by 7
+            data_loader=DataLoader(data, batch_size=8),  # 8 batches of 60 records: 7.5 on average, divided by 7
             noise_multiplier=1.0,
             max_grad_norm=0.5,
             grad_sample_mode=mode,
@@ -53,7 +53,7 @@ def train(mode: str = "hooks", wrap: bool = False, most: int = 3):
 
 
 def refused() -> str:
-    """What is said of batches of the caller's own."""
+    """The error message for the caller's own batches."""
     try:
         make("hooks", False, poisson_sampling=False)
     except Exception as error:
@@ -62,7 +62,7 @@ def refused() -> str:
 
 
 def failing(rank: int) -> str:
-    """What is raised in a process where the first one's loss mixes samples."""
+    """The error in each process if the first one's loss mixes samples."""
     _, model, optimizer, _, loader = make("hooks", False)
     try:
         for x, y in loader:

@@ -1,4 +1,4 @@
-"""Programs and commands of pages in Markdown, as a reader would copy them."""
+"""Extracts programs and commands from Markdown pages, and checks that they are valid."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def blocks(text, language):
-    """The blocks of code of one language, in their order."""
+    """The code blocks of one language, in order."""
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def commands(text):
-    """A command a line, without what is said about it."""
+    """The commands of all shell blocks, without their comments."""
     lines = [re.split(r"\s#\s", line)[0].strip() for block in blocks(text, "sh") for line in block.splitlines()]
     return [line for line in lines if line]
 
 
 def assert_taken(line, monkeypatch):
-    """The command line takes these arguments, make has this target, or the extras that are to be installed exist."""
+    """Check that the command line accepts these arguments, make has this target, or the extras to install exist."""
     words = shlex.split(line)
     if words[:3] == ["python", "-m", "dpbench"]:
         ran = []
@@ -41,7 +41,7 @@ def assert_taken(line, monkeypatch):
 
 
 def assert_extras(text):
-    """Every '.[extra]' in it is one of the project."""
+    """Check that every '.[extra]' in the text is an extra of the project."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {each for found in re.findall(r"'\.\[([\w,]+)\]'", text) for each in found.split(",")}
     assert named <= set(extras)

@@ -1,4 +1,4 @@
-"""Seconds of processors: to wait for what else runs on the machine does not count."""
+"""Measures processor seconds, which do not include waiting for other programs on the machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-#: Seconds that `_yardstick` takes where nobody else computes, on the machine for which the limits in tests are written.
+#: Seconds that `_yardstick` takes on an idle machine of the kind that the tests' limits are written for.
 _USUAL = 0.15
 
 
 def work(done: Callable[[], object]) -> tuple[float, float]:
-    """Seconds that calling `done` takes of processors: this process's own, and those of its children that ended."""
+    """Processor seconds of calling `done`: (this process's own, those of its children that ended)."""
     start = os.times()
     done()
     end = os.times()
@@ -27,10 +27,10 @@ def work(done: Callable[[], object]) -> tuple[float, float]:
 
 
 def as_quick_as_imports(done: Callable[[], object], libraries: str, times: float = 3, tries: int = 3) -> bool:
-    """Whether the processes `done` starts take at most `times` what a fresh Python takes that imports only `libraries`.
+    """True if processes that `done` starts take at most `times` as long as a fresh Python that imports `libraries`.
 
-    Seconds of a slow or busy machine say nothing of our own code, and a library's import is its own. All of them find
-    their modules compiled, as on a second call: an installer has compiled the library's, and only then are both alike.
+    The ratio cancels a slow or busy machine, and the libraries' own import. Both sides run once before, so that all
+    modules are compiled: an installer compiled only the libraries'.
     """
 
     def plain() -> None:
@@ -45,15 +45,15 @@ def as_quick_as_imports(done: Callable[[], object], libraries: str, times: float
 
 
 def quick(seconds: float, limit: float) -> bool:
-    """Whether `seconds` of a processor are fewer than `limit`, or would be if the machine were as fast as usual.
+    """True if `seconds` of a processor are below `limit`, or would be on a machine as fast as usual.
 
-    Where other virtual machines have the same processor, the same work takes several times its usual seconds of it.
+    If other virtual machines share the processor, the same work takes several times its usual processor seconds.
     """
     return seconds < limit or seconds < limit * max(work(_yardstick)[0] for _ in range(3)) / _USUAL
 
 
 def _yardstick() -> None:
-    """As accountants and reports do: a transform that no cache holds, functions of its elements, and plain Python."""
+    """Work like accountants and reports: a transform larger than the caches, elementwise functions, plain Python."""
     values = np.fft.irfft(np.fft.rfft(np.linspace(0.0, 1.0, 2**20)))
     np.log1p(np.exp(values)).sum()
     sum(number % 7 for number in range(500_000))

@@ -1,4 +1,4 @@
-"""Ten thousand records such as a long campaign leaves: searches and steps of every backend, overhead, maps of ε."""
+"""Writes ten thousand records, as of a long campaign: searches and steps of every backend, overhead, maps of ε."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ ACCOUNTANTS = ["moments", "rdp", "gdp", "prv", "pld", "prv:lower"]
 
 
 def write_many(folder, count=10_000, experiment="campaign"):
-    """Exactly `count` records in two runs; the number of them that failed."""
+    """Write exactly `count` records in two runs; returns the number that failed."""
     folder.mkdir(parents=True)
     lines = list(itertools.islice(_trials(random.Random(0)), count))
     assert len(lines) == count
@@ -31,7 +31,7 @@ def write_many(folder, count=10_000, experiment="campaign"):
 
 
 def _trials(chance):
-    """(trial, round, outcome, evidence, result), 20 rounds of steps, and then points of ε for as long as asked."""
+    """Yield (trial, round, outcome, evidence, result): 20 rounds of steps first, points of ε last."""
     cells = list(itertools.product(MODELS, style.BACKENDS))
     for round_, (model, backend) in itertools.product(range(20), cells):
         trial = StepTrial(model=model, backend=backend, batch_size=32)

@@ -1,4 +1,4 @@
-"""Fabricated records for the tests of the report: written as a run writes them, and read back as the report does."""
+"""Writes made-up records for the report's tests, in the format of a run."""
 
 import json
 
@@ -12,13 +12,13 @@ CUDA = {"device": "cuda", "device_name": "Test GPU", "torch": "2.15.0", "threads
 
 
 def save_no_pictures(monkeypatch):
-    """Figures are drawn, but neither their files nor the page have them: that takes most of the time."""
+    """Draw figures, but save neither files nor pictures in the page: saving takes most of the time."""
     monkeypatch.setattr(Pictures, "save", lambda self, figure, paths: None)
     monkeypatch.setattr(svg, "inline", lambda figure, prefix, title, description: "")
 
 
 class RunFile:
-    """One run's file: `add` trials, one second apart, from the minute `start` on."""
+    """The record file of one run; trials are one second apart, from the minute `start` on."""
 
     def __init__(self, path, environment=CPU, experiment="stress_test", start=0):
         self.path, self.experiment, self.seconds = path, experiment, 60 * start
@@ -43,7 +43,7 @@ class RunFile:
         return self.add(trial, step_result(seconds, peak, error), round=round, fingerprint=fingerprint)
 
     def search(self, model, backend, fits=(), fails=(), simulated=True, budget=16 * GIB, fingerprint="v1", **fields):
-        """Probes of a search: the batch sizes that fit, and those that do not."""
+        """Add probes of a search: batch sizes that fit, and batch sizes that fail."""
         for size in (*fits, *fails):
             trial = PeakTrial(
                 model=model, backend=backend, batch_size=size, simulated=simulated, memory_budget=budget, **fields
@@ -66,9 +66,10 @@ class RunFile:
         kind=OverheadTrial,
         **fields,
     ):
-        """One trial of many backends: name -> the seconds of its step in each round (None: it had no turn there).
+        """Add one trial of many backends.
 
-        `peaks`: name -> bytes, 1 MiB where it is not named; `failed`: name -> (outcome, evidence).
+        `seconds`: name -> seconds of its step in each round, None for no turn; `peaks`: name -> bytes, default 1 MiB;
+        `failed`: name -> (outcome, evidence).
         """
         failed = failed or {}
         trial = kind(model=model, backends=[*seconds, *failed], batch_size=batch_size, **fields)

@@ -1,4 +1,4 @@
-"""Operations of every kind with random shapes, and a planner that is told what to choose."""
+"""Operations of every kind with random shapes, and a planner with forced choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = 3
 
 @dataclass(frozen=True)
 class Operation:
-    """One use of a weight: of a batch, its output and the rule of the weight."""
+    """One use of a weight: `run(inputs, weight)` returns the output and the weight's rule."""
 
     run: Callable[[Tensor, Tensor], tuple[Tensor, Rule]]
     weight: Tensor
@@ -33,7 +33,7 @@ class Operation:
 
 
 def of(handler: Callable[..., Any], *args: Any, position: int = 0, **options: Any) -> Callable[..., Any]:
-    """The handler as a function of input and weight, whose rule is that at `position`."""
+    """The handler as a function of input and weight that returns the output and the rule at `position`."""
 
     def run(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Rule]:
         output, found = handler(inputs, *args, weight, **options)
@@ -43,8 +43,9 @@ def of(handler: Callable[..., Any], *args: Any, position: int = 0, **options: An
 
 
 def random_convolution(seed: int, dims: int, style: str) -> Operation:
-    """Any kernel, stride, padding and dilation in each dimension. `style`: "plain", "groups", "depthwise", "pointwise",
-    "multiplier" (depthwise, with more outputs than inputs) or "transposed".
+    """A convolution with random kernel, stride, padding and dilation in each dimension.
+
+    `style`: "plain", "groups", "depthwise", "pointwise", "multiplier" (depthwise with more outputs) or "transposed".
     """
     pick = random.Random(f"{seed} {dims} {style}")
 
@@ -69,7 +70,7 @@ def random_convolution(seed: int, dims: int, style: str) -> Operation:
     x = torch.randn(BATCH, channels, *size, dtype=torch.float64)
     if style == "transposed":
         weight = torch.randn(channels, outputs // groups, *kernel, dtype=torch.float64)
-        # the padding takes away from the output, of which something must be left
+        # padding shrinks the output, which must not become empty
         options["padding"] = tuple(min(p, (n - 1) * s // 2) for p, n, s in zip(padding, size, stride, strict=True))
         options["output_padding"] = tuple(pick.randint(0, s - 1) for s in stride)
         return Operation(of(transposed_convolution, **options), weight, x)
@@ -94,7 +95,7 @@ def weighted_bag(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Rule]:
 
 
 def windows(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Rule]:
-    """Two rows to a sample, as when windows or tokens are folded into the batch."""
+    """A linear layer with two rows for each sample, as if windows or tokens were folded into the batch."""
     output, found = linear(inputs.flatten(0, 1), weight)
     return output, made(found[0]).regroup(2)
 
@@ -105,7 +106,7 @@ def conv_of_frames(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Rule]:
 
 
 def bias_of(handler: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
-    """The same of the operation's bias."""
+    """The operation as a function of input and bias, with the bias's rule."""
     return lambda inputs, bias: (lambda output, found: (output, made(found[-1])))(*handler(inputs, weight, bias))
 
 
@@ -141,7 +142,7 @@ OPERATIONS: dict[str, Callable[[], Operation]] = {
 
 
 def gradients(operation: Operation, g: Tensor) -> Tensor:
-    """∂(g_i · output_i)/∂weight for every sample, [B, *shape], by nothing of ours but the forward pass."""
+    """∂(g_i · output_i)/∂weight for every sample by autograd, [B, *shape]."""
     found = []
     fold = g.shape[0] // BATCH
     for i in range(BATCH):
@@ -153,11 +154,11 @@ def gradients(operation: Operation, g: Tensor) -> Tensor:
 
 
 class Forced(Planner):
-    """Plans as ever, and then takes one kind of route wherever there is one, by the rule's n-th way, in small blocks.
+    """Plans as usual, then replaces each choice by one kind of route: the rule's n-th way, in small blocks.
 
     Attributes:
-        taken: every (rule, route) that was forced.
-        most: the largest number of ways that a rule had to choose from; 1 where there was no choice.
+        taken: every forced (rule, route).
+        most: the largest number of ways of a rule; 1 if there was no choice.
     """
 
     def __init__(self, kind: str, nth: int = 0, block: int = 2) -> None:
@@ -186,7 +187,7 @@ class Forced(Planner):
 
 
 class ForcedBackend(BkMixed):
-    """`bk_mixed` with a `Forced` planner; `planners` are those of every backend that was made of this class."""
+    """`bk_mixed` with a `Forced` planner; `planners` has the planner of each instance."""
 
     name = "bk_mixed, forced"
     how: ClassVar[tuple[str, int, int]]
@@ -199,11 +200,11 @@ class ForcedBackend(BkMixed):
 
 
 def forced(kind: str, nth: int = 0, block: int = 2) -> type[ForcedBackend]:
-    """A class whose backends take one kind of route: "ghost", "kept" or "discarded"."""
+    """A backend class with one kind of route: "ghost", "kept" or "discarded"."""
     return type("OfOneRoute", (ForcedBackend,), {"how": (kind, nth, block), "planners": []})
 
 
 def cancelling(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss whose gradient at the second half of the positions undoes that at the first."""
+    """A loss with opposite gradients in the first and second half of the positions."""
     half = outputs.shape[1] // 2
     return (outputs[:, :half] - outputs[:, half:]).flatten(1).mul(targets[:, None]).sum(1)

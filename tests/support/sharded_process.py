@@ -1,4 +1,4 @@
-"""One process of several under DDP and FSDP2, which saves what it found.
+"""One of several processes that train under DDP and FSDP2, and save their results.
 
 python sharded_process.py RANK PROCESSES FOLDER, or torchrun sharded_process.py FOLDER.
 """
@@ -25,7 +25,7 @@ SAMPLES = 7  # not a multiple of the processes
 
 
 class Cnn(nn.Sequential):
-    """Convolutions with groups, group norm, an in-place ReLU; 5 output channels are no multiple of two."""
+    """Grouped convolutions, group norm, an in-place ReLU, and 5 output channels, which two shards split unevenly."""
 
     def __init__(self):
         block = [nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.GroupNorm(2, 6), nn.ReLU(inplace=True)]
@@ -42,7 +42,7 @@ class Cnn(nn.Sequential):
 
 
 class Vit(nn.Module):
-    """A class token and positions that belong to the root, and encoder layers."""
+    """A class token and positions in the root module, and encoder layers."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Vit(nn.Module):
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions[:, : x.shape[1] + 1]
         for layer in self.layers:
             x = layer(x)
-        x = x[:, 0] * torch.softmax(self.scale, 0).sum(0)  # not a rearrangement: its gradient needs the values
+        x = x[:, 0] * torch.softmax(self.scale, 0).sum(0)  # its gradient needs the parameter's values
         return self.head(x * self.scale[1].sigmoid())
 
     def blocks(self):
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The head is the embedding: both are the root's, one parameter of two uses."""
+    """Head and embedding share one parameter of the root module."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ CASES += [("gpt", "bk_ghost", "flat"), ("vit", "bk_mixed", "per_layer"), ("gpt",
 
 
 def made(name, dtype=torch.float64):
-    """The model and a batch, the same in every process."""
+    """(model, inputs, targets), the same in every process."""
     torch.manual_seed(3)
     model = MODELS[name]().to(dtype)
     draw = torch.Generator().manual_seed(5)
@@ -138,7 +138,7 @@ def whole(grads):
 
 
 def clipped(case, rank=0, processes=1, how="alone", empty=False):
-    """Two calls of a backend on this process's samples: (gradients, norms). `empty`: the last process has none."""
+    """Call a backend twice on this process's samples: (gradients, norms). `empty`: the last process has no samples."""
     name, backend, clip = case
     model, x, y = made(name)
     clip = PerLayer(max_grad_norm=0.4) if clip == "per_layer" else Flat(max_grad_norm=0.4)
@@ -156,7 +156,7 @@ def clipped(case, rank=0, processes=1, how="alone", empty=False):
 
 
 def mixed():
-    """bfloat16 forward and backward, float32 shards: dtypes of norms and gradients, and the sum."""
+    """(gradients, norms) with bfloat16 forward and backward passes and float32 shards."""
     model, x, y = made("gpt", torch.float32)
     sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     rank, processes = dist.get_rank(), dist.get_world_size()
@@ -166,7 +166,7 @@ def mixed():
 
 
 def refusals():
-    """What each backend says of a sharded model; "" if it takes it."""
+    """Each backend's error for a sharded model; "" if it accepts the model."""
     said = {}
     for backend in ("nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "fastgradclip", "bk_ghost"):
         model, *_ = made("cnn")
@@ -184,14 +184,14 @@ def refusals():
 
 
 def train(how="alone", noise=0.0, seed=7, batch_size=3):
-    """Parameters after an epoch of small Poisson batches, some of them empty on some process, cut into pieces."""
+    """Train one epoch in pieces of small Poisson batches, some empty in a process: (parameters, sizes of pieces)."""
     model, x, y = made("gpt")
     called = model
     if how == "ddp":
         called = nn.parallel.DistributedDataParallel(model)
     elif how != "alone":
         sharded(model, **({"mesh": replicated()} if how == "hsdp" else {}))
-    optimizer = AdamBC(model.parameters(), lr=0.05)  # its state is sharded, too
+    optimizer = AdamBC(model.parameters(), lr=0.05)  # also shards its state
     engine = PrivacyEngine(
         called,
         batch_size=batch_size,
@@ -209,7 +209,7 @@ def train(how="alone", noise=0.0, seed=7, batch_size=3):
         optimizer.step(loss=F.cross_entropy(called(xs), ys, reduction="none"))
     model.eval()
     with torch.no_grad():
-        called(x)  # leaves the root of a sharded model gathered
+        called(x)  # gathers the root of a sharded model
     engine.detach()
     if how in ("fsdp", "hsdp"):
         model.reshard()
@@ -217,7 +217,7 @@ def train(how="alone", noise=0.0, seed=7, batch_size=3):
 
 
 def noise(**options):
-    """One step from zero with a gradient of nothing: what moved the parameters is the noise, of one key everywhere."""
+    """Take one step from zero parameters with zero gradients: returns the noise, of the same key in all processes."""
     model = nn.Sequential(nn.Linear(300, 101), nn.Linear(101, 3)).double()
     for p in model.parameters():
         nn.init.zeros_(p)
@@ -235,7 +235,7 @@ def noise(**options):
 
 
 def peaks(how):
-    """Bytes at the worst moment of a step of the engine, of a model whose parameters are most of it, and the losses."""
+    """(peak bytes of an engine's step, losses) for a model whose parameters take most of the memory."""
     torch.manual_seed(1)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(40)], nn.Linear(128, 3))
     if how == "fsdp":
@@ -292,7 +292,7 @@ def main(rank, processes, folder):
         found["replicas"] = noise(mesh=replicated())
     found |= {"noise": noise(), "peak": peaks("fsdp")}
     torch.save(found, f"{folder}/{rank}.pt")
-    dist.barrier()  # or the first to end takes its store away from the other
+    dist.barrier()  # the first process to end would close the store that others use
     dist.destroy_process_group()
 
 
@@ -302,4 +302,4 @@ if __name__ == "__main__":
     else:
         main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     sys.stdout.flush()
-    os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
+    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter shuts down

@@ -1,4 +1,4 @@
-"""`stress_test --smoke` on an executor, and what it recorded; on this machine once for all tests."""
+"""Runs `stress_test --smoke` on an executor and reads its records; locally once for all tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cell = tuple[str, int, str]
 
 
 def smoke(folder: Path, *arguments: str) -> list[Cell]:
-    """(trial id, round, outcome) of every record; figures were drawn of them."""
+    """Run, check that figures were drawn, and return (trial id, round, outcome) of every record."""
     command = [sys.executable, "-m", "dpbench", "run", "stress_test", "--smoke", "--device", "cpu"]
     done = subprocess.run(
         [*command, "--output", str(folder), *arguments], capture_output=True, text=True, timeout=PATIENCE

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: one that is gone is an answer, and no wait is without an end."""
+"""Waits for other processes, with a limit; files of an ended process read as empty."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Seconds for which a test waits before it calls a process hung: however slow the machine, no other takes that long.
+#: Seconds before a test calls a process hung: more than any process takes on the slowest machine.
 PATIENCE = 900.0
 
 
 def soon(condition: Callable[[], Any]) -> bool:
-    """Whether it comes true while a test has patience."""
+    """True if the condition becomes true within `PATIENCE`."""
     end = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > end:
@@ -22,12 +22,12 @@ def soon(condition: Callable[[], Any]) -> bool:
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait until it is true; else the test fails, and says `what` did not happen."""
+    """Wait until the condition is true; else fail the test with `what`."""
     assert soon(condition), f"expected within {PATIENCE:g} s: {what}"
 
 
 def read(path: Path) -> bytes:
-    """A file's content; nothing of one that is not there yet, or of a process that has ended."""
+    """A file's content; empty if the file is missing or its process has ended."""
     try:
         return path.read_bytes()
     except OSError:
@@ -35,25 +35,25 @@ def read(path: Path) -> bytes:
 
 
 def lines(path: Path) -> list[str]:
-    """The lines of a file, as far as it is there."""
+    """The lines of a file; none if it is missing."""
     return read(path).decode().splitlines()
 
 
 def of_process(pid: int, name: str) -> bytes:
-    """What /proc says of a process under a name; nothing if it has ended."""
+    """The content of /proc/PID/NAME; empty if the process has ended."""
     return read(Path(f"/proc/{pid}/{name}"))
 
 
 def state(pid: int) -> str:
-    """The letter that /proc has for it (R, S, T, Z ...); none if it has ended and was reaped."""
+    """The process state in /proc (R, S, T, Z, ...); empty if it has ended and was reaped."""
     return of_process(pid, "stat").rpartition(b")")[2].decode().strip()[:1]
 
 
 def alive(pid: int) -> bool:
-    """Whether it still runs: a zombie has ended."""
+    """True if the process still runs; a zombie has ended."""
     return state(pid) not in ("", "Z")
 
 
 def all_gone(pids: Any) -> bool:
-    """Whether all of these end while a test has patience."""
+    """True if all these processes end within `PATIENCE`."""
     return soon(lambda: not any(map(alive, pids)))

@@ -1,4 +1,4 @@
-"""Rows that are written into other tensors, and read from them: of the batch, of a part of it, of a parameter."""
+"""Cases that write rows into other tensors and read them: rows of the batch, of a part of it, or of a parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oddities import B, Case, D, Forward, T, layer_and_vector
 from torch import Tensor, nn
 
 Taking = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""(module, rows [n, 3] of a part of the positions, the samples that they are of [n], their positions [n]) -> [n, 3]."""
+"""(module, rows [n, 3] of some positions, their samples [n], their positions [n]) -> [n, 3]."""
 
 
 def parts() -> dict[str, Any]:
@@ -18,7 +18,7 @@ def parts() -> dict[str, Any]:
 
 
 def of_some(take: Taking) -> Forward:
-    """Of some positions of each sample, end to end, summed up for each sample afterwards."""
+    """Apply `take` to concatenated rows of some positions of all samples, then sum by sample."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         inside = x[..., 0] > 0
@@ -31,7 +31,7 @@ def of_some(take: Taking) -> Forward:
 
 
 def of_sorted(back: Callable[[Tensor, Tensor], Tensor]) -> Forward:
-    """Samples sorted, and put back by `back(rows, order)`."""
+    """Sort samples, and restore their order by `back(rows, order)`."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         order = x[:, 0].argsort()
@@ -42,7 +42,7 @@ def of_sorted(back: Callable[[Tensor, Tensor], Tensor]) -> Forward:
 
 
 def of_ends(write: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> Forward:
-    """`write(module, h [B, T, 3], mask [B, T], last [B])` sets something in the sequences h."""
+    """`write(module, h [B, T, 3], mask [B, T], last [B])` changes entries of the sequences h."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         inside = x[..., 0] > 0
@@ -79,7 +79,7 @@ def one_of_two(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
 
 
 def counted(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """Divided by how many rows there are to a sample."""
+    """Divide by the number of rows of each sample."""
     counts = torch.zeros(B).to(h).index_add(0, samples, torch.ones(len(h)).to(h))
     return h / counts[samples][:, None] * m.p
 
@@ -91,7 +91,7 @@ def masked(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
 
 
 def turned(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """Rows in the opposite order and back, by entries; and each row's entries sorted."""
+    """Reverse rows and restore them by gathering entries; then sort each row's entries."""
     back = torch.arange(len(h)).flip(0)[:, None]
     h = m.layer.bias + h.gather(0, back.expand(h.shape)) * m.p
     h = torch.take_along_dim(h, back, 0)
@@ -131,7 +131,7 @@ def assigned(m: Any, h: Tensor, inside: Tensor, last: Tensor) -> Tensor:
 
 
 def filled(m: Any, h: Tensor, inside: Tensor, last: Tensor) -> Tensor:
-    """A parameter wherever there is nothing."""
+    """Fill positions outside the mask with a parameter."""
     found = m.p.expand(h.shape).clone()
     found[inside] = h[inside]
     return found
@@ -177,4 +177,4 @@ WRITTEN = [
     Case("filled", of_ends(filled), parts),
     Case("filled at", of_ends(filled_at), parts),
 ]
-"""Each is exact."""
+"""Backends on the tape are exact on each."""
