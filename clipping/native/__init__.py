@@ -1,1 +1,1 @@
-"""The kernels in C, and how they are compiled and loaded."""
+"""The C kernels, compiled and loaded by `library`."""

@@ -1,7 +1,7 @@
 /* Discrete Gaussian noise on a grid, in integers: clipping/noise/discrete.py describes it, and has the same in Python.
 
-   Each group of 128 coordinates reads its own stream, and takes as many words as its rejections need. So the time of a
-   draw depends on its value (never on the total that it is added to). */
+   Each group of 128 coordinates reads its own stream, and uses as many words as its rejections need. The time of a draw
+   therefore depends on its value, but never on the total that it is added to. */
 
 #include "cipher.h"
 
@@ -10,7 +10,7 @@
 
 typedef unsigned __int128 wide;
 
-#define HELD (BLOCKS * WORDS / 2) /* 64-bit words in a set */
+#define HELD (BLOCKS * WORDS / 2) /* 64-bit words of a set */
 
 typedef struct {
   uint32_t states[SETS][WORDS]; /* of consecutive sets */
@@ -85,7 +85,7 @@ static void discrete_units(I low, I high, void *given) {
   I tensor = tensor_of(job, low), keyed = -1;
   for (I unit = low; unit < high; unit++) {
     while (unit >= job->units[tensor + 1]) tensor++;
-    if (tensor != keyed) { /* each tensor has its own key: a group's stream may need more blocks than its place has */
+    if (tensor != keyed) { /* each tensor has its own key, so that a group's stream can be arbitrarily long */
       uint32_t *state = from.states[0];
       memcpy(state, job->state, sizeof(from.states[0]));
       memcpy(state + 13, job->nonces + 3 * tensor, 3 * sizeof(*state));

@@ -1,5 +1,5 @@
-/* gram_norm. Positions come before features, so that inner products read contiguous memory. SIDE rows meet SIDE rows,
-   and their sums stay in registers from the first feature to the last. */
+/* gram_norm. Features are contiguous, so inner products read consecutive memory. A tile multiplies SIDE rows with SIDE
+   rows, and keeps their sums in registers over all features. */
 
 #include "shared.h"
 #include <math.h>
@@ -7,10 +7,10 @@
 #define SIDE (REGISTERS == 32 ? 5 : 3)
 #define TILE (SIDE * SIDE)
 #define TREES ((TILE + LANES - 1) / LANES)
-#define DIAGONAL ((SIDE + LANES - 1) / LANES) /* trees of it */
+#define DIAGONAL ((SIDE + LANES - 1) / LANES) /* trees that sum a tile's diagonal */
 #define PANEL 393216 /* bytes of positions that stay in a second-level cache while others stream through */
 
-/* Sums of the lanes of LANES vectors at once: halves of two vectors are added, until one lane is left of each. */
+/* Sum the lanes of LANES vectors at once: add halves of two vectors until each vector has one lane left. */
 
 #define OWN(l, h) ((l) & (h) ? (l) + LANES : (l))
 #define OTHER(l, h) ((l) & (h) ? ((l) ^ (h)) + LANES : (l) ^ (h))
@@ -31,7 +31,7 @@
       __builtin_shufflevector(x[2 * i], x[2 * i + 1], ALL(OWN, h)) +                    \
       __builtin_shufflevector(x[2 * i], x[2 * i + 1], ALL(OTHER, h));
 
-/* Position of the sum of the i-th vector of several trees: the bits of i reversed, within its tree. */
+/* Index of the i-th vector's sum in the output of several trees: the bits of i reversed within its tree. */
 INLINE int lane(int i) {
   int found = 0;
   UNROLL for (int h = 1; h < LANES; h *= 2) found = 2 * found + ((i & h) != 0);
@@ -70,7 +70,7 @@ typedef struct {
 } gram_job;
 
 /* Products of SIDE rows from t on with SIDE rows from s on, not yet summed over lanes. Beyond the end the last row
-   repeats, and `of_positions` ignores it. */
+   repeats; `of_positions` ignores the repeats. */
 APART void dots(const rows *of, I sample, I t, I s, I end, vector *out) {
   const REAL *x[SIDE], *y[SIDE], *first = of->x + sample * of->sample;
   const I features = of->features, stride = of->position;
@@ -108,7 +108,7 @@ static void add_reaches(const gram_job *job, I k, const vector *tile, const REAL
     add_reach(job->lost + 2 * k, sqrt(inputs[lane(i * (SIDE + 1))]), sqrt(gradients[lane(i)]), found + 2 * k);
 }
 
-/* The part of a sample's sum in which t is in [start, stop), of the lower triangle with the diagonal. */
+/* A sample's sum over t in [start, stop) in the lower triangle with the diagonal. */
 static double of_positions(const gram_job *job, I sample, I start, I stop, double *reaches) {
   I end = job->positions, panel = PANEL / (job->entries * (I)sizeof(REAL)) / SIDE * SIDE;
   double total = 0;
@@ -155,7 +155,7 @@ static void gram_units(I low, I high, void *given) {
   }
 }
 
-/* `gradients`: x, features and both strides of each, as in `rows`; `lost`: of each as in `row_reaches`, or NULL. */
+/* `gradients`: for each one x, features and both strides, as in `rows`; `lost`: for each as in `row_reaches`, or NULL. */
 void gram_norm(for_each *parallel, const REAL *a, const I *strides, I samples, I positions, I inputs,
                const I *gradients, I count, I parts, REAL *out, const double *lost, REAL *reaches) {
   gram_job job = {{a, inputs, strides[0], strides[1]}, (const rows *)gradients, count, positions, parts, out,

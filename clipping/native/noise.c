@@ -1,4 +1,4 @@
-/* Normals from ChaCha20, added to a sum: clipping/noise/chacha.py describes them, and has torch code for them.
+/* Add normals from ChaCha20 to a sum: clipping/noise/chacha.py describes them, and has the same in torch.
 
    A group is 16 blocks of the cipher, 128 normals; see cipher.h. The code has no branches and no tables. */
 
@@ -114,7 +114,7 @@ void noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, co
   each(parallel, units[tensors], COST, noise_units, &job);
 }
 
-/* Number of sets that the cipher makes at once; the words [sets, 16 words, 16 blocks] of as many states, for tests. */
+/* For tests: write the cipher's words [sets, 16 words, 16 blocks], if there are states; returns the number of sets. */
 int cipher_words(const uint32_t *states, uint32_t *out) {
   if (states) chacha((const uint32_t(*)[WORDS])states, (blocks *)out);
   return SETS;

@@ -1,6 +1,6 @@
-/* pixel_norms. Features come before positions, as in an image's memory. HIGH pixels are multiplied with vectors of
-   others, after a copy that makes each tile's input contiguous. (Features of a large image are a power of two apart;
-   a first-level cache would hold few of them at a time.) */
+/* pixel_norms. Pixels are contiguous, as in an image's memory. A tile multiplies HIGH pixels with vectors of others,
+   after a copy that makes its input contiguous: a large image's features are a power of two apart, and few of them
+   would fit into a first-level cache at a time. */
 
 #include <math.h>
 
@@ -18,8 +18,8 @@ typedef struct {
 
 typedef struct {
   source images;
-  I count; /* offsets */
-  const I *offsets; /* of a row and of a column, of each */
+  I count; /* of offsets */
+  const I *offsets; /* [count, 2]: row and column */
 } phase;
 
 typedef struct {
@@ -123,7 +123,7 @@ static void triangle(const image *of, I s, REAL *out, I pitch) {
   if (t < end) tiles[(end - t - 1) / LANES](of, rows, strip, out + t, pitch);
 }
 
-/* 1 where the pixel that an output column reads is inside the row, for each offset of each phase. */
+/* For each offset of each phase: 1 if the pixel that an output column reads is inside the row, else 0. */
 static void mask_columns(const pixel_job *job, REAL *masks) {
   for (I k = 0; k < job->count; k++)
     for (I o = 0; o < job->phases[k].count; o++, masks += job->room)
@@ -133,8 +133,8 @@ static void mask_columns(const pixel_job *job, REAL *masks) {
       }
 }
 
-/* <the sum of all shifts of the pixel Gram matrices, the Gram matrix of g> of one sample; and its reach, from the
-   squared norms on both diagonals. */
+/* For one sample, the inner product of the sum of all shifted pixel Gram matrices with the Gram matrix of g; and its
+   reach, from the squared norms on both diagonals. */
 static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL *scratch, double reach[2]) {
   I positions = job->positions, width = job->width, pitch = job->room;
   REAL *row = scratch, *grams = row + HIGH * pitch, *gram = grams, *copy = grams;
@@ -154,7 +154,7 @@ static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL 
       const REAL *mask = masks;
       vector found = {0};
       double patch = 0;
-      for (I s = 0; s < t; s++) of[s] *= 2; /* for the upper triangle */
+      for (I s = 0; s < t; s++) of[s] *= 2; /* counts the upper triangle, too */
       for (I s = t + 1; s < (t / LANES + 2) * LANES; s++) of[s] = 0;
       gram = grams;
       for (I k = 0, count; k < job->count; gram += (count + HIGH) * pitch, k++) {
@@ -225,8 +225,8 @@ I pixel_scratch(const phase *phases, I count, const source *g) {
   return entries_of(&job);
 }
 
-/* `scratch`: zeros, as entries not yet written are multiplied by zero. `out`: squared norms and both parts of
-   reaches, [samples, 3]. */
+/* `scratch`: zeros, because unwritten entries are multiplied by zero. `out`: squared norms and both parts of reaches,
+   [samples, 3]. */
 void pixel_norms(const phase *phases, I count, const source *g, for_each *parallel, index_of_thread *thread, I samples,
                  REAL *scratch, double beside_inputs, double beside_outputs, REAL *out) {
   pixel_job job = job_of(phases, count, g);

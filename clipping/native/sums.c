@@ -3,8 +3,8 @@
 #include "shared.h"
 #include <math.h>
 
-#define LONG 4096 /* entries that are summed up in a REAL */
-#define DEPTH 32 /* positions likewise */
+#define LONG 4096 /* entries summed in a REAL; longer sums continue in a double */
+#define DEPTH 32 /* positions summed in a block */
 #define CHUNK 256 /* features whose sums stay in a first-level cache */
 
 typedef struct {
@@ -100,7 +100,7 @@ typedef struct {
 
 static void row_units(I low, I high, void *given) {
   const reach_job *job = given;
-  const I *of = job->sizes; /* positions, then of a and of g: features, and strides of a sample and of a position */
+  const I *of = job->sizes; /* positions; then for a and for g: features, stride of a sample, stride of a position */
   for (I unit = low; unit < high; unit++) {
     const REAL *a = job->a + unit * of[2], *g = job->g + unit * of[5];
     double found[2] = {0, 0};
@@ -142,8 +142,8 @@ static void patch_units(I low, I high, void *given) {
   }
 }
 
-/* Reaches of convolutions, from norms of pixels: a [samples, rows, columns] of images, g of the output's gradient; both
-   sizes, then two each of kernel, stride, padding, dilation. [samples, 2] */
+/* Reaches of convolutions [samples, 2], from norms of pixels [samples, rows, columns]: a of images, g of the output's
+   gradient. `sizes`: rows and columns of a, of g; then two each of kernel, stride, padding, dilation. */
 void patch_reaches(for_each *parallel, const REAL *a, const REAL *g, const I *sizes, I samples, double beside_inputs,
                    double beside_outputs, REAL *out) {
   reach_job job = {a, g, sizes, {beside_inputs, beside_outputs}, out};
