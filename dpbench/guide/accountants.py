@@ -34,8 +34,7 @@ calibrate_noise_multiplier("prv", target_epsilon=1.0, sample_rate=0.01, steps=10
 | `best` | the smallest valid bound of all, beside the certified lower bound | an upper bound |
 
 **An estimate is not a guarantee**: it can lie below the true ε. Every output states the kind. `prv:lower` is a
-certified lower bound. The true ε lies between it and the upper bound, so a small gap means that no tighter accountant
-is worth a search.
+certified lower bound; if it is close to the upper bound, no tighter accountant is worth a search.
 
 ## What ε depends on
 

@@ -91,9 +91,9 @@ for images, targets in engine.data_loader(data):
 ```
 
 Here the engine also sees the loss function, and refuses a loss that mixes records. From the third or fourth batch of a
-shape, a step runs as one compiled program if it can be captured and that is faster. Small models gain most, since
-Python between the operations dominates their time. `compile=False` runs every step eagerly; `compile=True` refuses a
-step that cannot be captured.
+shape, a step runs as one program if it can be captured and that is faster. Small models gain most: Python between the
+operations dominates their time. `compile=False` runs every step eagerly; `compile=True` refuses a step that cannot be
+captured.
 
 ## Checkpoints, several processes, schedulers
 
@@ -143,18 +143,17 @@ Trainer(strategy=strategy).fit(module, loader)
 
 ## What the engine guarantees
 
-In every step, by construction: the sum contains each record's clipped gradient once, noise is added once, and the
-divisor is a constant. Checks find records that mix: they replace the other records, set them to NaN, and add or remove
-some.
+By construction, every step sums each record's clipped gradient once, adds noise once, and divides by a constant. Checks
+find records that mix: they replace the other records, set them to NaN, and add or remove some.
 
 | interface | checks | when |
 |---|---|---|
-| `make_step` | model and loss | new code and shapes; compiled steps have guards |
+| `make_step` | model and loss | new code and shapes; in programs, guards detect changes |
 | `optimizer.step`, `virtual_step`, accelerate | model, and operations on its outputs | new shapes, 1 step in 400 |
 | Trainer, Lightning, Opacus | the same, and the loss's divisor | first batches, new shapes, programs, 1 step in 400 |
 | `load_backend(...)` | model and loss | new graphs and shapes, 1 step in 400 |
 
 If records mix, the step is refused. A step that fails releases nothing. `dpbench.engine` lists the rules behind every
 interface, and `dpbench.integrations.sharp_edges` common mistakes, the result of each, and its test. **Not detected in
-your own loop:** a loss that depends on the labels of other records. Divide losses by constants.
+your own loop or accelerate's:** a loss that depends on the labels of other records. Divide losses by constants.
 """
