@@ -187,15 +187,6 @@ def is_followed(kind: Any) -> bool:
     return kind is _NODE or kind.__name__ in VIEWS
 
 
-def overwrites(node: Any) -> bool:
-    """Whether a node works in the memory of the gradient that it is handed.
-
-    Args:
-        node: of the graph.
-    """
-    return type(node) is _NODE and node.alone
-
-
 def note_alone(leads: dict[Any, list[Any]]) -> None:
     """Mark nodes that exclusively own their incoming gradient.
 
