@@ -16,13 +16,15 @@ small model pays, or any on a GPU. What is traced runs in one of these ways:
     compiled   the graph by TorchInductor, which fuses what is between products; equal to rounding; on a GPU replayed
 
 Each is compared with the eager step and timed when the graph is new, and the fastest is taken: on a CPU Inductor makes
-a ViT faster, and a ResNet slower, ordinary training's as well as ours. A step that runs is not looked at again: it can
-do nothing else. Parameters, buffers and the random numbers of dropout are read anew in each.
+a ViT faster, and a ResNet slower, ordinary training's as well as ours. Each step reads parameters, buffers and the
+random numbers of dropout. Only the caller's Python may change where TorchDynamo has no guard: in a program's second
+step, and in one of 200 later ones, that Python runs, too, and its losses are compared.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
@@ -49,6 +51,8 @@ GLOBAL_HOOKS = (
 """Of all modules: Dynamo's guards leave them out, and functions of a module's class."""
 BEFORE, MOST = 2, 12
 """Eager steps before a graph, in which routes are planned and timed; and graphs in all."""
+RATE = 1 / 200
+"""Share of a program's steps, besides its second one, in which the caller's code computes the losses, too."""
 
 
 class _AsItIs(Exception):
@@ -94,6 +98,7 @@ class Graphs:
         self._why = ""  # steps run eagerly
         self._told = False
         self._pool = Pool()
+        self._random, self._was_used = random.Random(0), False
         self._batch: Batch | None = None
         self._found: ClippedGradient | None = None
         self.steps, self.is_new = 0, False
@@ -157,7 +162,7 @@ class Graphs:
         return self._found
 
     def _refuse(self, error: Exception, batch: Batch) -> None:
-        if not self._strict:
+        if not self._strict and not self._was_used:
             self._why = str(error)
             _LOG.info("steps run eagerly: %s", self._why)
             return
@@ -200,7 +205,12 @@ class Graphs:
         captured.notes[version] = graph, calls + 1
         if graph is None or graph.way == "eager":
             raise _AsItIs
+        if graph.steps == 1 or self._random.random() < RATE:
+            self._was_used = graph.steps > 1
+            graph.require_same_losses(given, self._batch)
+            self._was_used = False
         self.steps += 1
+        graph.steps += 1
         self._found, outputs = graph(given, self._batch.parameters)
         return outputs
 

@@ -80,6 +80,8 @@ class Graph:
     """
 
     way: Way = "traced"
+    steps = 0
+    """Number of steps that it has run."""
 
     def __init__(
         self,
@@ -109,7 +111,8 @@ class Graph:
         text = repr((captured.graph.code, kinds, casts, sorted(self._own), version))
         self.kind = hashlib.sha256(text.encode()).hexdigest()[:24]
         self._has_norms = True
-        self._require_same_losses(given, lambda: losses_of(batch.inputs, batch.targets))
+        self._losses_of = losses_of
+        self.require_same_losses(given, batch)
         self._step: Run = self._traced(given)
 
     def __call__(self, given: Sequence[Tensor], parameters: Parameters) -> tuple[ClippedGradient, Sequence[Tensor]]:
@@ -186,14 +189,22 @@ class Graph:
             finally:
                 put_back(kept)
 
-    def _require_same_losses(self, given: Sequence[Tensor], losses: Callable[[], Tensor]) -> None:
-        """Raise for a graph whose losses are not those of the caller's code, or that code draws what no graph does.
+    def require_same_losses(self, given: Sequence[Tensor], batch: Batch) -> None:
+        """Compare the graph's losses with those of the caller's code, run once more.
 
-        Dynamo computes some things once (`random.shuffle`), and code may ask whether it is compiled.
+        TorchDynamo computes some things once (`random.shuffle`), does not guard others (a generator's next item, an
+        environment variable), and code may ask whether it is compiled.
+
+        Args:
+            given: arguments of the captured graph.
+            batch: the same, as the caller has it.
+
+        Raises:
+            UnsupportedModel: they differ, or the code draws random numbers outside torch.
         """
         draws = Draws()
         with self._repeated(given, draws):
-            expected = losses().detach()
+            expected = self._losses_of(batch.inputs, batch.targets).detach()
             if draws.used_outside_of_torch():
                 raise no_graph(self._name, "it cannot be captured", NotCaptured(DRAWS))
         with self._repeated(given, draws):
@@ -201,7 +212,7 @@ class Graph:
         limit = of_other_kernels(expected, coarsest([expected, *given], TOLERANCE))
         finite = bool(expected.isfinite().all())  # what is no number is refused by others
         if finite and not torch.allclose(found, expected, rtol=0, atol=limit * float(expected.abs().max())):
-            error = NotCaptured("its losses are others when TorchDynamo captures it")
+            error = NotCaptured("its losses are not the captured graph's: they depend on what TorchDynamo cannot guard")
             raise no_graph(self._name, "it cannot be captured", error)
 
     def _parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:

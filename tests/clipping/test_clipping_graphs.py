@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
+import random
 import shutil
 import warnings
 
@@ -391,6 +395,51 @@ def test_rows_that_numbers_order_are_refused_by_name():
     model, (x, y) = Sorted(), batch()
     with opened("bk_mixed", model) as b, pytest.raises(UnsupportedModel, match=r"whose they are is known by numbers"):
         steps(b, x, y)
+
+
+NUMBERS = random.Random(0)
+
+
+def shuffled():
+    order = [1.0, 2.0, 3.0, 4.0, 5.0]
+    NUMBERS.shuffle(order)
+    return order[0]
+
+
+UNGUARDED = {
+    "an environment variable": lambda: float(os.getenv("DPBENCH_TEST_SCALE", "1")),
+    "a generator of the model's own": shuffled,
+    "an iterator": functools.partial(next, itertools.cycle([1.0, 2.0, 3.0])),
+}
+
+
+@pytest.mark.parametrize("kind", UNGUARDED)
+def test_what_no_guard_sees_is_found_before_it_is_used(kind, monkeypatch):
+    """TorchDynamo reads it once, or captures nothing; in the program's second step the caller's code runs, too."""
+    model, (x, y) = small(), batch()
+    with (
+        opened("bk_mixed", model, lambda o, y: cross_entropy(o, y) * UNGUARDED[kind](), verify=False) as b,
+        pytest.raises(UnsupportedModel, match="its step is no graph"),
+    ):
+        for step in range(9):
+            monkeypatch.setenv("DPBENCH_TEST_SCALE", str(1 + step % 3))
+            b(x, y)
+
+
+@pytest.mark.parametrize("compile", [True, "auto"])
+def test_what_no_guard_sees_is_an_error_if_it_was_used(compile, monkeypatch):
+    monkeypatch.setattr(clipping.program.graphs, "RATE", 1.0)
+    model, (x, y) = small(), batch()
+    scaled = UNGUARDED["an environment variable"]
+    made = load_backend("bk_mixed")(
+        model, lambda o, y: cross_entropy(o, y) * scaled(), clip=CLIP, compile=compile, timing=False
+    )
+    with made as b:
+        steps(b, x, y, 6)
+        assert b.graphs.steps > 2
+        monkeypatch.setenv("DPBENCH_TEST_SCALE", "2")
+        with pytest.raises(UnsupportedModel, match="they depend on what TorchDynamo cannot guard"):
+            b(x, y)
 
 
 class Numbered(nn.Module):
