@@ -38,7 +38,7 @@ thousandth. Sums leave in float32 at least, from portions that are added up in f
 `bk_mixed` plans: for each use of each parameter there are several exact ways to its norm (Gram matrices from patches,
 from pixels or by a kernel; gradients by the library's grouped kernel or from patches, kept for the sum or not, in
 larger or smaller blocks). They are timed on the device in the second step and remembered for the next run, and the
-fastest are taken that keep no more for the sum than each layer's input and output gradient. `bk_mixed:paper`,
+fastest are taken that keep no more for the sum than each layer's output gradient. `bk_mixed:paper`,
 `bk_mixed:time` and `bk_mixed:memory` plan by the paper's rule, by time alone and by memory alone.
 
 On a CPU the kernels are compiled by `cc` (GCC 12 or newer, or Clang; `CC` names another) in a second, once, into

@@ -73,14 +73,13 @@ def choices_of(rule: Rule, output: Spec, costs: Costs) -> list[Choice]:
         output: shape and dtype of its output.
         costs: measured or predicted.
     """
-    count, held_input = rule.samples(output), rule.held_input()
-    pair = output.numel() * output.element_size() + (0 if held_input is None else held_input.nbytes)
-    each = rule.instantiated_bytes(output)
+    count, each = rule.samples(output), rule.instantiated_bytes(output)
+    gradient = output.numel() * output.element_size()  # autograd holds the input anyway when memory is fullest
     found = []
     for ghost in (True, False):
         for route, seconds, block in _routes(rule, output, costs, ghost=ghost):
             workspace = rule.norm_bytes(output, route.way or rule.best_way(output, ghost=ghost), block)
-            found.append(Choice(route, seconds + costs.weight_gradient, pair, workspace))
+            found.append(Choice(route, seconds + costs.weight_gradient, gradient, workspace))
             if not ghost and costs.kept is not None:
                 seconds = KEEPING * (seconds + costs.kept)
                 found.append(Choice(replace(route, kept=True), seconds, count * each, max(0, workspace - block * each)))

@@ -8,13 +8,13 @@ A use has three kinds of routes for its norm and its share of the clipped sum:
 
 The strategies of arXiv:2205.10683 and what is better known since:
 
-    auto       least time, with no more kept for the sum than (a, g), and little workspace
+    auto       least time, with no more kept for the sum than g, and little workspace
     time       least time, whatever the memory
     memory     least memory
     paper      ghost where 2T² <= pd, else instantiated (the rule of the paper, on space alone)
 
-For "auto" one rule for each use suffices: Gram matrices take less time than instantiated gradients, T²(p + d) <= Tpd,
-about where the gradients, pd, take more memory than (a, g), T(p + d).
+"auto" decides for each use alone. This suffices: Gram matrices take less time than instantiated gradients, T²(p + d) <=
+Tpd, about where the gradients, pd, take more memory than (a, g), T(p + d).
 
 Times come from formulas at first. The second step with a batch of about the same size times its uses on the device,
 once (`clipping.planning.costs`), and plans again. All routes are exact, so a plan changes a result by rounding only. To
@@ -157,8 +157,8 @@ class Planner:
             kinds = {(c.route.ghost, c.route.kept): c for c in reversed(choices)}  # the fastest blocks of each
             return min(kinds.values(), key=lambda choice: (choice.held + choice.workspace, choice.seconds))
         if self.strategy == "auto":
-            pair = min(choice.held for choice in choices if not choice.route.kept)
-            choices = [choice for choice in choices if choice.held <= pair]
+            least = min(choice.held for choice in choices if not choice.route.kept)
+            choices = [choice for choice in choices if choice.held <= least]
             most = max(rule.room() // WORKSPACES, min(choice.workspace for choice in choices))
             choices = [choice for choice in choices if choice.workspace <= most]
         return min(choices, key=lambda choice: choice.seconds)

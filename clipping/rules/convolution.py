@@ -21,6 +21,7 @@ from torch import Tensor
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import concatenated
 from clipping.numerics import kernels
+from clipping.numerics.convolution_memory import Convolution
 from clipping.numerics.gram import gram_product, part
 from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
@@ -289,7 +290,13 @@ class ConvolutionWeight(Bilinear):
         if way == COMPILED:
             features = max(self.parameter.shape[1], self.parameter.shape[0] // self.groups)
             return kernels.cpu.scratch_bytes(math.prod(self.x.shape[2:]), self.positions, features, block, g.dtype)
-        return super().norm_bytes(g, way, block)
+        if way != "grouped" or self.parameter.device.type != "cpu":
+            return super().norm_bytes(g, way, block)
+        spare = 0 if g.numel() >= block * self.parameter.numel() else block * self.instantiated_bytes(g)
+        outputs, *kernel = self.parameter.shape  # the block's samples are folded into the groups
+        x, y = ([1, block * shape[1], *shape[2:]] for shape in (self.x.shape, g.shape))
+        folded = Convolution(x, (block * outputs, *kernel), y, self.stride, block * self.groups, g.dtype)
+        return spare + folded.weight_gradient()
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         available = self.workspace(g)

@@ -69,7 +69,7 @@ gradients of the activations and one product for each weight; only the norms are
 the e of all layers, which ordinary training frees as it goes.
 
 `bk_mixed` is book-keeping with a planner. For each layer the planner times several exact ways to compute the norm on
-the machine. It takes the fastest that keep no more than a and e. A layer with a Gram norm keeps e. A layer that
+the machine. It takes the fastest that keep no more than e. A layer with a Gram norm keeps e. A layer that
 instantiates gradients either keeps them for the sum or forms them again.
 
 ## What is in memory when

@@ -12,7 +12,7 @@ by autograd count because their storages live. The backward pass runs on the cal
 (`set_multithreading_enabled(False)`).
 
 **Inside an operation** a kernel allocates and frees memory that no mode sees. For a CPU, formulas add it
-(`temporaries`): copies of a convolution's operands in oneDNN's layout (`measure.convolution_memory`), a softmax's
+(`temporaries`): copies of a convolution's operands in oneDNN's layout (`numerics.convolution_memory`), a softmax's
 dense copy of its input, a group norm's sums, a wide copy of a term added to a wider sum. Workspaces of cuDNN and
 cuBLAS, rounding by the allocator and fragmentation are unknown: nothing is added on CUDA, or for a device that this
 machine lacks. The experiment `memory_accuracy` compares.
@@ -45,8 +45,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import InTurn, Parts, taken_by
+from clipping.numerics.convolution_memory import Convolution
 from dpbench.measure.bench import Memory, storage_bytes
-from dpbench.measure.convolution_memory import Convolution
 from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 
 #: Files whose functions wrap a mode, to keep the compiler away from it.

@@ -13,9 +13,9 @@ from clipping import compare, load_backend
 from clipping.accel import chunked_conv as pieces
 from clipping.accel.chunked_conv import Pieces
 from clipping.numerics import products as matmul
+from clipping.numerics.convolution_memory import Convolution
 from clipping.rules import base
 from clipping.tape.record import Tape
-from dpbench.measure.convolution_memory import Convolution
 from dpbench.measure.memory import measured_peak
 
 CPU = torch.device("cpu")

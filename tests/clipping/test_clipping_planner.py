@@ -107,10 +107,10 @@ def test_the_paper_s_rule():
     assert [ghost for ghost, _ in kinds(planned(Planner("paper")))] == [False, True, True]
 
 
-def test_auto_keeps_no_more_than_input_and_output_gradient(costs):
-    """Kept gradients are fastest; those of the linear layer, 512·10, are more than 512 + 10."""
+def test_auto_keeps_no_more_than_the_output_gradient(costs):
+    """Kept gradients are fastest: 8·27 against 8·256 numbers, 32·72 against 32·16, and 512·10 against 10."""
     costs(conv_only)
-    assert kinds(planned(Planner())) == [(False, True), (False, True), (False, False)]
+    assert kinds(planned(Planner())) == [(False, True), (False, False), (False, False)]
 
 
 ROOM = 16 * 2**20

@@ -167,8 +167,8 @@ class Forced(Planner):
         self.taken: set[tuple[str, str]] = set()
         self.most = 1
 
-    def plan(self, tape: Any, losses: Tensor, outside: Callable[[], list[Tensor]], count: int = 0) -> Plan:
-        plan = super().plan(tape, losses, outside, count)
+    def plan(self, tape: Any, losses: Tensor, count: int = 0) -> Plan:
+        plan = super().plan(tape, losses, count)
         readings = [(source, rule) for use in tape.uses for source, rule in use.rules]
         routes = [
             self.forced(route, rule) if has_choice(source, rule, tape.counts) else route
