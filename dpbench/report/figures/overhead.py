@@ -32,7 +32,7 @@ _ROW, _TITLE, _AXIS, _LEGEND = 0.165, 0.52, 0.36, 0.3
 _NUMBERS, _AT = 0.92, (0.42, 0.89)
 # Smaller ratios appear as an arrow at the edge: only `microbatch` needs so little memory.
 _LOWEST = 0.6
-_CHARACTER = 0.083  # inches, of a heading
+_CHARACTER, _LETTER = 0.083, 0.061  # inches, of a heading and of a name
 _TICKS = (1, 2, 4, 8, 16, 32, 64)
 _TIME: dict[str, Any] = {"marker": "o", "markersize": 4.4, "linestyle": "", "zorder": 4}
 _MEMORY: dict[str, Any] = {
@@ -165,11 +165,13 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     down = -(-len(models) // across)
     depth = _ROW * max(len(backends), 1)
     figure, height = sheet(_LEGEND + down * (_TITLE + depth + _AXIS), caption)
-    share = (WIDTH - 2 * _MARGIN - _NAMES - (across - 1) * _GAP) / across
+    names = [style.backend(backend).name for backend in backends]
+    aside = max(_NAMES, _LETTER * max(map(len, names), default=0))
+    share = (WIDTH - 2 * _MARGIN - aside - (across - 1) * _GAP) / across
     highest = max([2.0, *_drawn(frame)]) * 1.25
     for index, (key, own) in enumerate(models):
         column, line = index % across, index // across
-        left = _MARGIN + _NAMES + column * (share + _GAP)
+        left = _MARGIN + aside + column * (share + _GAP)
         bottom = height - _LEGEND - line * (_TITLE + depth + _AXIS) - _TITLE - depth
         axes = figure.add_axes((left / WIDTH, bottom / height, (share - _NUMBERS) / WIDTH, depth / height))
         axes.set_xscale("log")
@@ -180,7 +182,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         if column == 0:
-            axes.set_yticks(range(len(backends)), [style.backend(b).name for b in backends])
+            axes.set_yticks(range(len(backends)), names)
         else:
             axes.set_yticks([])
         axes.tick_params(length=0, labelsize=7.8)
@@ -194,7 +196,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     figure.legend(
         handles=_signs(frame),
         loc="upper left",
-        bbox_to_anchor=((_MARGIN + _NAMES - 0.1) / WIDTH, 1 - 0.02 / height),
+        bbox_to_anchor=((_MARGIN + aside - 0.1) / WIDTH, 1 - 0.02 / height),
         ncols=4,
         frameon=False,
         fontsize=8,
