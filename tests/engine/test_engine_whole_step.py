@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import clipping.program.graphs
@@ -103,6 +104,20 @@ def test_the_same_training_bit_for_bit(compile, loading, clip):
     assert torch.equal(found, wanted)
     assert (other.steps, other.drawn) == (engine.steps, engine.drawn) == (10, 10)
     assert other.privacy_spent().epsilon == engine.privacy_spent().epsilon
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return self[2:](checkpoint(self[:2], x, use_reentrant=False))
+
+
+def test_a_part_that_is_computed_again_is_in_the_program():
+    ends, loading = [], {"max_physical_batch_size": 4, "pad": True}
+    for compile in (None, True):
+        engine, optimizer = make(Checkpointed(*network()))
+        step = by_hand(engine, optimizer) if compile is None else engine.make_step(losses_of, compile=compile)
+        ends.append(train(engine, step, **loading))
+    assert torch.equal(*ends) and step.graphs.steps > 5
 
 
 def test_what_padding_is_does_not_matter():
