@@ -60,7 +60,8 @@ class SameForEach(TorchDispatchMode):
     """Make each sample draw the same numbers in any batch, so that one sample can be compared alone and in a batch.
 
     Acts on the operations beneath autograd. A random operation runs for one sample after the other, each time from the
-    same seed: the number of the operation in this run.
+    same seed, one more than the last operation's. torch's generator keeps that: checkpointed parts, for which torch
+    restores its state, draw the same numbers when they are computed again.
 
     Args:
         batch_size: B; a tensor whose first dimension is a multiple of B has as many rows for each sample.
@@ -69,14 +70,14 @@ class SameForEach(TorchDispatchMode):
     def __init__(self, batch_size: int) -> None:
         super().__init__()
         self._batch_size = batch_size
-        self._count = 0
+        self._seed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        if torch.Tag.nondeterministic_seeded not in func.tags or _drops_nothing(func, given):
-            return func(*args, **(kwargs or {}))
-        self._count += 1
+        kwargs = kwargs or {}
+        if not is_random(func, args, kwargs):
+            return func(*args, **kwargs)
+        given = _named(func, args, kwargs)
+        self._seed = torch.initial_seed() + 1
         return self._drawn(func, given | ({"generator": None} if "generator" in given else {}))
 
     def _drawn(self, func: Any, given: dict[str, Any]) -> Any:
@@ -99,7 +100,7 @@ class SameForEach(TorchDispatchMode):
         return tuple(torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*parts, strict=True))
 
     def _seeded(self, func: Any, given: dict[str, Any]) -> Any:
-        torch.manual_seed(self._count)
+        torch.manual_seed(self._seed)
         return _call(func, given)
 
 
@@ -126,6 +127,7 @@ def same_for_each(batch_size: int) -> Iterator[Draws]:
     before = Draws()
     try:
         random.seed(0)
+        torch.manual_seed(0)
         if _numpy():
             _numpy().seed(0)
         seeded = Draws()
@@ -144,13 +146,25 @@ def _equal(one: Any, other: Any) -> bool:
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
 
 
-def _drops_nothing(func: Any, given: dict[str, Any]) -> bool:
-    """True if fused attention or recurrence has dropout 0: it draws nothing, and can run unchanged.
+def is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True if an operation draws random numbers. Fused attention and recurrence with dropout 0 draw none.
 
-    On a GPU some of its results, such as a generator's state, have no row for each sample.
+    On a GPU some of their results, such as a generator's state, have no row for each sample.
+
+    Args:
+        func: an overload.
+        args, kwargs: its arguments.
     """
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    given = _named(func, args, kwargs)
     dropped = [argument for argument in func._schema.arguments if argument.name in ("dropout_p", "dropout")]
-    return any(given.get(argument.name, argument.default_value) == 0 for argument in dropped)
+    return not any(given.get(argument.name, argument.default_value) == 0 for argument in dropped)
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _call(func: Any, given: dict[str, Any]) -> Any:

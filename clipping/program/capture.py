@@ -12,11 +12,16 @@ import types
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import checkpoint
+
+from clipping.numerics.rng_replay import is_random
 
 LossesOf = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> ℓ [B]: forward pass and loss."""
@@ -71,6 +76,7 @@ class Capture:
             use_numpy_random_stream=True,  # else NumPy's random functions become torch's, of another stream
         )
         self._instead = instead
+        self._checkpoint = torch.ops.higher_order.tag_activation_checkpoint
         marked = dynamo.allow_in_graph(_marked)
 
         def losses(inputs: Any, targets: Any) -> Tensor:
@@ -109,10 +115,18 @@ class Capture:
         sources = (getattr(node.meta.get("grapharg"), "source", None) for node in graph.graph.nodes)
         if any(isinstance(source, self._drawn) for source in sources):  # drawn even where the graph does not run then
             raise NotCaptured(DRAWS)
+        for node in graph.graph.nodes:
+            if node.target is self._checkpoint and _SELECTIVE not in getattr(graph, node.args[0].target).meta:
+                node.target, node.kwargs = computed_again, {}
+        graph.recompile()
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         place = next(i for i, node in enumerate(outputs) if getattr(node, "target", None) is _marked)
         captured = Captured(graph, place)
         return lambda *given: self._instead(captured, given)
+
+
+_SELECTIVE = "_checkpoint_context_fn"
+"""In the meta of a checkpointed part: it keeps some of what it computes."""
 
 
 class _Capturing:
@@ -133,6 +147,30 @@ _capturing = _Capturing()
 def is_captured() -> bool:
     """Is this call part of a step that runs as a graph? Hooks that record a model's forward pass do nothing then."""
     return _capturing.now
+
+
+def computed_again(part: GraphModule, *args: Any) -> Any:
+    """A checkpointed part of a captured graph, which a traced step computes again, too.
+
+    torch's own operator keeps everything while it is traced.
+
+    Args:
+        part: what is checkpointed.
+        args: its arguments.
+
+    Raises:
+        NotCaptured: it draws random numbers while it is traced, and would draw others when it is computed again.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return checkpoint(part, *args, use_reentrant=False)
+    nodes = mode.tracer.graph.nodes
+    before = len(nodes)
+    found = checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False)
+    mine: Any = islice(reversed(nodes), len(nodes) - before)
+    if any(is_random(node.target, node.args, node.kwargs) for node in mine):
+        raise NotCaptured("a checkpointed part draws random numbers")
+    return found
 
 
 def _marked(losses: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -75,6 +76,35 @@ def test_as_without(part, backend):
     torch.testing.assert_close(found[1].norms, found[0].norms, rtol=1e-10, atol=0.0)
     for name, g in found[0].grads.items():
         torch.testing.assert_close(found[1].grads[name], g, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["vmap", "ghost", "bk_mixed"])
+def test_dropout_is_verified_with_the_numbers_that_it_draws_again(backend, monkeypatch):
+    dropping = nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.1), nn.Conv2d(8, 8, 1)
+    monkeypatch.setitem(PARTS, "dropout", lambda: nn.Sequential(*copy.deepcopy(dropping)))
+    model, x = Network("dropout", backend != "vmap"), torch.randn(BATCH, 3, 6, 6)
+    with load_backend(backend)(model, loss_fn, clip=Flat(max_grad_norm=0.1)) as clipped:
+        assert clipped(x, torch.arange(BATCH) % 3).norms.isfinite().all()
+
+
+@pytest.mark.parametrize("part", ["group norm", "attention"])
+def test_a_program_computes_it_again(part):
+    model = Network(part, True).double()
+    x, y = torch.randn(BATCH, 3, 6, 6, dtype=torch.float64), torch.arange(BATCH) % 3
+    clip = Flat(max_grad_norm=0.1)
+    with load_backend("bk_mixed")(model, loss_fn, clip=clip, timing=False) as eager:
+        expected = eager(x, y)
+    with load_backend("bk_mixed")(model, loss_fn, clip=clip, timing=False, compile=True) as compiled:
+        for _ in range(4):
+            found = compiled(x, y)
+        (graph,) = compiled.graphs._graphs
+    torch.testing.assert_close(found.norms, expected.norms, rtol=1e-12, atol=0.0)
+    assert all(torch.allclose(found.grads[name], g, rtol=1e-10, atol=1e-14) for name, g in expected.grads.items())
+    again = torch.ops.aten.convolution.default if part == "group norm" else torch.ops.aten.native_layer_norm.default
+    ran = sum(node.target is again for node in graph._step.graph.nodes)
+    assert ran > sum(isinstance(module, (nn.Conv2d, nn.LayerNorm)) for module in model.modules()) - (
+        part == "attention"
+    )
 
 
 @pytest.mark.parametrize("backend", ["mixed_ghost", "fastgradclip", "bk_mixed", "bk_mixed:memory", "bk_mixed:time"])
