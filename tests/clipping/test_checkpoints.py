@@ -102,9 +102,7 @@ def test_a_program_computes_it_again(part):
     assert all(torch.allclose(found.grads[name], g, rtol=1e-10, atol=1e-14) for name, g in expected.grads.items())
     again = torch.ops.aten.convolution.default if part == "group norm" else torch.ops.aten.native_layer_norm.default
     ran = sum(node.target is again for node in graph._step.graph.nodes)
-    assert ran > sum(isinstance(module, (nn.Conv2d, nn.LayerNorm)) for module in model.modules()) - (
-        part == "attention"
-    )
+    assert ran > {"group norm": 3, "attention": 4}[part]  # in a forward pass
 
 
 @pytest.mark.parametrize("backend", ["mixed_ghost", "fastgradclip", "bk_mixed", "bk_mixed:memory", "bk_mixed:time"])
