@@ -77,7 +77,7 @@ def test_a_convolution_of_many_positions_has_its_gram_matrices_from_pixels():
     assert shape_of(weight) == (100, 576, 8, 1)
     assert weight.bytes.ghost == 4 * (2 * 100**2 + 100**2)  # both Gram matrices, and that of the 10x10 pixels
     assert weight.operations.ghost == 2 * 100**2 * (8 + 64)
-    assert weight.plan == "kept, grouped"
+    assert weight.plan == "discarded, grouped"
 
 
 def test_a_grouped_convolution_has_gram_matrices_for_each_group():

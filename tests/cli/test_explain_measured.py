@@ -53,7 +53,6 @@ def test_nothing_is_timed_unless_it_was_asked_for(monkeypatch):
     model, x = measurable()
     found = explain(model, total, x, torch.zeros(BATCH))
     assert found.regret is None and {row.measured for row in found.rows} == {None}
-    assert min(found.peak, found.ordinary) > sum(p.numel() for p in model.parameters()) * 4
 
 
 def test_the_regret_is_what_the_taken_routes_lose(monkeypatch):
@@ -61,12 +60,12 @@ def test_the_regret_is_what_the_taken_routes_lose(monkeypatch):
     monkeypatch.setattr("clipping.explain.plan_regret.remeasured", lambda _, routes: {r: pretended(r) for r in routes})
     model, x = measurable()
     planner = Planner(file=False)
-    readings, (plan,) = record(MixedGhost(model, total, verify=False), x, torch.zeros(BATCH), planner)
+    readings, _ = record(MixedGhost(model, total, verify=False), x, torch.zeros(BATCH), planner)
     costs = {i: predicted(reading.rule, reading.use.output) for i, reading in enumerate(readings)}
     routes = [Route() for _ in readings]
-    best = Plan(routes, plan.items, plan.peak, plan.ordinary, False)
-    kept = Plan([Route(kept=True) for _ in readings], plan.items, plan.peak, plan.ordinary, False)
-    ghost = Plan([Route(ghost=bool(r.rule.ghosts)) for r in readings], plan.items, plan.peak, plan.ordinary, False)
+    best = Plan(routes, {}, False)
+    kept = Plan([Route(kept=True) for _ in readings], {}, False)
+    ghost = Plan([Route(ghost=bool(r.rule.ghosts)) for r in readings], {}, False)
     assert len(readings) == 6
     assert regrets(readings, [best, kept, ghost], costs) == [0, 6, 2 * 2]
 
