@@ -70,5 +70,14 @@ def few_objects_to_collect() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def trials_here() -> Iterator[None]:
+    """Trials of a command run in this process: see `in_process.answered_here`."""
+    from in_process import answered_here  # not before what is set above
+
+    with answered_here():
+        yield
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries would report frozen objects as leaks at the end

@@ -19,7 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FIELDS = ["model", "backend", "status", "max_norm_error", "max_grad_error", "coverage", "reason"]
 MODELS = """
 import torch
+from clipping.backends.microbatch import Microbatch
 from torch import nn
+
+class Mine(Microbatch):
+    name = "mine"
 
 def small():
     return nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 10))
@@ -42,7 +46,7 @@ def run(*arguments: str, capsys) -> tuple[int, list[dict], str]:
     return code, json.loads(out), err
 
 
-def test_rows_of_the_contract_in_the_order_asked_for(models, capsys):
+def test_rows_of_the_contract_in_the_order_asked_for(models, capsys, trials_here):
     asked = ["--backend", "mixed_ghost", "--backend", "microbatch", "--backend", "mixed_ghost"]
     code, rows, err = run("--model", f"{models}:small", *asked, capsys=capsys)
     assert code == 0
@@ -56,7 +60,7 @@ def test_rows_of_the_contract_in_the_order_asked_for(models, capsys):
     assert len(lines) == 2 and lines[0].startswith("[1/2, ") and lines[1].endswith(": ok")
 
 
-def test_a_model_that_raises_is_an_error_row_and_the_rest_goes_on(models, capsys):
+def test_a_model_that_raises_is_an_error_row_and_the_rest_goes_on(models, capsys, trials_here):
     asked = ["--model", f"{models}:raises", "--model", f"{models}:small", "--backend", "vmap"]
     code, rows, _ = run(*asked, capsys=capsys)
     assert code == 1
@@ -142,9 +146,10 @@ def test_the_table_is_for_reading(capsys, monkeypatch):
 
 
 def test_the_parent_imports_no_torch(models):
+    """Not even for a backend in a file."""
     code = (
         "import sys\nfrom dpbench.cli import main\n"
-        f"code = main(['check', '--model', {str(models) + ':small'!r}, '--backend', 'nonprivate'])\n"
+        f"code = main(['check', '--model', {str(models) + ':small'!r}, '--backend', {str(models) + ':Mine'!r}])\n"
         "print(code, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)

@@ -112,7 +112,7 @@ def test_the_totals_are_those_of_the_rows(vgg):
     assert sum(summary["share"].values()) == pytest.approx(1)
 
 
-def test_json_is_a_list_of_rows(capsys, models):
+def test_json_is_a_list_of_rows(capsys, models, trials_here):
     code = main(["explain", f"{models}:lazy_no_more", "--batch-size", "1", "--format", "json"])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
@@ -237,14 +237,14 @@ def test_what_a_person_mistyped_is_one_line(arguments, said, capsys):
     assert out == "" and err.count("\n") == 1 and said in err
 
 
-def test_what_shows_only_in_the_trial_is_one_line_too(capsys):
+def test_what_shows_only_in_the_trial_is_one_line_too(capsys, trials_here):
     assert main(["explain", "torchvision:vgg12"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("dpbench: expected") and "got 'vgg12'" in err and "did you mean" in err
 
 
-def test_a_refused_model_is_a_line_for_each_problem(capsys, models):
+def test_a_refused_model_is_a_line_for_each_problem(capsys, models, trials_here):
     assert main(["explain", f"{models}:InPlace"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -253,7 +253,7 @@ def test_a_refused_model_is_a_line_for_each_problem(capsys, models):
         assert f"{models}:InPlace is refused; {parameter}: no exact rule" in line and "(remedy: use its out" in line
 
 
-def test_a_model_that_fails_is_one_line(capsys, models):
+def test_a_model_that_fails_is_one_line(capsys, models, trials_here):
     assert main(["explain", f"{models}:Broken"]) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -344,7 +344,7 @@ def test_seconds_have_three_digits(number, shown):
     assert _seconds(number) == shown
 
 
-def test_measuring_from_the_command_line(capsys, models):
+def test_measuring_from_the_command_line(capsys, models, trials_here):
     assert main(["explain", f"{models}:lazy_no_more", "--batch-size", "2", "--measure", "--format", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [list(row) for row in rows] == [KEYS] * 6

@@ -59,7 +59,7 @@ def test_trials_carry_them_and_a_selection_finds_them():
     assert all(Trial.from_wire(trial.to_wire()) == trial and "torch" in trial.modules() for trial in chosen)
 
 
-def test_check_takes_one(capsys):
+def test_check_takes_one(capsys, trials_here):
     assert main(["check", "--model", "cnn", "--backend", "bk_mixed:memory", "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["backend"], row["status"]) == ("bk_mixed:memory", "ok")

@@ -139,7 +139,7 @@ def test_the_privacy_engine_refuses_it_in_one_line():
         )
 
 
-def test_check_holds_it_to_its_own_definition(capsys):
+def test_check_holds_it_to_its_own_definition(capsys, trials_here):
     assert main(["check", "--model", "cnn", "--backend", "tf_microbatch:2", "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["status"] == "ok" and row["max_grad_error"] < 1e-12

@@ -15,6 +15,7 @@ from dpbench.models.loading import load_workload
 from dpbench.models.own import loss_of_targets, own_workload
 from dpbench.models.workload import ModelError
 
+pytestmark = pytest.mark.usefixtures("trials_here")
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
 FILES = {
     "MLP with embeddings": """
