@@ -35,7 +35,7 @@ from dpbench.trials import CheckTrial, Trial
 from dpbench.trials.backends import ResolveTrial, UnusableBackend, is_file, validate_backend
 from dpbench.trials.json_text import to_json
 from dpbench.trials.outcome import Outcome
-from dpbench.trials.packages import is_missing, required_modules, to_be_installed
+from dpbench.trials.packages import refuse_missing
 
 Row = dict[str, Any]
 CheckOf = CheckTrial | ConformanceTrial | SensitivityTrial
@@ -117,9 +117,7 @@ def wanted(args: argparse.Namespace) -> list[CheckOf]:
     backends = args.backend or list(BACKENDS)
     for model in args.model or ():
         validate_reference(model)
-        for package in {module.partition(".")[0] for module in required_modules(model)}:
-            if is_missing(package):
-                raise UsageError(to_be_installed(package), "none")
+        refuse_missing(model)
     for backend in backends:
         validate_backend(backend)
     device = resolve_device(args.device)

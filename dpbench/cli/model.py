@@ -6,6 +6,7 @@ import argparse
 
 from dpbench.errors import UsageError
 from dpbench.models.references import validate_reference
+from dpbench.trials.packages import refuse_missing
 
 #: The largest size of a tensor's dimension, on any device.
 _MOST = 2**31 - 1
@@ -34,9 +35,10 @@ def validate_model(args: argparse.Namespace) -> None:
     """Check the model's reference, the sizes and --batch-size, without torch.
 
     Raises:
-        UsageError: an unknown model, or a size below 1 or too large for a tensor.
+        UsageError: an unknown model, one of a library that is not installed, or a size below 1 or beyond any tensor's.
     """
     validate_reference(args.model)
+    refuse_missing(args.model)
     for option in ("batch_size", "image_size", "num_classes"):
         value = getattr(args, option)
         if value is not None and value < 1:

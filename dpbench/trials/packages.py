@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from clipping.registry import BACKENDS
+from dpbench.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,6 +86,20 @@ def required_modules(ref: str) -> tuple[str, ...]:
     """
     is_file = (ref.rpartition(":")[0] or ref).endswith(".py")
     return () if is_file else SCHEMES.get(ref.partition(":")[0], ())
+
+
+def refuse_missing(ref: str) -> None:
+    """Say which package a model needs where it is not installed. Imports nothing.
+
+    Args:
+        ref: of a model.
+
+    Raises:
+        UsageError: it is not installed; with the command that does it.
+    """
+    for package in {module.partition(".")[0] for module in required_modules(ref)}:
+        if is_missing(package):
+            raise UsageError(to_be_installed(package), "none")
 
 
 def modules_of_backends(names: Iterable[str]) -> tuple[str, ...]:
