@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from clipping import load_backend
-from clipping.planning import costs
+from clipping.planning import costs, planner
 from clipping.planning.costs import CostCache, Costs, measured, predicted
 from clipping.rules.base import Spec
 from clipping.rules.convolution import ConvolutionWeight
@@ -275,30 +275,25 @@ def test_formulas_need_no_tensors():
     assert all(seconds > 0 for seconds in (*costs.norms.values(), costs.weight_gradient, costs.kept))
 
 
-TRAINING = """
-import sys, torch
-from torch import nn
-import clipping.planning.planner as planner
-from clipping import load_backend
-calls = []
-real = planner.measured
-planner.measured = lambda *a: (calls.append(1), real(*a))[1]
-model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 3))
-with load_backend("bk_mixed")(model, lambda out, y: out.square().sum(1), verify=False) as backend:
-    for _ in range(3):
-        backend(torch.randn(4, 3, 6, 6), torch.zeros(4))
-print(len(calls))
-"""
+def uses_timed() -> int:
+    """How many uses of a parameter a training times."""
+    calls = []
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "measured", lambda *given: calls.append(1) or measured(*given))
+        with load_backend("bk_mixed")(model, lambda out, y: out.square().sum(1), verify=False) as backend:
+            for _ in range(3):
+                backend(torch.randn(4, 3, 6, 6), torch.zeros(4))
+    return len(calls)
 
 
-def test_the_next_run_times_nothing_again(folder):
+def test_the_next_run_times_nothing_again(folder, monkeypatch):
     """Another process, the same device: what one has measured the other reads."""
-    environment = os.environ | {"DPBENCH_CACHE": str(folder)}
-    runs = [
-        subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, env=environment, check=True)
-        for _ in range(2)
-    ]
-    assert [int(run.stdout) for run in runs] == [2, 0]
+    monkeypatch.setenv("DPBENCH_CACHE", str(folder))
+    code = "from test_clipping_costs import uses_timed; print(uses_timed())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert (int(other.stdout), uses_timed()) == (2, 0)
 
 
 def test_training_needs_no_folder(tmp_path, monkeypatch):

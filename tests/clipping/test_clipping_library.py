@@ -200,15 +200,12 @@ def test_whether_kernels_run_is_part_of_the_fingerprint(made: Path, monkeypatch:
     assert len(set(steps)) == 3 and len(set(accounted)) == 1
 
 
-def test_the_environment_says_what_was_loaded(made: Path):
-    """In a process with torch, as trials run in: the compiler and the digest of each library, or why there is none."""
-    code = "from dpbench.records.environment import *; print(torch_facts(TorchFacts(device='cpu'))['kernels'])"
-    variables = {**os.environ, "DPBENCH_CACHE": str(made.parent), "CC": "cc"}
+def test_the_environment_says_what_was_loaded(made: Path, monkeypatch: pytest.MonkeyPatch):
+    """The compiler and the digest of each library, or why there is none."""
     for compiler, expected in (("cc", library._whole(made)[0][:16]), ("false", "false does not compile them")):
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=variables | {"CC": compiler}, capture_output=True, text=True
-        )
-        assert expected in done.stdout, done.stderr
+        monkeypatch.setenv("CC", compiler)
+        forget()
+        assert expected in str(environment.torch_facts(environment.TorchFacts(device="cpu"))["kernels"])
 
 
 def test_what_a_killed_compilation_left_is_removed_after_a_while(made: Path):

@@ -49,7 +49,7 @@ def test_a_server_that_is_killed_before_the_first_trial_is_no_mistake_of_a_perso
     last = err.strip().splitlines()[-1]
     assert process.returncode == 1 and "Traceback" not in err, err
     assert "the process that forks the trials went away (signal SIGKILL)" in last and "expected a torch" not in last
-    assert fake.records == [] and fake.run().returncode == 0
+    assert fake.records == []
 
 
 def test_a_limit_on_the_size_of_files_ends_a_run_and_keeps_what_ended(tmp_path):

@@ -17,14 +17,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.checks.verification import WrongGradient
 from dpbench import AdamBC, Misuse, PrivacyEngine
+from tests.support.graphs import not_compiled
 
 B, RECORDS = 8, 64
 REFUSED = (UnsupportedModel, WrongGradient, Misuse)
 
 
 @pytest.fixture(autouse=True)
-def quiet():
+def quiet(monkeypatch):
     warnings.filterwarnings("ignore")
+    not_compiled(monkeypatch)  # steps are traced, which is what is looked at
 
 
 def data():
