@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from engine_process import train
-from waiting import PATIENCE
+from ranks import ranks
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -17,29 +15,23 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """What became of each of two processes; see `engine_process`."""
-    return of_two(tmp_path_factory.mktemp("two"))
+def both(tmp_path_factory):
+    """What became of each of two processes, in both forms; see `engine_process`."""
+    return ranks(tmp_path_factory.mktemp("two"), SUPPORT / "engine_process.py")
 
 
 @pytest.fixture(scope="module")
-def two_flat(tmp_path_factory):
-    """The same with sums in one tensor, as on a GPU."""
-    return of_two(tmp_path_factory.mktemp("flat"), "flat")
+def two(both):
+    return [found[0] for found in both]
+
+
+@pytest.fixture(scope="module")
+def two_flat(both):
+    """With sums in one tensor, as on a GPU."""
+    return [found[1] for found in both]
 
 
 FORMS = pytest.mark.parametrize("form", ["two", "two_flat"])
-
-
-def of_two(folder, *options):
-    script = SUPPORT / "engine_process.py"
-    started = [subprocess.Popen([sys.executable, script, str(rank), str(folder), *options]) for rank in range(2)]
-    try:
-        assert [process.wait(timeout=PATIENCE) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @FORMS

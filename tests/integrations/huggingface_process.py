@@ -1,11 +1,8 @@
-"""One process of two of a PrivateTrainer: python huggingface_process.py FOLDER KIND. Writes what became of it."""
+"""One process of two of a PrivateTrainer."""
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 from test_huggingface import ADAM, model_of, trainer_of
@@ -30,8 +27,8 @@ def whole(trainer):
     }
 
 
-def main() -> None:
-    folder, kind = Path(sys.argv[1]), sys.argv[2]
+def main(folder, kind):
+    """What became of the training and of what went on from its checkpoint."""
     warnings.simplefilter("ignore")
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo", **ADAM}
     torch.distributed.init_process_group("gloo")
@@ -39,7 +36,7 @@ def main() -> None:
     first.train()
     resumed = trainer_of(folder, model=model(kind), **options)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
-    found = {
+    return {
         "sharded": isinstance(next(first.model.parameters()), DTensor),
         "whole": whole(first),
         "resumed": whole(resumed),
@@ -47,11 +44,3 @@ def main() -> None:
         "steps": first.engine.steps,
         "epsilon": first.engine.privacy_spent().epsilon,
     }
-    torch.save(found, folder / f"{os.environ['RANK']}.pt")
-    torch.distributed.barrier()  # or the first to end takes its store away from the other
-    torch.distributed.destroy_process_group()
-    os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,10 @@
-"""One process of two of Lightning's training: python lightning_process.py FOLDER KIND. Writes what became of it."""
+"""One process of two of Lightning's training."""
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_lightning import Classifier, fit, strategy_of
 from torch.distributed.fsdp import fully_shard
@@ -45,23 +41,19 @@ def whole(p):
     return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
 
 
-if __name__ == "__main__":
+def main(folder, kind):
+    """What became of the training and of what went on from its checkpoint."""
     warnings.simplefilter("ignore")
-    folder = Path(sys.argv[1])
-    cls, module, options = KINDS[sys.argv[2]]
+    cls, module, options = KINDS[kind]
     saved = ModelCheckpoint(dirpath=folder, every_n_train_steps=7, save_top_k=-1, filename="at")
     strategy = strategy_of(cls=partial(cls, **options))
     _, first = fit(strategy, module(), devices=2, callbacks=[saved])
     other = strategy_of(cls=partial(cls, **options))
     _, second = fit(other, module(), devices=2, ckpt_path=folder / "at.ckpt")
-    found = {
+    return {
         "sharded": isinstance(next(first.parameters()), DTensor),
         "whole": [whole(p) for p in first.parameters()],
         "resumed": [whole(p) for p in second.parameters()],
         "steps": strategy.engine.steps,
         "epsilon": strategy.engine.privacy_spent().epsilon,
     }
-    torch.save(found, folder / f"{os.environ['RANK']}.pt")
-    torch.distributed.barrier()  # or the first to end takes its store away from the other
-    torch.distributed.destroy_process_group()
-    os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process

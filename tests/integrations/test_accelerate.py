@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 from accelerate import Accelerator
-from torchrun import torchrun
+from ranks import ranks
 
 from dpbench import AdamBC, Misuse, PrivacyEngine
 
@@ -129,7 +130,7 @@ def test_a_scaled_optimizer_is_refused():
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_two_processes_in_either_order_are_one(tmp_path):
     wanted, spent = train("none", noise=0.0)
-    for found in torchrun(tmp_path, "accelerate_process.py"):
+    for found in ranks(tmp_path, Path(__file__).with_name("accelerate_process.py")):
         for order in ("first", "last", "made first"):
             parameters, steps = found[order]
             assert steps == spent.steps

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("accelerate", reason="accelerate, which transformers' Trainer needs, is not installed")
+from ranks import ranks
 from test_huggingface import ADAM, trainer_of
-from torchrun import torchrun
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -19,7 +20,7 @@ def test_two_processes_are_one(kind, tmp_path):
     trainer = trainer_of(tmp_path / "one", per_device_train_batch_size=8, **ADAM)
     trainer.train()
     evaluated = trainer.evaluate(trainer.train_dataset)["eval_loss"]
-    for found in torchrun(tmp_path, "huggingface_process.py", kind):
+    for found in ranks(tmp_path, Path(__file__).with_name("huggingface_process.py"), kind):
         assert found["sharded"] == (kind == "sharded")
         assert found["steps"] == 12 and found["epsilon"] == trainer.engine.privacy_spent().epsilon
         assert found["evaluated"] == pytest.approx(evaluated, rel=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import random
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytest.importorskip("lightning", reason="lightning is not installed")
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torchrun import torchrun
+from ranks import ranks
 
 from clipping import UnsupportedModel
 from dpbench import Misuse, PrivacyEngine
@@ -406,7 +407,7 @@ def test_two_processes_are_one(kind, tmp_path):
     strategy, module = strategy_of(), Classifier()
     module.momentum = 0.5  # without a state of the optimizer Lightning cannot load one file for all processes
     fit(strategy, module)
-    for found in torchrun(tmp_path, "lightning_process.py", kind):
+    for found in ranks(tmp_path, Path(__file__).with_name("lightning_process.py"), kind):
         assert found["sharded"] == (kind != "ddp")
         assert found["steps"] == 15 and found["epsilon"] == strategy.engine.privacy_spent().epsilon
         for way in ("whole", "resumed"):

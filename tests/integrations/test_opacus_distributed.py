@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from opacus_process import train
-from waiting import PATIENCE
+from ranks import ranks
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -19,15 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """What became of each of two processes."""
-    folder = tmp_path_factory.mktemp("two")
-    script = SUPPORT / "opacus_process.py"
-    started = [subprocess.Popen([sys.executable, script, str(rank), str(folder)]) for rank in range(2)]
-    try:
-        assert [process.wait(timeout=PATIENCE) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return ranks(tmp_path_factory.mktemp("two"), SUPPORT / "opacus_process.py")
 
 
 @pytest.mark.parametrize(("place", "mode"), [(0, "hooks"), (1, "ghost")])

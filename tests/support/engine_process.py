@@ -1,6 +1,4 @@
-"""One of two processes of a distributed training; writes its results: python engine_process.py RANK FOLDER [flat].
-
-`flat`: the sums lie in one tensor, as on a GPU.
+"""One process of two of a distributed training.
 
 It trains without and with DistributedDataParallel, resumes in the middle of an epoch from its own checkpoint or the
 first process's, and makes engines that differ.
@@ -9,8 +7,6 @@ first process's, and makes engines that differ.
 from __future__ import annotations
 
 import io
-import os
-import sys
 import warnings
 
 import torch
@@ -135,14 +131,13 @@ def failing_later(rank):
     return None
 
 
-if __name__ == "__main__":
-    rank, folder, flat = int(sys.argv[1]), sys.argv[2], "flat" in sys.argv[3:]
-    if flat:
-        sums.lies_flat = finite.lies_flat = lambda device: True
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    found = [train(rank), train(rank, wrap=True), resumed(rank, own=True), resumed(rank, own=False), different(rank)]
-    found.append(failing_later(rank) if flat else failing(rank))
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.barrier()  # the first process to end would close the store that the other uses
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter shuts down
+def main(folder):
+    """What became of each training, first as it is, then with sums that lie in one tensor, as on a GPU."""
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), []
+    for flat in (False, True):
+        if flat:
+            sums.lies_flat = finite.lies_flat = lambda device: True
+        trained = [train(rank), train(rank, wrap=True), resumed(rank, own=True), resumed(rank, own=False)]
+        found.append([*trained, different(rank), failing_later(rank) if flat else failing(rank)])
+    return found

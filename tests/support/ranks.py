@@ -1,0 +1,55 @@
+"""Several processes of one training, as torchrun would start them: forked by one, as importing torch takes seconds."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from waiting import PATIENCE
+
+from dpbench.process.linux import die_with_parent
+
+
+def ranks(folder: Path, script: Path, *words: str, processes: int = 2) -> list[Any]:
+    """What `main(folder, *words)` of the module `script` returns in each of `processes`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    known = {
+        # a script may import its test, and so all that a test may
+        "PYTHONPATH": os.pathsep.join([str(script.parent), *filter(None, sys.path)]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(processes),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, __file__, str(folder), script.stem, *words]
+    subprocess.run(command, env={**os.environ, **known}, check=True, timeout=PATIENCE)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
+
+
+def fork(folder: str, name: str, *words: str) -> None:
+    """Import the module, and run its `main` in as many processes as WORLD_SIZE says."""
+    module, parent, children = importlib.import_module(name), os.getpid(), []
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        if child := os.fork():
+            children.append(child)
+            continue
+        die_with_parent(parent, signal.SIGKILL)
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        torch.save(module.main(Path(folder), *words), f"{folder}/{rank}.pt")
+        torch.distributed.barrier()  # or the first to end takes its store away from the others
+        torch.distributed.destroy_process_group()
+        os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+
+
+if __name__ == "__main__":
+    fork(*sys.argv[1:])
