@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from report_records import RunFile
+from report_records import RunFile, save_no_pictures
 
 import dpbench as dpbench_package
 from dpbench.cli import main
@@ -47,7 +47,8 @@ def test_figures_can_go_elsewhere(here, capsys):
     assert code == 0 and out[0] == "figures/cpu-test-cpu-2-cpus/memory_speed_table.png"
 
 
-def test_reports_in_one_folder_keep_to_themselves(here, capsys):
+def test_reports_in_one_folder_keep_to_themselves(here, capsys, monkeypatch):
+    save_no_pictures(monkeypatch)
     for name, seconds in (("a", 1.0), ("b", 2.0), ("other/b", 3.0)):
         RunFile(here / name / "x.jsonl").step("cnn", "ghost", [seconds])
     pages = {}

@@ -14,6 +14,7 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.coverage import CoverageTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.report import FIGURES, Claim, FigureKind, style, write_report
+from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.output import page
 from dpbench.report.output.page import svg
 from dpbench.training import AdamTrial, AuditTrial, CorrelatedTrial, MemorisationTrial, UtilityTrial
@@ -72,19 +73,10 @@ def run(tmp_path):
     return RunFile(tmp_path / "records" / "a.jsonl")
 
 
-def _no_pictures(patch, instead):
-    """The files of pictures take most of the time, and are not what is tested; the page draws its own."""
-    save = Figure.savefig
-
-    def saved(figure, target, **options):
-        return save(figure, target, **options) if "format" in options else instead(target)
-
-    patch.setattr(Figure, "savefig", saved)
-
-
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    _no_pictures(monkeypatch, lambda target: None)
+    """Their files take most of the time, and are not what is tested; the page draws its own."""
+    monkeypatch.setattr(Pictures, "save", lambda self, figure, paths: None)
 
 
 def write(run, *figures):
@@ -216,7 +208,7 @@ def whole(tmp_path_factory):
     run = RunFile(folder / "records" / "a.jsonl", CPU | {"host": HOSTILE}, experiment="mine")
     everything(run, f"net.py:{HOSTILE}")
     with pytest.MonkeyPatch.context() as patch:
-        _no_pictures(patch, lambda target: target.touch())
+        patch.setattr(Pictures, "save", lambda self, figure, paths: [path.touch() for path in paths.values()])
         return write(run)
 
 
