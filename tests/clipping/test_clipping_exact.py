@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, NOT_FOR, Case, images
+from cases import CASES, FIFTEEN, NOT_FOR, Case, images
 from torch import nn
 
 import clipping.rules.base
@@ -20,24 +20,6 @@ from dpbench.conformance.suite import checks, per_layer
 
 KNOWN = checks()
 PRIVATE = ["vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
-FIFTEEN = (
-    "linear 3-D",
-    "conv2d groups",
-    "conv2d circular",
-    "conv_transpose2d",
-    "instance norm",
-    "layer norm over positions",
-    "embedding padding_idx",
-    "tied head",
-    "self attention",
-    "lstm",
-    "windows",
-    "keyword inputs",
-    "frozen first layer",
-    "hidden state with a gradient",
-    "prelu by the fallback",
-)
-"""A case of each kind of rule, and of each thing that a backend itself has to see to."""
 COMPOSED = [(case, name) for case in CASES for name in PRIVATE if name in ("vmap", "bk_mixed") or case.name in FIFTEEN]
 composed = pytest.mark.parametrize(
     ("case", "backend"), COMPOSED, ids=lambda value: value if isinstance(value, str) else value.name
@@ -110,21 +92,20 @@ def test_exact(case: Case, backend: str):
     assert result(case.name, backend) == NOT_FOR.get(backend, {}).get(case.name, "exact")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case):
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, name, marks=() if case.name in FIFTEEN else pytest.mark.slow)
+        for case in CASES
+        for name in (PRIVATE if case.name in FIFTEEN else ["bk_mixed"])
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case, backend: str):
     """The suite runs without it; ordinary use does not. It asks nothing of how a backend found its answer."""
-    model, inputs, targets, loss_fn = case.make()
-    backend = load_backend("bk_mixed")
-    with backend(model, loss_fn) as b, backend(model, loss_fn, verify=False) as unverified:
-        assert compare(b(inputs, targets), unverified(inputs, targets)).within(TOLERANCE)
-
-
-@pytest.mark.parametrize("backend", PRIVATE)
-@pytest.mark.parametrize("name", FIFTEEN)
-def test_the_first_batch_verification_of_every_backend(name: str, backend: str):
-    if name in NOT_FOR.get(backend, ()):
+    if case.name in NOT_FOR.get(backend, ()):
         pytest.skip("refused, as test_exact shows")
-    model, inputs, targets, loss_fn = next(case for case in CASES if case.name == name).make()
+    model, inputs, targets, loss_fn = case.make()
     with load_backend(backend)(model, loss_fn) as b, load_backend(backend)(model, loss_fn, verify=False) as unverified:
         assert compare(b(inputs, targets), unverified(inputs, targets)).within(TOLERANCE)
 

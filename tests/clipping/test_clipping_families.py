@@ -537,7 +537,11 @@ def test_the_grouped_product_of_torch_itself(backend: str) -> None:
         assert compare(b(x, y), reference).within(1e-4)
 
 
-@pytest.mark.parametrize("case", [*EXPERTS[:6], *ROWS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*EXPERTS[:6], *ROWS[::3], *(pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(ROWS) if i % 3)],
+    ids=lambda case: case.name,
+)
 def test_exact_by_timed_routes_in_batches_of_other_sizes(case: Case) -> None:
     """Each time other rows go to other experts; the second step is timed."""
     torch.manual_seed(0)

@@ -123,14 +123,20 @@ def require_same(out: ClippedGradient, expected: ClippedGradient) -> None:
         torch.testing.assert_close(out.grads[name], g, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_exact(kind: str, join: Callable[..., Tensor], backend: str):
+def test_exact(kind: str, join: Callable[..., Tensor]):
+    """Each pair of activation function, join and backend; relu with all of them."""
     model, x, y = made(kind, join)
     expected = definition(model, loss, x, y, clip=CLIP)
+    turn = list(KINDS).index(kind) + JOINS.index(join)
+    for backend in BACKENDS if kind == "relu" else (BACKENDS[turn % 3],):
+        require_exact(backend, model, x, y, expected)
+
+
+def require_exact(backend: str, model: Model, x: Tensor, y: Tensor, expected: ClippedGradient) -> None:
     with of_any_size(), load_backend(backend)(model, loss, clip=CLIP, verify=False) as b:
-        for _ in range(3):  # a plan is timed in the second
+        for _ in range(3 if backend == "bk_mixed" else 2):  # a plan is timed in the second
             out = b(x, y)
             require_same(out, expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -62,16 +63,12 @@ def cancelling(positions: int, mean: float, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_terms_that_cancel_are_clipped(name, dtype, clip):
-    for positions in (2, 4, 33):
-        for mean in (1e2, 3e3, 1e5, 1e12, 1e19):
-            for seed in range(2):
-                torch.manual_seed(0)
-                x = [
-                    torch.cat([record, torch.randn(3, positions, 64)]).to(dtype)
-                    for record in cancelling(positions, mean, seed)
-                ]
-                found, bound = moved(name, Weighed().to(dtype), tuple(x), torch.zeros(4), clip=clip)
-                assert found <= bound * (1 + 1e-4), (positions, mean, seed)
+    for number, (positions, mean) in enumerate(product((2, 4, 33), (1e2, 3e3, 1e5, 1e12, 1e19))):
+        torch.manual_seed(0)
+        hard = cancelling(positions, mean, seed=number % 2)
+        x = tuple(torch.cat([record, torch.randn(3, positions, 64)]).to(dtype) for record in hard)
+        found, bound = moved(name, Weighed().to(dtype), x, torch.zeros(4), clip=clip)
+        assert found <= bound * (1 + 1e-4), (positions, mean)
 
 
 class Attention(nn.Module):
@@ -217,9 +214,10 @@ def test_thousands_of_records_that_are_alike(name, dtype):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_order_that_rounds_all_records_up(name):
-    """4,095 ones, and then as many records of which each is rounded up when it is added to them."""
+    """A power of two of ones, and then as many records of which each is rounded up when it is added to them."""
+    ones = 1024 if name == "microbatch" else 4096  # whose every record is a pass of its own
     model = nn.Linear(1, 1, bias=False)
-    x = torch.cat([torch.ones(4096, 1), torch.full((4095, 1), 2.0**-12 * 1.0002)])
+    x = torch.cat([torch.ones(ones, 1), torch.full((ones - 1, 1), 2.0**-24 * ones * 1.0002)])
     found, bound = moved(name, model, (x,), torch.zeros(len(x)), lambda outputs, _: outputs[:, 0])
     assert found <= min(bound, 1.01)
 

@@ -6,7 +6,7 @@ of a model is changed but what every run of dpbench changes (BatchNorm for Group
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -193,6 +193,9 @@ MODELS = [
     ),
 ]
 
+#: Seconds long, and made of the blocks of mobilenetv3.
+LARGE = ("timm efficientnet",)
+
 
 @cache
 def answer_of(real: Real) -> tuple[nn.Module, Any, Tensor, Flat, ClippedGradient]:
@@ -219,8 +222,17 @@ def held(real: Real, backend: str, **options: Any) -> dict[str, float]:
         return b.coverage
 
 
-@pytest.mark.parametrize("backend", TAPE)
-@pytest.mark.parametrize("real", MODELS, ids=lambda real: real.name)
+def turns() -> Iterator[Any]:
+    """Each model by bk_mixed, which may take any way, and by another backend in turn; by all of them, where slow."""
+    for number, real in enumerate(MODELS):
+        for backend in TAPE:
+            quick = backend in ("bk_mixed", TAPE[number % 4]) and real.name not in LARGE
+            yield pytest.param(real, backend, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("real", "backend"), turns(), ids=lambda value: value if isinstance(value, str) else value.name
+)
 def test_exact_unmodified_and_without_a_fallback(real: Real, backend: str):
     options = {"timing": False} if backend == "bk_mixed" else {}
     coverage = held(real, backend, **options)
@@ -236,7 +248,11 @@ def test_exact_by_the_routes_that_are_fastest_here(real: Real):
     held(real, "bk_mixed")
 
 
-@pytest.mark.parametrize("real", MODELS, ids=lambda real: real.name)
+@pytest.mark.parametrize(
+    "real",
+    [pytest.param(real, marks=pytest.mark.slow if real.name in LARGE else ()) for real in MODELS],
+    ids=lambda real: real.name,
+)
 def test_every_parameter_is_trained_and_has_a_gradient(real: Real):
     """Else the test above would show nothing of it."""
     model, _, _, clip, reference = answer_of(real)

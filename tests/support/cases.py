@@ -18,6 +18,7 @@ from dpbench.conformance.modules import HeadFirst, Reused, Skipping, Tied
 __all__ = [
     "BATCH",
     "CASES",
+    "FIFTEEN",
     "NOT_FOR",
     "PEERS",
     "Case",
@@ -30,6 +31,26 @@ __all__ = [
     "squared_error",
     "tokens",
 ]
+
+
+FIFTEEN = (
+    "linear 3-D",
+    "conv2d groups",
+    "conv2d circular",
+    "conv_transpose2d",
+    "instance norm",
+    "layer norm over positions",
+    "embedding padding_idx",
+    "tied head",
+    "self attention",
+    "lstm",
+    "windows",
+    "keyword inputs",
+    "frozen first layer",
+    "hidden state with a gradient",
+    "prelu by the fallback",
+)
+"""A case of each kind of rule, and of each thing that a backend itself has to see to."""
 
 
 def not_for(refuses: Iterable[str], wrong: Iterable[str] = ()) -> dict[str, str]:
