@@ -28,7 +28,7 @@ from dpbench.trials.shapes import DEPTH
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(path.name for path in (ROOT / "results").iterdir() if any(path.glob("*.jsonl")))
 #: Of each experiment, so many mutated lines beside so many that are whole.
-MUTATED, WHOLE = 60, 20
+MUTATED, WHOLE = 40, 10
 JUNK: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 0.5, -1.5, -0.0, 5e-324, 1e199, 1e308, 2**62, 10**30, 10**400),
     *("", "x", "ok", "oom", "mismatch", "cuda", "nonprivate", "step", "epsilon", "device", "profile", "inf", "nan"),

@@ -86,7 +86,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
             part = frame[(frame.target_epsilon == target) & (frame.batch_size == size)].sort_values("place")
             color, marker = _LOOKS[j % len(_LOOKS)]
             for passes in (0, 1):
-                of = part[[place[0] == passes for place in part.place]]
+                of = part[part.place.str[0] == passes]  # not by a list: an empty one would choose columns
                 at = [places.index(place) + 0.12 * j for place in of.place]
                 look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.2}
                 look |= {"linestyle": "none"} if passes else {"label": f"batches of {size}"}
