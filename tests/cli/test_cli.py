@@ -152,14 +152,10 @@ def test_list_names_everything_once_with_a_line_of_explanation():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "libraries"),
-    [
-        (["list"], "numpy"),
-        (["plan", "stress_test", "--device", "cpu"], "numpy"),
-        ([*EPSILON, "--accountant", "strong", "--accountant", "rdp"], "scipy.special"),
-    ],
+    "arguments", [["list"], ["plan", "stress_test", "--device", "cpu"]], ids=lambda arguments: arguments[0]
 )
-def test_what_imports_no_torch_answers_at_once(arguments, libraries):
+def test_what_imports_no_torch_answers_at_once(arguments):
+    """`epsilon`, too: test_command_epsilon."""
     code = (
         "import sys; from dpbench.cli import main; code = main(sys.argv[1:])\n"
         "print(code, *{'torch', 'pandas', 'matplotlib'} & set(sys.modules), file=sys.stderr)"
@@ -170,7 +166,7 @@ def test_what_imports_no_torch_answers_at_once(arguments, libraries):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
         told.append(done.stderr.strip())
 
-    assert as_quick_as_imports(command, libraries, times=4)
+    assert as_quick_as_imports(command, "numpy", times=4)
     assert set(told) == {"0"}
 
 
@@ -183,7 +179,7 @@ def test_a_reader_that_goes_away_ends_it_in_silence():
 
 def test_it_works_from_any_folder(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "dpbench", "run", "accountants", "--smoke"]
+    command = [sys.executable, "-m", "dpbench", "run", "accountants", "--smoke", "--only", "accountant=rdp"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "results" / "accountants-smoke").glob("*.jsonl"))) == 1

@@ -201,15 +201,17 @@ def test_what_is_known_of_other_libraries_is_found(backend, dtype, case, least):
     assert found.outcome == "exceeds" and found.excess > least
 
 
-OURS = [name for name in CLIPPING if name in ("vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")]
 FAST = ("float32", "bfloat16")
+#: Backend -> dtypes: each way of a norm and of a sum once. The search below has both dtypes for every backend.
+QUICK = {"bk_mixed": ("bfloat16",), "ghost": ("float32",), "fastgradclip": ("bfloat16",), "bk_ghost": ("float32",)}
+QUICK |= dict.fromkeys(("vmap", "mixed_ghost", "microbatch"), ())
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
-        pytest.param(name, dtype, marks=() if dtype in FAST and name != "microbatch" else pytest.mark.slow)
-        for name in (*OURS, "microbatch")
+        pytest.param(name, dtype, marks=() if dtype in quick else pytest.mark.slow)
+        for name, quick in QUICK.items()
         for dtype in DTYPES
     ],
 )
@@ -234,7 +236,7 @@ POINTS = st.builds(
 @pytest.mark.parametrize("dtype", FAST)
 @pytest.mark.parametrize("backend", CLIPPING[:7])
 def test_a_search_finds_no_record_that_moves_the_sum_by_more_than_c(backend, dtype):
-    @settings(max_examples=60, phases=(Phase.explicit, Phase.generate, Phase.target), derandomize=True, database=None)
+    @settings(max_examples=30, phases=(Phase.explicit, Phase.generate, Phase.target), derandomize=True, database=None)
     @given(POINTS)
     def search(point):
         found = measured(point.case, load_backend(backend), dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -165,8 +166,13 @@ def step_like_the_ordinary_one(model: nn.Module, x: Tensor, backend: str = "bk_m
         torch.testing.assert_close(found, g, rtol=1e-3, atol=1e-5 * float(g.abs().max()) + 1e-7)
 
 
-@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
-@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "bk_mixed") for name in DROPPING),
+        *product(["attention", "transformer", "LSTM, steps first, both ways"], ["ghost", "microbatch"]),
+    ],
+)
 def test_what_drops_draws_as_the_ordinary_model_does(name: str, backend: str, monkeypatch):
     """So that a look whether samples stay apart sees no difference, and needs none in float64."""
     monkeypatch.setattr(second_look, "reading_float64", lambda model: pytest.fail("looked in float64"))
@@ -298,8 +304,14 @@ def torch_defaults(to: torch.dtype | str) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:.*not private")
-@pytest.mark.parametrize("options", [{}, {"noise": "discrete"}, {"clip": "automatic"}, {"clip": "per_layer"}], ids=str)
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16, "meta"], ids=str)
+@pytest.mark.parametrize(
+    ("default", "options"),
+    [
+        *product([torch.float64, torch.bfloat16, torch.float16, "meta"], [{}]),
+        *product([torch.bfloat16, "meta"], [{"noise": "discrete"}, {"clip": "automatic"}, {"clip": "per_layer"}]),
+    ],
+    ids=str,
+)
 def test_defaults_of_torch_change_nothing(default: torch.dtype | str, options: dict, monkeypatch):
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(64, 8, 8), torch.arange(64) % 5)

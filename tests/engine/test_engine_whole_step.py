@@ -270,7 +270,7 @@ CHANGES = {
     "a buffer": lambda engine, losses: setattr(engine.model, "seen", torch.full((), 20.0)),
     "the loss": changed_loss,
     "a hook of all modules": lambda engine, losses: register_module_forward_hook(
-        lambda module, x, y: y * 2 if isinstance(module, nn.Tanh) else None
+        lambda module, x, y: y * 2 if isinstance(module, nn.Linear) else None
     ),
     "a hook": lambda engine, losses: engine.model.layer.register_forward_hook(lambda module, x, y: y * 2),
     "a frozen parameter": lambda engine, losses: engine.model.layer.bias.requires_grad_(False),
