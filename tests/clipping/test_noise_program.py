@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import results
 
 from clipping.accel import cuda
 
-HERE = Path(__file__).resolve().parents[1] / "support"
 TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 NAMES = (
@@ -26,19 +22,9 @@ NAMES = (
 )
 
 
-def results(*arguments: str, **variables: str) -> dict[str, str | None]:
-    """What `noise_checks.py` found, in a process of its own."""
-    environment = {**os.environ, **variables, "PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "noise_checks.py"), *arguments], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str | None]:
-    return results(TRITON_INTERPRET="1")
+    return results("noise_checks.py", TRITON_INTERPRET="1")
 
 
 @TRITON
@@ -49,9 +35,10 @@ def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]):
 
 
 @TRITON
-@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
 def test_compiles_without_a_gpu_and_stays_in_registers(capability: str, tmp_path: Path):
-    found = results("compile", capability, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    found = results("noise_checks.py", "compile", capability, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert found == {"fp32": None, "fp64": None}
 
 

@@ -7,17 +7,12 @@ python tests/support/fused_checks.py compile 90             compile for a GPU, p
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import interpreter
 import torch
+from interpreter import assert_in_registers, interpreted, outcome
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
@@ -205,17 +200,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 
 
-def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
-    """Run the check; returns its error, or None."""
-    try:
-        torch.manual_seed(0)
-        check(*arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-# program, the kernel's sides, and whether every size and stride is 1, which Triton turns into constants
+# program, the kernel's sides, and whether every size and stride is 1: Triton makes constants of those
 COMPILED = {
     "shifted": ("shifted", 3, False),
     "shifted, of single numbers": ("shifted", 1, True),
@@ -259,22 +244,13 @@ def compile_(name: str, capability: int) -> None:
     source = ASTSource(function, signature, constants, attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": fused.WARPS})
     assert binary.metadata.shared <= 48 * 1024, f"{binary.metadata.shared} bytes of shared memory"
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
-    assert found, said.stdout
-    assert found[2] == "0", f"{found[2]} bytes of the stack, and {found[1]} registers, a thread"
+    assert_in_registers(binary)
 
 
 def main(arguments: list[str]) -> dict[str, str | None]:
     if arguments[:1] == ["compile"]:
         return {name: outcome(compile_, name, int(arguments[1])) for name in COMPILED}
-    assert os.environ.get("TRITON_INTERPRET") == "1", "expected TRITON_INTERPRET=1"
-    interpreter.mend()
-    return {name: outcome(check, "cpu") for name, check in CHECKS.items()}
+    return interpreted(CHECKS)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,63 @@
-"""Patches Triton's interpreter to run with newer versions of numpy.
+"""Triton where there is no GPU: its interpreter in a process of its own, and programs compiled for GPUs.
 
-Triton 3.6 (of torch 2.11) reads the bound of a loop by `int` of a one-dimensional array. numpy 2.5 accepts only arrays
-without dimensions; Triton 3.7 accounts for that. The patch reads the bound by `item`, which works in all versions.
+Triton 3.6, which belongs to torch 2.11, reads the bound of a loop by `int` of an array of one dimension. numpy 2.5
+takes only those of none; Triton 3.7 does. So `mend` reads the bound by `item`, which means the same in all of them.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+
+
+def results(script: str, *arguments: str, **variables: str) -> dict[str, str | None]:
+    """What a script beside this one has found: the interpreter must be chosen before Triton is imported."""
+    command = [sys.executable, str(HERE / script), *arguments]
+    environment = {**os.environ, **variables, "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
+    """What went wrong, or None."""
+    try:
+        torch.manual_seed(0)
+        check(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def interpreted(checks: dict[str, Callable[[str], None]]) -> dict[str, str | None]:
+    """The outcome of each check on the CPU."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "expected TRITON_INTERPRET=1"
+    mend()
+    return {name: outcome(check, "cpu") for name, check in checks.items()}
+
+
+def assert_in_registers(binary: Any, most: int = 255) -> None:
+    """Of a compiled program a thread has `most` registers at most, and nothing spills from them to the stack."""
+    import triton  # may be missing where nothing is compiled
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+    assert found and int(found[1]) <= most and found[2] == "0", said.stdout
 
 
 def mend() -> None:

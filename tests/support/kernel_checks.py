@@ -10,19 +10,14 @@ The interpreter must be chosen before Triton is imported, so `test_clipping_kern
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import interpreter
 import torch
 import torch.nn.functional as F
+from interpreter import assert_in_registers, interpreted, outcome
 from torch import Tensor
 
 from clipping.accel import cuda
@@ -326,24 +321,7 @@ def compile_(name: str, capability: int) -> None:
     assert binary.metadata.shared <= (227 if capability == 90 else 99) * 1024, (
         f"{binary.metadata.shared} bytes of shared memory"
     )
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
-    assert found, said.stdout
-    assert found[2] == "0", f"{found[2]} bytes of the stack, and {found[1]} registers, a thread"
-
-
-def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
-    """Run the check; returns its error, or None."""
-    try:
-        torch.manual_seed(0)
-        check(*arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    assert_in_registers(binary)
 
 
 TIMED = [(32, 128, 384, 1536), (4, 1024, 384, 1536), (4, 4096, 384, 1536), (32, 64, 192, 768), (32, 1024, 64, 64)]
@@ -386,9 +364,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
         return {f"{name}, sm_{arguments[1]}": outcome(compile_, name, int(arguments[1])) for name in names}
     if arguments[:1] == ["times"]:
         return {name: taken for dtype in DTYPES for name, taken in times(dtype).items()}
-    assert os.environ.get("TRITON_INTERPRET") == "1", "expected TRITON_INTERPRET=1"
-    interpreter.mend()
-    return {name: outcome(check, "cpu") for name, check in CHECKS.items()}
+    return interpreted(CHECKS)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,14 @@ The interpreter must be chosen before Triton is imported, so `test_noise_program
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
-import interpreter
 import torch
 import triton
 import triton.language as tl
-from kernel_checks import outcome
+from interpreter import assert_in_registers, interpreted, outcome
 from torch import Tensor, nn
 
 from clipping.noise import chacha as noise
@@ -175,18 +170,11 @@ def compile_(element: str, capability: int) -> None:
             signature[argument], constants[(position,)] = "constexpr", noise._LANES
     source = ASTSource(noise_program.noisy, signature, constants, attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
-    assert found and int(found[1]) <= 64 and found[2] == "0", said.stdout
+    assert_in_registers(binary, most=64)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["compile"]:
         print(json.dumps({element: outcome(compile_, element, int(sys.argv[2])) for element in ("fp32", "fp64")}))
     else:
-        interpreter.mend()
-        print(json.dumps({name: outcome(check, "cpu") for name, check in CHECKS.items()}))
+        print(json.dumps(interpreted(CHECKS)))
