@@ -152,11 +152,11 @@ def test_best_under_another_scheme():
     assert found.kind == "upper_bound"
 
 
-@pytest.mark.parametrize("name", ["best", "pld"])
-def test_no_torch(name):
+def test_no_torch():
     code = (
         "import sys, json; from accounting import *\n"
-        f"load_accountant({name!r}).epsilon(SubsampledGaussian(4.0, 0.01), steps=10, delta=1e-5)\n"
+        "for name in ('best', 'pld'):\n"
+        "    load_accountant(name).epsilon(SubsampledGaussian(4.0, 0.01), steps=10, delta=1e-5)\n"
         "print(json.dumps(sorted({'torch', 'opacus', 'jax', 'pandas', 'dpbench'} & set(sys.modules))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -39,7 +39,11 @@ def two_steps(epsilon, sigma, q):
 
 
 @pytest.mark.parametrize(
-    ("sigma", "q", "delta"), [(1.0, 0.3, 1e-5), (0.5, 0.01, 1e-6), (3.0, 0.9, 1e-2), (1.0, 1e-3, 1e-12)]
+    ("sigma", "q", "delta"),
+    [
+        *((1.0, 0.3, 1e-5), (1.0, 1e-3, 1e-12)),
+        *(pytest.param(*point, marks=pytest.mark.slow) for point in ((0.5, 0.01, 1e-6), (3.0, 0.9, 1e-2))),
+    ],
 )
 def test_two_steps_by_an_integral(sigma, q, delta):
     found = bracket(sigma, q, 2.0, delta)

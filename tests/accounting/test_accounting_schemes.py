@@ -143,14 +143,12 @@ def test_no_instance_needs_more(sampling, cap, adjacency, steps):
 
 
 def test_every_upper_bound_is_above_the_tightest():
+    """`best` is the smallest of all accountants' upper bounds, and says who has no answer."""
     for scheme in SCHEMES:
         m = mechanism(*scheme, sigma=2.0)
-        tightest = epsilon(m, 2000, 1e-5)[0]
-        for name in ("simple", "strong", "moments", "rdp", "pld", "best"):
-            try:
-                assert load_accountant(name).epsilon(m, steps=2000, delta=1e-5) >= tightest * (1 - 2e-3), name
-            except NoAnswer as error:
-                assert name == "pld" and "\n" not in str(error)
+        best = load_accountant("best").guarantee(m, steps=2000, delta=1e-5)
+        assert best.epsilon >= epsilon(m, 2000, 1e-5)[0] * (1 - 2e-3), (scheme, best)
+        assert set(best.detail.get("no_answer", "pld").split(", ")) <= {"pld", "gdp"}, (scheme, best)
 
 
 def test_reductions_say_what_they_are():
@@ -301,7 +299,7 @@ deltas = st.one_of(st.floats(-12, 0), st.floats(-300, 0)).map(lambda e: 10.0**e)
 schemes = st.sampled_from(sorted(SCHEMES))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(sigma=sigmas, q=rates, steps=counts, delta=deltas, scheme=schemes, n=st.integers(1, 10**7), room=st.floats(0, 3))
 def test_a_number_everywhere(sigma, q, steps, delta, scheme, n, room):
     sizes = {"dataset_size": n, "max_batch_size": max(1, int(n * q * (0.5 + room)))}
@@ -314,7 +312,7 @@ def test_a_number_everywhere(sigma, q, steps, delta, scheme, n, room):
     assert quick(time.process_time() - start, 10)
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     sigma=st.floats(0.4, 20),
     q=st.floats(1e-5, 1),
