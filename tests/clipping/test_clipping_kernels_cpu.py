@@ -171,7 +171,7 @@ def test_reaches_of_convolutions_are_on_the_diagonals(
 
 @LIBRARY
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="chooses among the vectors of x86 processors")
-@pytest.mark.parametrize("narrower", ["-mno-avx512f", "-mno-avx"])
+@pytest.mark.parametrize("narrower", [pytest.param("-mno-avx512f", marks=pytest.mark.slow), "-mno-avx"])
 def test_exact_with_vectors_of_every_width(
     narrower: str, forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -19,8 +19,8 @@ from dpbench import PrivacyEngine
     ("choice", "backend"),
     [
         ({"ghost_clipping": True, "mixed": True}, "mixed_ghost"),
-        ({"ghost_clipping": True, "mixed": False}, "ghost"),
-        ({"ghost_clipping": False}, "fastgradclip"),
+        pytest.param({"ghost_clipping": True, "mixed": False}, "ghost", marks=pytest.mark.slow),
+        pytest.param({"ghost_clipping": False}, "fastgradclip", marks=pytest.mark.slow),
         ({}, "bk_mixed"),
     ],
 )

@@ -37,6 +37,7 @@ def from_opacus():
     return from_opacus
 
 
+@pytest.mark.slow  # test_opacus compares the loops' weights
 def test_the_loops_of_opacus_and_of_the_engine_learn_alike(from_opacus, monkeypatch):
     train, test = from_opacus.data()
     epsilons = {}
@@ -125,8 +126,9 @@ def test_secrets_are_in_the_private_lines_as_often_as_is_said(memorisation):
     assert int((records[0]["labels"] != -100).sum()) == len(private[0])
 
 
-def test_exposure_is_the_rank_among_all_numbers(memorisation):
-    """By asking the model for each number, one after the other."""
+def test_exposure_is_the_rank_among_all_numbers(memorisation, monkeypatch):
+    """By asking the model for each number, one after the other; of four digits, the first is 0."""
+    monkeypatch.setattr(memorisation, "NUMBERS", 1000)
     model = memorisation.network(seed=3).eval()
     begun = memorisation.secret("zoe")
     rows = torch.tensor([list(f"{begun}{number:04d}".encode()) for number in range(memorisation.NUMBERS)])
@@ -134,7 +136,7 @@ def test_exposure_is_the_rank_among_all_numbers(memorisation):
         chances = torch.cat([model(input_ids=part).logits.double().log_softmax(-1) for part in rows.split(1000)])
     at = slice(len(begun), len(begun) + 4)
     of_all = chances[:, at.start - 1 : at.stop - 1].gather(2, rows[:, at, None]).sum((1, 2))
-    for number in (0, 1234, int(of_all.argmax()), 9999):
+    for number in (0, 123, int(of_all.argmax()), 999):
         rank = 1 + int((of_all > of_all[number]).sum())
         expected = math.log2(memorisation.NUMBERS / rank)
         assert memorisation.exposure(model, "zoe", number) == pytest.approx(expected, abs=0.01 + 2 / rank)

@@ -12,12 +12,12 @@ from dpbench.trials.whole_step import TrainingStepTrial
 from experiments.training_step import EXPERIMENT
 from tests.support.graphs import not_compiled
 
-ENGINES = ("nonprivate", "bk_mixed", "ghost", "opacus_hooks", "opacus_ghost")
+ENGINES = ("nonprivate", "bk_mixed", "opacus_hooks", "opacus_ghost")
 TEXT = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
 
 
 def trial(**changes) -> TrainingStepTrial:
-    given = {"model": "cnn", "backends": ENGINES, "batch_size": 4, "rounds": 2, "max_seconds": 0.1}
+    given = {"model": "cnn", "image_size": 16, "backends": ENGINES, "batch_size": 4, "rounds": 2, "max_seconds": 0.1}
     return TrainingStepTrial(**(given | changes))
 
 

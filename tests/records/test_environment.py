@@ -247,8 +247,8 @@ def test_cuda_where_there_is_none_is_one_line(gpus):
         environment.resolve_device("cuda")
 
 
-def test_the_environment_says_what_is_needed_to_read_the_numbers():
-    with Isolation(variables.server_variables("cuda")) as isolation:
+def test_the_environment_says_what_is_needed_to_read_the_numbers(trials_here):
+    with Isolation() as isolation:
         found = environment.gather("cpu", isolation)
     wanted = {"device", "device_name", "host", "torch", "python", "cpu_count", "threads", "git_sha", "git_dirty"}
     wanted |= {"platform", "packages", "utc", "memory_total", "load_average", "float32_matmul_precision"}
@@ -256,12 +256,10 @@ def test_the_environment_says_what_is_needed_to_read_the_numbers():
     assert found["device"] == "cpu" and found["threads"] >= 1 and found["packages"]["numpy"]
 
 
-def test_cuda_that_torch_cannot_use_is_one_line(gpus):
+def test_cuda_that_torch_cannot_use_is_one_line(gpus, trials_here, monkeypatch):
     gpus("A card that is not there")
-    with (
-        Isolation(variables.server_variables("cpu")) as isolation,
-        pytest.raises(UsageError, match="a CUDA device that torch"),
-    ):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with Isolation() as isolation, pytest.raises(UsageError, match="a CUDA device that torch"):
         environment.gather("cuda", isolation)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from report_records import CUDA, RunFile
+from report_records import CUDA, RunFile, save_no_pictures
 from torch import nn
 
 import clipping
@@ -481,7 +481,8 @@ def test_records_of_before_and_of_now_are_compared_and_other_profiles_are_not(tm
 
 
 @pytest.mark.parametrize("figure", ["memory_speed_table", "max_batch_throughput"])
-def test_each_profile_has_a_figure_whose_caption_says_it(tmp_path, figure):
+def test_each_profile_has_a_figure_whose_caption_says_it(tmp_path, figure, monkeypatch):
+    save_no_pictures(monkeypatch)
     run = RunFile(tmp_path / "records" / "a.jsonl", CUDA)
     for name in ("float32", "bfloat16-autocast", "tf32"):
         run.step("cnn", "nonprivate", [1.0], device="cuda", precision=name, memory_budget=2**30)
