@@ -265,7 +265,7 @@ def convolution_norm(
     x, g, options = in_two_dimensions(x, g, (kernel, stride, padding, dilation))
     channels, outputs = x.shape[1] // groups, g.shape[1] // groups
     positions, inputs = g.shape[2] * g.shape[3], channels * math.prod(kernel)
-    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g))
+    tiles = tiles or _patch_tiles(positions, inputs, outputs, g.dtype, _generation(g) if rows_at_once(x, g) else 0)
     sizes = (groups, channels, outputs, *x.shape[2:], *g.shape[2:])
     named = zip(("KERNEL", "STRIDE", "PADDING", "DILATION"), options, strict=True)
     constants = {f"{name}_{axis}": option[i] for name, option in named for i, axis in enumerate("HW")}
@@ -323,6 +323,26 @@ def _gradient_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtyp
     most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 else 128
     rows, columns = _power(outputs, most), _power(inputs, most)
     return Tiles(rows, columns, _power(positions, 32), _warps(rows, columns, dtype))
+
+
+def _patch_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype, generation: int) -> Tiles:
+    """Of a convolution: patches are read anew for each tile of outputs, and g for each tile of inputs. The rate of the
+    caches bounds the time, so tiles are as large as registers allow: where entries are read alone, by way of registers,
+    few.
+    """
+    if generation not in (9, 10) or dtype == torch.float32 or min(inputs, outputs) < 64:
+        return _gradient_tiles(positions, inputs, outputs, dtype, generation)
+    rows = _power(outputs, 128)
+    return Tiles(rows, _power(inputs, 16384 // rows), _power(positions, 32), 8, 4)
+
+
+def rows_at_once(*images: Tensor) -> bool:
+    """Whether channels lie last, in rows of a multiple of 16 of them, of which 16 bytes are read at once.
+
+    Args:
+        images: [n, C, *size].
+    """
+    return all(x.stride(1) == 1 and not any(s % 16 for s in (x.stride(0), *x.stride()[2:])) for x in images)
 
 
 def _large(rows: int, columns: int, dtype: torch.dtype, generation: int) -> bool:

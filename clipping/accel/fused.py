@@ -5,7 +5,7 @@
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
                       `clipping.numerics.rounding_bounds`)
     added             the sum of portions, in float64 (see `clipping.numerics.chunked_sums`)
-    scale_gradient    Σ_t g x̂ of layer norm (see `clipping.rules.norm`), in one pass over g and x
+    scale_gradient    Σ_t g x̂ and Σ_t g of layer norm (see `clipping.rules.norm`), in one pass over g and x
 
 The first reads each Gram matrix once, and writes three numbers a tile; torch's operations go over them once for each
 of the kernel's sides, and write what they added up. All but `added` are float32, and
@@ -127,7 +127,7 @@ def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
 
 @operation
 def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
-    """Σ_t g (x - mean) rstd of each sample.
+    """Σ_t g (x - mean) rstd and Σ_t g of each sample.
 
     Args:
         x, g: [n, *, features], contiguous.
@@ -135,11 +135,11 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
         features: of the scale.
 
     Returns:
-        [n, features] float32.
+        [n, 2, features] float32.
     """
     count, positions = len(x), mean.numel() // max(1, len(x))
     block = cuda._power(positions, TILE)
-    out = torch.empty(count, math.ceil(positions / block), features, dtype=torch.float32, device=g.device)
+    out = torch.empty(count, math.ceil(positions / block), 2, features, dtype=torch.float32, device=g.device)
     programs = count * out.shape[1] * math.ceil(features / TILE)
     _run("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)
     return _whole(out)
@@ -160,7 +160,7 @@ def _run(program: str, programs: int, tensors: Sequence[Tensor], numbers: Sequen
     """One launch; of fake tensors none."""
     if programs and not isinstance(tensors[-1], FakeTensor):
         with torch.cuda.device_of(tensors[-1]):
-            getattr(_programs(), program)[(programs,)](*tensors, *numbers, **constants, num_warps=WARPS)
+            getattr(_programs(), program)[(programs,)](*tensors, *numbers, **{"num_warps": WARPS, **constants})
 
 
 @functools.cache

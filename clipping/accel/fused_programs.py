@@ -9,6 +9,8 @@ be a rounding below.
 import triton
 import triton.language as tl
 
+from clipping.accel.cuda_programs import _dot
+
 
 @triton.jit
 def shifted(
@@ -82,6 +84,109 @@ def _read(k, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr
     at = k * DILATION - PADDING + STRIDE * PADDING  # not negative: a remainder is what it is in Python
     phase = at % STRIDE if PHASES > 1 else 0
     return phase, at // STRIDE - PADDING
+
+
+@triton.jit
+def convolution_gram(
+    x,
+    g,
+    out,
+    groups,
+    channels,
+    outputs,
+    height,
+    width,
+    out_height,
+    out_width,
+    x_sample,
+    x_channel,
+    x_row,
+    x_column,
+    g_sample,
+    g_channel,
+    g_row,
+    g_column,
+    of_inputs,
+    of_outputs,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    ALONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Over a block of positions t and one of positions u: Σ A_tu G_tu, and over t = u what a reach is made of.
+
+    A and G are the inner products of patches, and those of the output's gradient, of one sample and group; `channels`
+    and `outputs` are those of a group: out [n · groups · tiles, 4], as in `shifted`. ALONE: there is one block.
+    """
+    positions = out_height * out_width
+    blocks = tl.cdiv(positions, BLOCK)
+    tiles = blocks * (blocks + 1) // 2
+    group = (tl.program_id(0) // tiles % groups).to(tl.int64)
+    sample = (tl.program_id(0) // tiles // groups).to(tl.int64)
+    x += sample * x_sample + group * channels * x_channel
+    g += sample * g_sample + group * outputs * g_channel
+    # the triangle's rows of i + 1 and of the others' tiles stand beside one another: a rectangle
+    odd = blocks % 2
+    columns = blocks + 1 - odd
+    line = tl.program_id(0) % tiles // columns
+    at = tl.program_id(0) % tiles % columns
+    last = blocks - 1 - line
+    first = tl.where(at <= last, last, line - odd)
+    second = tl.where(at <= last, at, at - last - 1)
+    t = first * BLOCK + tl.arange(0, BLOCK)
+    u = second * BLOCK + tl.arange(0, BLOCK)
+    # what lies outside of the output is read outside of the image, as zero
+    t_row, t_column = tl.where(t < positions, t // out_width, out_height), t % out_width
+    u_row, u_column = tl.where(u < positions, u // out_width, out_height), u % out_width
+    dtype = g.dtype.element_ty  # under autocast x may be wider than what was multiplied
+    of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, outputs, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        left = _pixels(g, t_row, t_column, out_height, out_width, k, outputs, g_row, g_column, g_channel)
+        right = left
+        if not ALONE:
+            right = _pixels(g, u_row, u_column, out_height, out_width, k, outputs, g_row, g_column, g_channel)
+        of_g = _dot(left, tl.trans(right), of_g, "ieee", WIDEN)
+    t_row = tl.where(t < positions, t_row * STRIDE_H - PADDING_H, height)
+    u_row = tl.where(u < positions, u_row * STRIDE_H - PADDING_H, height)
+    t_column, u_column = t_column * STRIDE_W - PADDING_W, u_column * STRIDE_W - PADDING_W
+    chunks = tl.cdiv(channels, BLOCK_K)
+    of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in range(KERNEL_H * KERNEL_W * chunks):
+        down = step // chunks // KERNEL_W * DILATION_H
+        across = step // chunks % KERNEL_W * DILATION_W
+        k = step % chunks * BLOCK_K + tl.arange(0, BLOCK_K)
+        left = _pixels(x, t_row + down, t_column + across, height, width, k, channels, x_row, x_column, x_channel)
+        right = left
+        if not ALONE:
+            right = _pixels(x, u_row + down, u_column + across, height, width, k, channels, x_row, x_column, x_channel)
+        of_x = _dot(left.to(dtype), tl.trans(right.to(dtype)), of_x, "ieee", WIDEN)
+    out += tl.program_id(0).to(tl.int64) * 4
+    tl.store(out, tl.sum(of_x * of_g) * tl.where(first == second, 1.0, 2.0))
+    same = t[:, None] == u[None, :]
+    a_norms = tl.sqrt(tl.maximum(tl.sum(tl.where(same, of_x, 0.0), 1), 0.0))
+    g_norms = tl.sqrt(tl.maximum(tl.sum(tl.where(same, of_g, 0.0), 1), 0.0))
+    terms = a_norms * g_norms
+    tl.store(out + 1, tl.sum(terms))
+    tl.store(out + 2, tl.sum(a_norms) * of_inputs + tl.sum(g_norms) * of_outputs)
+    tl.store(out + 3, tl.sum(terms * terms))
+
+
+@triton.jit
+def _pixels(x, rows, columns, height, width, k, channels, x_row, x_column, x_channel):
+    """Pixels of an image [channels, height, width] in some channels k, zero outside of it: [len(rows), len(k)]."""
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    at = rows.to(tl.int64) * x_row + columns.to(tl.int64) * x_column
+    there = inside[:, None] & (k < channels)[None, :]
+    return tl.load(x + at[:, None] + (k.to(tl.int64) * x_channel)[None, :], mask=there, other=0.0)
 
 
 @triton.jit
@@ -160,8 +265,8 @@ def added(parts, rest, out, entries, COUNT: tl.constexpr, RESTS: tl.constexpr, B
 
 @triton.jit
 def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Over a block of positions t of one sample, for a block of features: Σ_t g (x - mean) rstd, out [n · blocks,
-    features]. All are contiguous: x and g [n, positions, features], mean and rstd [n, positions].
+    """Over a block of positions t of one sample, for a block of features: Σ_t g (x - mean) rstd and Σ_t g, out [n ·
+    blocks, 2, features]. All are contiguous: x and g [n, positions, features], mean and rstd [n, positions].
     """
     columns = tl.cdiv(features, BLOCK_N)
     blocks = tl.cdiv(positions, BLOCK_T)
@@ -178,4 +283,6 @@ def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLO
     of_x = tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
     of_g = tl.load(g + where, mask=inside, other=0.0).to(tl.float32)
     found = tl.where(inside, (of_x - of_mean[:, None]) * of_rstd[:, None] * of_g, 0.0)
-    tl.store(out + line.to(tl.int64) * features + at, tl.sum(found, 0), mask=at < features)
+    out += line.to(tl.int64) * 2 * features + at
+    tl.store(out, tl.sum(found, 0), mask=at < features)
+    tl.store(out + features, tl.sum(of_g, 0), mask=at < features)

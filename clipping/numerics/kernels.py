@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-PLACES = ("cpu", "cuda", "fused", "chunked_conv", "overwriting")
+PLACES = ("cpu", "cuda", "fused", "convolution_gram", "chunked_conv", "overwriting")
 
 
 class Missing:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.core.dtypes import norm_dtype, wide_dtype
+from clipping.core.dtypes import HALF, norm_dtype, wide_dtype
 from clipping.core.microbatching import concatenated
 from clipping.numerics import kernels
 from clipping.numerics.convolution_memory import Convolution
@@ -81,11 +81,10 @@ class ConvolutionWeight(Bilinear):
         self.kernel = list(weight.shape[2:])
         if self._is_pointwise():  # patches are pixels
             self.ghosts, self.instantiations = ("patches",), ("unfold",)
-            self.offer_kernels(GRAM_KERNEL)
         elif weight.shape[1] == 1 and self.outputs == 1:  # depthwise: a Gram matrix of one channel is an outer product
             self.ghosts, self.instantiations = (), ("shifts", "grouped", "pairs")
         if len(self.kernel) <= 2 and self.ghosts:
-            self.offer_kernels(NORM_KERNEL)
+            self.offer_kernels(GRAM_KERNEL, NORM_KERNEL)
             if max(self.positions, math.prod(x.shape[2:])) <= MOST_PIXELS:
                 self.offer_compiled()
 
@@ -169,10 +168,13 @@ class ConvolutionWeight(Bilinear):
         return squares.view(-1, self.groups).sum(1) if self.groups > 1 else squares, [reach]
 
     def _finds_reach(self, g: Tensor, way: str) -> bool:
-        return way == COMPILED or (way == "pixels" and self._whole(g))
+        return way in (COMPILED, GRAM_KERNEL) or (way == "pixels" and self._whole(g))
 
     def _with_reach(self, x: Tensor, g: Tensor, way: str) -> Tensor:
         """[b·groups, 1 + k]: squared norms, and the columns for `Reach.of_columns`."""
+        if way == GRAM_KERNEL:
+            x, g = self._turned(x, g)
+            return kernels.convolution_gram.norms(x, g, self._geometry(), self.groups, self._least(g))
         found = compiled_norms if way == COMPILED else pixel_norms
         return found(self._grouped(x), self._grouped(g), self._geometry(), self._least(g))
 
@@ -180,6 +182,18 @@ class ConvolutionWeight(Bilinear):
         """True if whole Gram matrices of pixels are formed for the GPU kernel."""
         fits = self._pairs(g) * norm_dtype(g.dtype).itemsize <= self.room()
         return fits and len(self.kernel) <= 2 and kernels.fused.runs(self.parameter) and g.dtype in kernels.cuda.DTYPES
+
+    def _turned(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Operands of a GPU kernel, with channels last if it would read each entry alone, and several times."""
+        if not self._turns(g):
+            return x, g
+        return x.contiguous(memory_format=torch.channels_last), g.contiguous(memory_format=torch.channels_last)
+
+    def _turns(self, g: Tensor | Spec) -> bool:
+        if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1:
+            return False
+        rows = not (self.x.shape[1] % 16 or g.shape[1] % 16)
+        return rows and not self.x.is_contiguous(memory_format=torch.channels_last)
 
     def _least(self, g: Tensor) -> tuple[float, float]:
         return of_lost(g.dtype, self.inputs, self.outputs)
@@ -261,6 +275,12 @@ class ConvolutionWeight(Bilinear):
         if way == "grouped":  # many small products instead of one weight gradient: dot products if depthwise
             slower = 30 if "shifts" in self.instantiations else 1.5
             return work._replace(multiplications=slower * work.multiplications)
+        if way in (GRAM_KERNEL, NORM_KERNEL):
+            copied, multiplications = sum(self._each(g)) if self._turns(g) else 0, work.multiplications
+            if way == GRAM_KERNEL:
+                sizes = self.positions, self.parameter.shape[1], self.outputs, math.prod(self.kernel)
+                multiplications = self.groups * kernels.convolution_gram.multiplications(*sizes)
+            return Work(multiplications, 2 * copied, work.workspace + copied)
         wide = norm_dtype(g.dtype).itemsize
         if way == "patches":
             return work._replace(
@@ -303,6 +323,7 @@ class ConvolutionWeight(Bilinear):
         x, g = self.operands(g, samples)
         count, groups = x.shape[0], self.groups
         if way == NORM_KERNEL:
+            x, g = self._turned(x, g)
             return kernels.cuda.convolution_norm(x, g, *self._geometry(), groups)
         if self._finds_reach(g, way):
             found = self._with_reach(x, g, way)[:, 0]
@@ -310,7 +331,7 @@ class ConvolutionWeight(Bilinear):
             found = pixel_gram_product(self._grouped(x), self._grouped(g), self._geometry(), available)
         else:
             a, g = (y.transpose(1, 2) for y in self._positions(x, g))
-            found = kernels.cuda.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
+            found = gram_product(a, g, available)
         return found.view(count, groups).sum(1) if groups > 1 else found
 
     def _geometry(self) -> Geometry:

@@ -8,6 +8,7 @@ normalisation.
 from __future__ import annotations
 
 import math
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -56,11 +57,17 @@ class _Scale(Rule):
 
 
 class LayerNormWeight(_Scale):
-    """γ [*normalized]; x̂ from the statistics of the forward kernel."""
+    """γ [*normalized]; x̂ from the statistics of the forward kernel.
 
-    def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    Args:
+        weight, x, mean, rstd: of the operation.
+        shift: takes the gradients of β, if a kernel forms both.
+    """
+
+    def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, shift: _Shift) -> None:
         super().__init__(weight)
         self.x, self.mean, self.rstd = x, mean.detach(), rstd.detach()  # avoids a reference cycle with the node
+        self.shift = shift
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         given = x, mean, rstd, of = tuple(part(each, samples) for each in (self.x, self.mean, self.rstd, g))
@@ -68,10 +75,11 @@ class LayerNormWeight(_Scale):
         if kernels.cpu.in_one_piece(*given):
             found = kernels.cpu.scale_gradient(x, mean, rstd, of, features)
         elif kernels.fused.runs(*given) and all(each.is_contiguous() for each in given):
-            found = kernels.fused.scale_gradient(x, mean, rstd, of, features)
+            found, shift = kernels.fused.scale_gradient(x, mean, rstd, of, features).unbind(1)
+            self.shift.keep(shift, g, samples)
         else:
             return super().instantiate(g, samples)
-        return found.view(-1, *self.parameter.shape)
+        return found.reshape(-1, *self.parameter.shape)
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
         return (part(self.x, at).to(dtype) - part(self.mean, at)).mul_(part(self.rstd, at))
@@ -112,13 +120,36 @@ def layer_norm(
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.layer_norm and the gradients of its parameters."""
     output, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), weight, bias, eps)
-    return output, ((weight, LayerNormWeight, input, mean, rstd), (bias, _LayerNormBias))
+    shift = _Shift()
+    return output, ((weight, LayerNormWeight, input, mean, rstd, shift), (bias, _LayerNormBias, shift))
+
+
+class _Shift:
+    """Per-sample gradients of β that a kernel has formed with those of γ, until they are asked for."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, weakref.ref[Tensor], int, slice]] = []
+
+    def keep(self, found: Tensor, g: Tensor, samples: slice) -> None:
+        """Keep those of some samples, of the output's gradient g as it is now."""
+        self._kept = [(found, weakref.ref(g), g._version, samples)]
+
+    def take(self, g: Tensor, samples: slice) -> Tensor | None:
+        """Those of these samples and of this g, if they are kept."""
+        kept, self._kept = self._kept, []
+        return next((found for found, of, *at in kept if of() is g and at == [g._version, samples]), None)
 
 
 class _LayerNormBias(Rule):
     """β [*normalized]: Σ_t g."""
 
+    def __init__(self, bias: Tensor, shift: _Shift) -> None:
+        super().__init__(bias)
+        self.shift = shift
+
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        if (found := self.shift.take(g, samples)) is not None:
+            return found.reshape(-1, *self.parameter.shape)
         return _sum_positions(part(g, samples), self.parameter)
 
     def reach(self, g: Tensor) -> Reach:

@@ -16,9 +16,9 @@ from interpreter import assert_in_registers, interpreted, outcome
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
-from clipping.accel import fused
+from clipping.accel import convolution_gram, cuda, fused
 from clipping.numerics.rounding_bounds import of_rows
-from clipping.rules.base import Route
+from clipping.rules.base import GRAM_KERNEL, Route
 from clipping.rules.convolution import convolution
 from clipping.rules.norm import LayerNormWeight, layer_norm
 from clipping.rules.transposed import transposed_convolution
@@ -83,24 +83,47 @@ def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
     """Squared norms and reaches equal those of torch's operations in float64."""
     for dtype in (torch.float32, torch.bfloat16):
         rule, wide, g = made(CONVOLUTIONS[name], device, dtype, transposed=transposed)
-        route = Route(ghost=True, way="pixels" if "pixels" in rule.ghosts else "patches")
-        squares, reaches = with_kernels(lambda rule=rule, g=g, route=route: rule.squares_and_reach(g, route))
         alone = with_kernels(lambda rule=rule, g=g: rule.reach(g))
-        assert bool(reaches) == (route.way == "pixels")
-        expected = wide.squared_norms(g.double(), Route())
-        assert (squares - expected).abs().max() <= 1e-5 * max(expected.max(), squares.new_tensor(1e-30))
-        for found in (*reaches, alone):
-            close(found.terms, wide.reach(g.double()).terms)
-            close(found.apart, wide.reach(g.double()).apart)
         least = rule.reach(g).lost  # by torch's operations, in the dtype that underflows
         close(alone.lost, least)
-        for reach in reaches:
-            close(reach.lost, torch.zeros_like(least) if name == "nothing but padding" else least)
+        expected = wide.squared_norms(g.double(), Route())
+        for way in ("pixels" if "pixels" in rule.ghosts else "patches", GRAM_KERNEL):
+            route = Route(ghost=True, way=way)
+            squares, reaches = with_kernels(lambda rule=rule, g=g, route=route: rule.squares_and_reach(g, route))
+            assert bool(reaches) == (way != "patches")
+            assert (squares - expected).abs().max() <= 1e-5 * max(expected.max(), squares.new_tensor(1e-30)), way
+            for found in (*reaches, alone):
+                close(found.terms, wide.reach(g.double()).terms)
+                close(found.apart, wide.reach(g.double()).apart)
+            for reach in reaches:
+                none = way == "pixels" and name == "nothing but padding"
+                close(reach.lost, torch.zeros_like(least) if none else least)
 
 
 def transposed(device: str) -> None:
     for name in ("stride 2", "in groups"):
         convolutions(name, device, transposed=True)
+
+
+def gram_tiles(device: str) -> None:
+    """Any number of blocks, each pair once; any strides, dtypes and groups; and more programs than one launch has."""
+    whole, narrow = (cuda.PROGRAMS, convolution_gram.SIDE), torch.float16  # the interpreter rounds bfloat16 downwards
+    convolution_gram.SIDE = 16
+    for count in (1, 2, 3, 4):
+        rule, wide, g = made((4, 3, (5, 3 * count), (2, 1), (1, 1), (1, 0), (1, 1), 1), device, torch.float32)
+        found = convolution_gram.norms(rule.x[:1], g[:1], rule._geometry(), 1, (0.0, 0.0))
+        close(found[:, 0], wide.squared_norms(g.double(), Route())[:1])
+    rule, wide, g = made((4, 6, (5, 4), (2, 1), (1, 1), (1, 0), (1, 1), 2), device, torch.float32)
+    found = convolution_gram.norms(rule.x, g, rule._geometry(), 2, (1.0, 2.0))
+    close(found[:, 0].view(3, 2).sum(1), wide.squared_norms(g.double(), Route()))
+    cuda.PROGRAMS = 8
+    last, turned = g.to(memory_format=torch.channels_last), rule.x.transpose(2, 3).contiguous().transpose(2, 3)
+    assert torch.equal(found, convolution_gram.norms(turned, last, rule._geometry(), 2, (1.0, 2.0)))
+    cuda.PROGRAMS, convolution_gram.SIDE = whole
+    both = [
+        convolution_gram.norms(x, g.to(narrow), rule._geometry(), 2, (0.0, 0.0)) for x in (rule.x, rule.x.to(narrow))
+    ]
+    assert torch.equal(*both)
 
 
 def rows(device: str) -> None:
@@ -192,6 +215,7 @@ def whole_steps(device: str) -> None:
 CHECKS: dict[str, Callable[[str], None]] = {
     **{name: lambda device, name=name: convolutions(name, device) for name in CONVOLUTIONS},
     "transposed convolutions": transposed,
+    "tiles of a convolution's Gram matrices": gram_tiles,
     "rows": rows,
     "scales of layer norm": scales_of_layer_norm,
     "sums in float64": sums_in_float64,
@@ -212,6 +236,19 @@ COMPILED = {
     "added": ("added", 1, False),
     "added, of single numbers": ("added", 1, True),
 }
+#: positions and whether channels lie last
+GRAMS = {
+    "one tile": (64, True),
+    "one small tile": (16, True),
+    "channels first": (64, False),
+    "several tiles": (256, True),
+    "several tiles of channels first": (256, False),
+}
+COMPILED |= {
+    f"convolution_gram, {name}, {dtype}": ("convolution_gram", 3, False)
+    for name in GRAMS
+    for dtype in ("float32", "bfloat16")
+}
 
 
 def compile_(name: str, capability: int) -> None:
@@ -229,11 +266,20 @@ def compile_(name: str, capability: int) -> None:
     values |= {"PHASES_H": min(2, kernel), "PHASES_W": min(2, kernel)}
     values |= {"COUNT": 27, "RESTS": 1, "BLOCK_T": 16 if single else fused.TILE, "BLOCK_N": fused.TILE}
     values["BLOCK"] = 16 if single else fused.TILE if program == "shifted" else fused.LINE
+    options, pointer, most = {"num_warps": fused.WARPS}, "*fp32", 48
+    if program == "convolution_gram":
+        _, case, dtype = name.split(", ")
+        positions, last = GRAMS[case]
+        tiles = convolution_gram.tiles_of(positions, 256, getattr(torch, dtype), capability // 10, last)
+        values |= {"ALONE": positions <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, "WIDEN": False}
+        values |= dict.fromkeys(["groups", "x_channel", "g_channel"] if last else ["groups", "x_column", "g_column"], 1)
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        pointer, most = "*fp32" if dtype == "float32" else "*bf16", 227 if capability == 90 else 99
     signature: dict[str, str] = {}
     constants, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
         if argument in ("x", "g", "parts", "rest", "mean", "rstd", "out"):
-            signature[argument] = "*fp32"
+            signature[argument] = pointer if argument in "xg" else "*fp32"
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif argument.startswith("of_"):
             signature[argument] = "fp32"
@@ -241,9 +287,11 @@ def compile_(name: str, capability: int) -> None:
             signature[argument], constants[(position,)] = "constexpr", values.get(argument, 1)
         else:
             signature[argument] = "i32"
+            if program == "convolution_gram" and last and argument.startswith(("x_", "g_", "channels", "outputs")):
+                attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": fused.WARPS})
-    assert binary.metadata.shared <= 48 * 1024, f"{binary.metadata.shared} bytes of shared memory"
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert binary.metadata.shared <= most * 1024, f"{binary.metadata.shared} bytes of shared memory"
     assert_in_registers(binary)
 
 

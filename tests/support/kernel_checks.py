@@ -284,6 +284,20 @@ for _dtype in DTYPES:
         f"instantiated of single numbers, {_dtype}": ("instantiated", _dtype, _smallest, {}, ("*",)),
         f"convolution, {_dtype}": ("convolution", _dtype, _gradient, CONVOLUTION, ("groups", "x_column", "g_column")),
         f"convolution in groups, {_dtype}": ("convolution", _dtype, _gradient, CONVOLUTION, ("x_column", "g_column")),
+        f"convolution, channels last, {_dtype}": (
+            "convolution",
+            _dtype,
+            partial(cuda._patch_tiles, 4096, 4096, 4096, _dtype),
+            CONVOLUTION,
+            ("x_channel", "g_channel"),
+        ),
+        f"convolution of few outputs, channels last, {_dtype}": (
+            "convolution",
+            _dtype,
+            partial(cuda._patch_tiles, 4096, 4096, 64, _dtype),
+            CONVOLUTION,
+            ("x_channel", "g_channel"),
+        ),
         f"convolution of single numbers, {_dtype}": ("convolution", _dtype, _smallest, CONVOLUTION, ("*",)),
     }
 
@@ -315,6 +329,8 @@ def compile_(name: str, capability: int) -> None:
             signature[argument], constant[(position,)] = "constexpr", values.get(argument, 1)
         else:
             signature[argument] = "i32"
+            if "x_channel" in ones and argument.startswith(("x_", "g_", "channels")):  # `cuda.rows_at_once`
+                attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constant, attributes)
     target = GPUTarget("cuda", capability, 32)
     binary = triton.compile(source, target=target, options={"num_warps": tiles.warps, "num_stages": tiles.stages})
