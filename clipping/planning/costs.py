@@ -98,7 +98,7 @@ def predicted(rule: Rule, output: Spec, *, kernels: float | None = None) -> Cost
     """Predict the costs by formula, from rough rates.
 
     Args:
-        kernels: multiplies the predicted time of ways that only some machines have; None leaves them out.
+        kernels: how much slower than libraries those ways multiply that only some machines have; None leaves them out.
     """
     norms = {}
     for ghost, ways in ((True, rule.ghosts), (False, rule.instantiations)):
@@ -106,7 +106,7 @@ def predicted(rule: Rule, output: Spec, *, kernels: float | None = None) -> Cost
             if way not in KERNELS:
                 norms[ghost, way, 0] = rule.seconds(output, way)
             elif kernels is not None:
-                norms[ghost, way, 0] = kernels * rule.seconds(output, way)
+                norms[ghost, way, 0] = rule.seconds(output, way, kernels)
     return Costs(norms, rule.summing_seconds(output, kept=False), rule.summing_seconds(output, kept=True))
 
 

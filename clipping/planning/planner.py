@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from clipping.core.dtypes import HALF
 from clipping.numerics.rng_replay import Draws
 from clipping.planning.choices import Choice, choices_of, formula_route, has_choice
 from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
@@ -43,9 +44,11 @@ from clipping.tape.record import Tape
 from clipping.tape.uses import Use
 
 _LOG = logging.getLogger(__name__)
-UNTIMED = 4.0
-"""What a Triton kernel is charged, times its formula, in a plan that nothing is timed for: it reaches about a quarter
-of what libraries multiply by, and wins where Gram matrices or gradients would be written, and read, for little work."""
+UNTIMED = {False: 4.0, True: 3.0}
+"""How much slower than libraries a Triton kernel is taken to multiply, in a plan that nothing is timed for: it wins
+where Gram matrices or gradients would be written, and read, for little work. In half precision (True), relative to
+`RATES`, an H200 took 1 to 2 for linear layers and 3 to 6 for convolutions (before those had larger tiles). float32 is a
+guess."""
 
 WORKSPACES = 4
 """The share of a rule's room that "auto" may use as a workspace, if any route needs so little."""
@@ -173,9 +176,11 @@ class Planner:
     ) -> dict[Kind, Costs]:
         """By kind of use: those on record, else timed if they may be, else predicted."""
         if not self._times(losses):
-            kernels = None if losses.device.type == "cpu" else UNTIMED
-            pairs = zip(readings, kinds, strict=True)
-            return {what: predicted(rule, use.output, kernels=kernels) for (use, _, rule), what in pairs}
+            cpu, pairs = losses.device.type == "cpu", zip(readings, kinds, strict=True)
+            return {
+                what: predicted(rule, use.output, kernels=None if cpu else UNTIMED[use.output.dtype in HALF])
+                for (use, _, rule), what in pairs
+            }
         cache = self._cache(losses.device)
         costs: dict[Kind, Costs] = {}
         new: dict[str, Costs] = {}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.core.dtypes import norm_dtype
+from clipping.core.dtypes import HALF, norm_dtype
 from clipping.core.microbatching import added, blocks, concatenated, each
 from clipping.numerics import kernels
 from clipping.numerics.gram import HALVED, part
@@ -88,8 +88,9 @@ class Work(NamedTuple):
     workspace: float
 
 
-RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12)}
-"""Rough multiplications and bytes a second of each kind of device. Only ratios matter, and timings override them."""
+RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12), "cuda, half": (2.8e14, 2e12)}
+"""Rough multiplications and bytes a second of each kind of device. Only ratios matter, and timings override them.
+In half precision those of an H200's `bmm` into float32."""
 
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
 """Ways of `clipping.accel` for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""
@@ -321,15 +322,23 @@ class Rule(ABC):
         ways = [way for way in (self.ghosts if ghost else self.instantiations) if way not in KERNELS]
         return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self.seconds(g, way))
 
-    def seconds(self, g: Tensor | Spec, way: str) -> float:
-        """Predict the seconds of one sample's norm by `way`, from its cost and rough rates of the device kind."""
+    def seconds(self, g: Tensor | Spec, way: str, slower: float = 1.0) -> float:
+        """Predict the seconds of one sample's norm by `way`, from its cost and rough rates of the device kind.
+
+        It multiplies `slower` times as slowly as libraries.
+        """
         work = self.work(g, way)
-        multiplying, moving = RATES.get(self.parameter.device.type, RATES["cuda"])
-        return work.multiplications / multiplying + work.traffic / moving
+        multiplying, moving = self._rates(g)
+        return slower * work.multiplications / multiplying + work.traffic / moving
+
+    def _rates(self, g: Tensor | Spec) -> tuple[float, float]:
+        """Multiplications and bytes a second."""
+        kind = self.parameter.device.type
+        return RATES[kind if kind == "cpu" else "cuda, half" if g.dtype in HALF else "cuda"]
 
     def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
         """Predict the seconds of one sample's share of the clipped sum, from kept gradients or by a weight gradient."""
-        multiplying, moving = RATES.get(self.parameter.device.type, RATES["cuda"])
+        multiplying, moving = self._rates(g)
         if kept:
             return self.parameter.numel() * g.element_size() / moving
         return max(1, self.positions) * self.parameter.numel() / multiplying

@@ -273,7 +273,8 @@ class ConvolutionWeight(Bilinear):
             pairs = self.positions * math.prod(self.x.shape[2:]) * self.groups
             return Work(pairs * self.inputs, 2 * pairs * size, work.workspace + pairs * size)
         if way == "grouped":  # many small products instead of one weight gradient: dot products if depthwise
-            slower = 30 if "shifts" in self.instantiations else 1.5
+            on_tensor_cores = g.dtype in HALF and not self.parameter.is_cpu
+            slower = 30 if "shifts" in self.instantiations else 8 if on_tensor_cores else 1.5
             return work._replace(multiplications=slower * work.multiplications)
         if way in (GRAM_KERNEL, NORM_KERNEL):
             copied, multiplications = sum(self._each(g)) if self._turns(g) else 0, work.multiplications

@@ -20,7 +20,11 @@ from clipping import Flat, load_backend
 from clipping.accel import cuda
 from clipping.numerics import chunked_sums as portions
 from clipping.numerics.chunked_sums import added_at_once, of_one_size, weighted_at_once
+from clipping.planning.costs import predicted
+from clipping.planning.planner import UNTIMED
 from clipping.rules import base, weight
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
+from clipping.rules.convolution import ConvolutionWeight
 from dpbench.conformance.sensitivity.records import RECORDS
 from dpbench.measure.launches import Launches, as_on_a_gpu
 from dpbench.measure.sensitivity import sensitivity
@@ -88,16 +92,51 @@ def test_a_step_of_a_large_batch_takes_few_times_the_launches_of_ordinary_traini
     assert triton == (private["shifted"] > 0 and private["reach"] > 0)
 
 
-def test_the_scale_of_a_layer_norm_takes_one_launch_and_no_pass_of_torchs():
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)).to("meta")
+@pytest.mark.parametrize("name", ["bk_mixed", "bk_ghost", "ghost", "fastgradclip"])
+@pytest.mark.parametrize("triton", [True, False])
+def test_no_image_is_unfolded(name: str, triton: bool):
+    """torch's `unfold`, im2col, launches once a sample."""
+    assert not {"im2col", "col2im"} & of_a_step(name, 64, triton=triton).keys()
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "way"),
+    [(64, 32, NORM_KERNEL), (128, 16, NORM_KERNEL), (256, 8, "pixels"), (512, 4, "pixels"), (1024, 8, GRAM_KERNEL)],
+)
+def test_the_formulas_take_gram_matrices_of_small_images_and_never_copies_of_patches(channels, size, way):
+    """Of ResNet18's layers, and of a pointwise one of ResNet50, in bfloat16, where nothing is timed."""
+    kernel = 1 if channels == 1024 else 3
+    x, g = (torch.empty(8, c, size, size, device="meta", dtype=torch.bfloat16) for c in (channels, min(channels, 512)))
+    parameter = torch.empty(g.shape[1], channels, kernel, kernel, device="meta", dtype=x.dtype)
+    with as_on_a_gpu(Launches()) as launches:
+        rule = ConvolutionWeight(parameter, x, g.shape[2:], [1, 1], [kernel // 2] * 2, [1, 1], 1)
+        norms = predicted(rule, g, kernels=UNTIMED[True]).norms
+        ghost, found, _ = min(norms, key=norms.__getitem__)
+        assert (ghost, found) == (True, way)
+        assert 2 * norms[True, GRAM_KERNEL, 0] < norms[True, NORM_KERNEL, 0] or size > 8
+        launches.found.clear()
+        squares, reaches = rule.squares_and_reach(g, Route(True, GRAM_KERNEL))
+    assert squares.shape == (8,) and len(reaches) == 1
+    # the norm and its reach are one launch, of copies with channels last where patches overlap
+    assert launches.found == {"convolution_gram": 1} | ({"clone": 2} if kernel > 1 else {}) | (
+        {"sum": 1} if size > 8 else {}
+    )
+
+
+def test_scale_and_shift_of_a_layer_norm_take_one_launch_and_no_pass_of_torchs(monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.LayerNorm(16)).to("meta")
     x, targets = torch.empty(5, 9, 8, device="meta"), torch.empty(5, device="meta")
     with load_backend("bk_ghost")(model, lambda y, _: y.square().sum((1, 2)), verify=False) as backend:
         with as_on_a_gpu(Launches(), triton=True) as launches:
             backend(x, targets)
         with as_on_a_gpu(Launches(), triton=False) as without:
             backend(x, targets)
+        monkeypatch.setattr("clipping.rules.norm._Shift.take", lambda *_: None)
+        with as_on_a_gpu(Launches(), triton=True) as alone:
+            backend(x, targets)
     assert launches.found["scale"] == 1 and launches.found["sub"] == 0
     assert without.found["scale"] == 0 and without.found["sub"] == 1
+    assert alone.found == launches.found + Counter(sum=1)  # a pass over g for the shift alone
 
 
 def test_a_count_that_grows_is_found(monkeypatch):

@@ -329,7 +329,7 @@ def compile_(name: str, capability: int) -> None:
             signature[argument], constant[(position,)] = "constexpr", values.get(argument, 1)
         else:
             signature[argument] = "i32"
-            if "x_channel" in ones and argument.startswith(("x_", "g_", "channels")):  # `cuda.rows_at_once`
+            if "x_channel" in ones and argument.startswith(("x_", "g_", "channels", "outputs")):  # `cuda.rows_at_once`
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constant, attributes)
     target = GPUTarget("cuda", capability, 32)
