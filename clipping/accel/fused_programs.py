@@ -1,5 +1,6 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""The Triton programs behind `clipping.accel.fused`, which alone imports this module: it needs Triton.
+"""The Triton programs behind `clipping.accel.fused` and `convolution_gram`; the former alone imports this: it needs
+Triton.
 
 A program writes to a place of its own: no atomic operation, so that the same tensors give the same bits. What lies
 outside of a tensor is read as zero. Squares are clamped at 0 before their root is taken: a Gram matrix's diagonal may

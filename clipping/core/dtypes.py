@@ -60,6 +60,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return _NOTHING
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """Cast as autocast does before a product: once, where several products need it.
+
+    Args:
+        x: operand of a product.
+    """
+    kind = x.device.type
+    wanted = x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if wanted and x.is_floating_point() else x
+
+
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 _NOTHING = nullcontext()
 

@@ -1,4 +1,4 @@
-"""Import the kernels of `clipping.accel` at first use: `cpu`, `cuda`, `fused`, `chunked_conv`, `overwriting`.
+"""Import the kernels of `clipping.accel` at first use: `cpu`, `cuda`, `fused` and those in `PLACES`.
 
 The folder can be deleted. A stand-in that supports nothing then takes a module's place, so that torch's own
 operations run: slower or in more memory, and just as exact.

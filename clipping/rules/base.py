@@ -163,6 +163,7 @@ class Rule(ABC):
         other, other_g, others: other uses, and their outputs' gradients.
         route, factors, ghost, kept: the chosen route; c [B]; by Gram matrices; kept gradients form the sum.
         fold, count: rows for each sample; number of samples.
+        slower: how much slower than libraries a way multiplies.
     """
 
     ghosts: tuple[str, ...] = ()
@@ -323,10 +324,7 @@ class Rule(ABC):
         return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self.seconds(g, way))
 
     def seconds(self, g: Tensor | Spec, way: str, slower: float = 1.0) -> float:
-        """Predict the seconds of one sample's norm by `way`, from its cost and rough rates of the device kind.
-
-        It multiplies `slower` times as slowly as libraries.
-        """
+        """Predict the seconds of one sample's norm by `way`, from its cost and rough rates of the device kind."""
         work = self.work(g, way)
         multiplying, moving = self._rates(g)
         return slower * work.multiplications / multiplying + work.traffic / moving

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.core.dtypes import HALF, norm_dtype, wide_dtype
+from clipping.core.dtypes import HALF, as_autocast, norm_dtype, wide_dtype
 from clipping.core.microbatching import concatenated
 from clipping.numerics import kernels
 from clipping.numerics.convolution_memory import Convolution
@@ -364,7 +364,7 @@ def convolution(
 
     For other padding modes torch.nn.Conv2d pads the input first and calls this with padding 0.
     """
-    spatial = weight.dim() - 2
+    spatial, input = weight.dim() - 2, as_autocast(input)
     strides, dilations = of_each(stride, spatial), of_each(dilation, spatial)
     if isinstance(padding, str):
         totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilations, weight.shape[2:], strict=True)]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from clipping.core.dtypes import as_autocast
 from clipping.provenance.derived_parameters import mark_data, samples_of
 
 
@@ -89,7 +90,7 @@ class _Ran(NamedTuple):
 
 
 def _run(layer: Layer, from_input: Tensor, h: Tensor, s: Tensor) -> _Ran:
-    weight, bias, projection = (None if x is None else _cast(x.detach()) for x in layer[1:4])
+    weight, bias, projection = (None if x is None else as_autocast(x.detach()) for x in layer[1:4])
     count = from_input.shape[1]
     found: list[Any] = [None] * count
     for t in reversed(range(count)) if layer.reverse else range(count):
@@ -109,13 +110,6 @@ def _run(layer: Layer, from_input: Tensor, h: Tensor, s: Tensor) -> _Ran:
     out, cells = torch.stack(columns.pop()), columns.pop()
     projects = None if projection is None else torch.stack(cells, 1)
     return _Ran(torch.stack(columns.pop(), 1), projects, slopes, out, h.clone(), s.clone())
-
-
-def _cast(weight: Tensor) -> Tensor:
-    """Cast once, where autocast would cast in each step."""
-    kind = weight.device.type
-    wanted = weight.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return weight.to(torch.get_autocast_dtype(kind)) if wanted else weight
 
 
 class _Recurrence(torch.autograd.Function):

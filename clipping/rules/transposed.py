@@ -8,6 +8,7 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.core.dtypes import as_autocast
 from clipping.numerics.gram import part
 from clipping.numerics.rounding_bounds import Reach
 from clipping.rules.base import Bias, Gradient, Refused, Route, Rule, Spec, Work
@@ -57,7 +58,7 @@ def transposed_convolution(
     dilation: int | tuple[int, ...] = 1,
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.conv_transpose1d, 2d and 3d, and the gradients of their parameters."""
-    spatial = weight.dim() - 2
+    spatial, input = weight.dim() - 2, as_autocast(input)
     strides, pads, dilations = (of_each(value, spatial) for value in (stride, padding, dilation))
     extra = of_each(output_padding, spatial)
     if any(e >= s for e, s in zip(extra, strides, strict=True)):

@@ -205,8 +205,9 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         launches.program(program, tensors, [written], _FLOPS[program](*tensors, numbers(*tensors), constants))
         return written.sum(1)
 
-    def ran(program: str, programs: int, tensors: Sequence[Tensor], *others: Any, **constants: int) -> None:
-        launches.program(program, tensors[:-1], tensors[-1:])
+    def ran(program: str, programs: int, tensors: Sequence[Tensor], numbers: Any, **constants: int) -> None:
+        flops = _FLOPS[program](*tensors[:-1], numbers, constants) if program in _FLOPS else 0
+        launches.program(program, tensors[:-1], tensors[-1:], flops)
 
     known = (*cuda.DTYPES, *cuda.IDS)
     with ExitStack() as stack:
@@ -254,10 +255,17 @@ def _of_convolution(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any
     return 2 * g.numel() * channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
 
 
-#: Program of `clipping.accel.cuda` -> a function that returns the operations of its products.
+def _of_patches(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any) -> int:
+    groups, channels, outputs, *_ = numbers
+    features = channels * int(constants["KERNEL_H"] * constants["KERNEL_W"]) + outputs
+    return len(g) * groups * math.prod(g.shape[2:]) ** 2 * features
+
+
+#: Program of `clipping.accel` -> a function that returns the operations of its products.
 _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count half
     "gram": lambda a, g, *_: len(a) * a.shape[1] ** 2 * (a.shape[2] + g.shape[2]),
     "embedding_gram": lambda ids, g, *_: len(g) * g.shape[1] ** 2 * g.shape[2],
     "instantiated": lambda a, g, *_: 2 * a.numel() * g.shape[2],
     "convolution": _of_convolution,
+    "convolution_gram": _of_patches,
 }

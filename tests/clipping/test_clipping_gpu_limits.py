@@ -159,6 +159,30 @@ def test_products_of_half_precision_on_cuda_ask_for_float32_and_cast_nothing():
     assert sum("mm" in name for name in names) == 3
 
 
+def test_autocast_casts_an_image_once_as_in_ordinary_training():
+    class Wide(nn.Module):
+        def forward(self, x):
+            return x.float()  # as a norm's output is on CUDA
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Wide(), nn.ConvTranspose2d(4, 3, 3), nn.Flatten())
+    x, targets, found = torch.randn(5, 3, 8, 8), torch.zeros(5), []
+
+    class Images(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16 and result.dim() == 4:
+                found[-1].append(list(result.shape[:2]))
+            return result
+
+    for name in ("nonprivate", "bk_ghost"):
+        with load_backend(name)(model, plain, verify=False) as backend, torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):  # what a first step looks at, it looks at once
+                found.append([])
+                with Images():
+                    backend(x, targets)
+    assert found[1] == found[3] == [[5, 3], [5, 4], [5, 4]]
+
+
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_products_of_two_dtypes_are_float32_on_every_device(dtypes):
     """A tied embedding under autocast: its gradient is float32, that of the linear layer which shares it bfloat16."""

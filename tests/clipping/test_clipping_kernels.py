@@ -15,7 +15,7 @@ from kernel_checks import CHECKS, COMPILED
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping.accel import cuda
+from clipping.accel import convolution_gram, cuda
 from clipping.accel.cuda import convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm, supported
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL
 from clipping.rules.linear import LinearWeight
@@ -97,6 +97,11 @@ def test_a_simulated_step_takes_the_memory_of_a_launch_and_launches_nothing(fake
             del found
     image = torch.empty(2, 4, 6, 6, device="cuda")
     assert convolution_norm(image, image, [1, 1], [1, 1], [0, 0], [1, 1], 2).shape == (2,)
+    with StorageLifetimes() as lifetimes:
+        lifetimes.watch(image)
+        before = lifetimes.peak = lifetimes.alive
+        found = convolution_gram.norms(image, image, [[3, 3], [1, 1], [1, 1], [1, 1]], 2, (0.0, 0.0))
+        assert found.shape == (4, 4) and lifetimes.peak - before == 2 * 2 * 4 * 4  # four numbers for each tile
     assert embedding_gram_norm(torch.empty(3, 130, dtype=torch.int64, device="cuda"), g).shape == (3,)
 
 
