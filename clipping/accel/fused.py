@@ -4,6 +4,7 @@
                       A adds up shifts of the former (see `clipping.rules.pixel_gram`), and what a reach is made of
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
                       `clipping.numerics.rounding_bounds`)
+    turned            images with channels last, and the norms of their pixels
     added             the sum of portions, in float64 (see `clipping.numerics.chunked_sums`)
     scale_gradient    Σ_t g x̂ and Σ_t g of layer norm (see `clipping.rules.norm`), in one pass over g and x
 
@@ -111,6 +112,22 @@ def reach(
 
 
 @operation
+def turned(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy of images with channels last, and the norms of their pixels [n, *size], float32.
+
+    Args:
+        x: [n, C, *size], in two dimensions.
+    """
+    x, channels, pixels = x.contiguous(), x.shape[1], math.prod(x.shape[2:])
+    out = torch.empty_like(x, memory_format=torch.channels_last)
+    norms = x.new_empty(len(x), *x.shape[2:], dtype=torch.float32)
+    blocks = {"BLOCK_C": cuda._power(channels, TILE), "BLOCK_N": cuda._power(pixels, TILE)}
+    programs = len(x) * math.ceil(pixels / blocks["BLOCK_N"])
+    _run("turned", programs, (x, out, norms), (channels, pixels), 2, **blocks)
+    return out, norms
+
+
+@operation
 def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
     """Σ over the first dimension of both, in float64: [count, *shape] float32, contiguous, to [*shape] float32.
 
@@ -156,8 +173,10 @@ def _named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:
     }
 
 
-def _run(program: str, programs: int, tensors: Sequence[Tensor], numbers: Sequence[Any], **constants: int) -> None:
-    """One launch; of fake tensors none."""
+def _run(
+    program: str, programs: int, tensors: Sequence[Tensor], numbers: Sequence[Any], results: int = 1, **constants: int
+) -> None:
+    """One launch; of fake tensors none. The last `results` of the tensors are written."""
     if programs and not isinstance(tensors[-1], FakeTensor):
         with torch.cuda.device_of(tensors[-1]):
             getattr(_programs(), program)[(programs,)](*tensors, *numbers, **{"num_warps": WARPS, **constants})

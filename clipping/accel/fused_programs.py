@@ -191,6 +191,25 @@ def _pixels(x, rows, columns, height, width, k, channels, x_row, x_column, x_cha
 
 
 @triton.jit
+def turned(x, out, norms, channels, pixels, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Over a block of pixels of a sample: x [n, channels, pixels] to out [n, pixels, channels]; norms [n, pixels]."""
+    blocks = tl.cdiv(pixels, BLOCK_N)
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    x += sample * channels * pixels
+    out += sample * channels * pixels
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, channels, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        there = (c < channels)[:, None] & (at < pixels)[None, :]
+        values = tl.load(x + c.to(tl.int64)[:, None] * pixels + at[None, :], mask=there, other=0.0)
+        tl.store(out + at.to(tl.int64)[None, :] * channels + c[:, None], values, mask=there)
+        wide = values.to(tl.float32)
+        squares += tl.sum(wide * wide, 0)
+    tl.store(norms + sample * pixels + at, tl.sqrt(squares), mask=at < pixels)
+
+
+@triton.jit
 def reach(
     x,
     g,

@@ -168,13 +168,21 @@ class ConvolutionWeight(Bilinear):
         return squares.view(-1, self.groups).sum(1) if self.groups > 1 else squares, [reach]
 
     def _finds_reach(self, g: Tensor, way: str) -> bool:
+        if way == NORM_KERNEL:
+            return self._turns(g)
         return way in (COMPILED, GRAM_KERNEL) or (way == "pixels" and self._whole(g))
 
     def _with_reach(self, x: Tensor, g: Tensor, way: str) -> Tensor:
         """[b·groups, 1 + k]: squared norms, and the columns for `Reach.of_columns`."""
-        if way == GRAM_KERNEL:
-            x, g = self._turned(x, g)
-            return kernels.convolution_gram.norms(x, g, self._geometry(), self.groups, self._least(g))
+        if way in (GRAM_KERNEL, NORM_KERNEL):
+            geometry, least = self._geometry(), self._least(g)
+            turned = [kernels.fused.turned(y) for y in (x, g)] if self._turns(g) else []
+            (x, g), *norms = zip(*turned, strict=True) if turned else [(x, g)]
+            if way == GRAM_KERNEL:
+                return kernels.convolution_gram.norms(x, g, geometry, self.groups, least)
+            ((pixels, rows),) = norms
+            reach = reach_of_pixels(pixels, rows.flatten(1), geometry, g.shape[-1], least)
+            return torch.cat([kernels.cuda.convolution_norm(x, g, *geometry, 1).unsqueeze(1), reach], 1)
         found = compiled_norms if way == COMPILED else pixel_norms
         return found(self._grouped(x), self._grouped(g), self._geometry(), self._least(g))
 
@@ -183,14 +191,9 @@ class ConvolutionWeight(Bilinear):
         fits = self._pairs(g) * norm_dtype(g.dtype).itemsize <= self.room()
         return fits and len(self.kernel) <= 2 and kernels.fused.runs(self.parameter) and g.dtype in kernels.cuda.DTYPES
 
-    def _turned(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Operands of a GPU kernel, with channels last if it would read each entry alone, and several times."""
-        if not self._turns(g):
-            return x, g
-        return x.contiguous(memory_format=torch.channels_last), g.contiguous(memory_format=torch.channels_last)
-
     def _turns(self, g: Tensor | Spec) -> bool:
-        if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1:
+        """True if GPU kernels get copies with channels last: else they read each entry alone, and several times."""
+        if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1 or self.groups > 1:
             return False
         rows = not (self.x.shape[1] % 16 or g.shape[1] % 16)
         return rows and not self.x.is_contiguous(memory_format=torch.channels_last)
@@ -323,8 +326,7 @@ class ConvolutionWeight(Bilinear):
         available = self.workspace(g)
         x, g = self.operands(g, samples)
         count, groups = x.shape[0], self.groups
-        if way == NORM_KERNEL:
-            x, g = self._turned(x, g)
+        if way == NORM_KERNEL and not self._finds_reach(g, way):
             return kernels.cuda.convolution_norm(x, g, *self._geometry(), groups)
         if self._finds_reach(g, way):
             found = self._with_reach(x, g, way)[:, 0]

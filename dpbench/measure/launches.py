@@ -205,9 +205,9 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         launches.program(program, tensors, [written], _FLOPS[program](*tensors, numbers(*tensors), constants))
         return written.sum(1)
 
-    def ran(program: str, programs: int, tensors: Sequence[Tensor], numbers: Any, **constants: int) -> None:
+    def ran(program: str, _: int, tensors: Sequence[Tensor], numbers: Any, results: int = 1, **constants: int) -> None:
         flops = _FLOPS[program](*tensors[:-1], numbers, constants) if program in _FLOPS else 0
-        launches.program(program, tensors[:-1], tensors[-1:], flops)
+        launches.program(program, tensors[:-results], tensors[-results:], flops)
 
     known = (*cuda.DTYPES, *cuda.IDS)
     with ExitStack() as stack:

@@ -116,11 +116,14 @@ def test_the_formulas_take_gram_matrices_of_small_images_and_never_copies_of_pat
         assert 2 * norms[True, GRAM_KERNEL, 0] < norms[True, NORM_KERNEL, 0] or size > 8
         launches.found.clear()
         squares, reaches = rule.squares_and_reach(g, Route(True, GRAM_KERNEL))
+        by_gram = dict(launches.found)
+        launches.found.clear()
+        rule.squares_and_reach(g, Route(True, NORM_KERNEL))
     assert squares.shape == (8,) and len(reaches) == 1
     # the norm and its reach are one launch, of copies with channels last where patches overlap
-    assert launches.found == {"convolution_gram": 1} | ({"clone": 2} if kernel > 1 else {}) | (
-        {"sum": 1} if size > 8 else {}
-    )
+    turned, more = {"turned": 2} if kernel > 1 else {}, {"sum": 1} if size > 8 else {}
+    assert by_gram == {"convolution_gram": 1} | turned | more
+    assert launches.found == {"convolution": 1, "sum": 1} | (turned and turned | {"reach": 1, "cat": 1})
 
 
 def test_scale_and_shift_of_a_layer_norm_take_one_launch_and_no_pass_of_torchs(monkeypatch):

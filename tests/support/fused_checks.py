@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clipping import Flat, load_backend
 from clipping.accel import convolution_gram, cuda, fused
 from clipping.numerics.rounding_bounds import of_rows
-from clipping.rules.base import GRAM_KERNEL, Route
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
 from clipping.rules.convolution import convolution
 from clipping.rules.norm import LayerNormWeight, layer_norm
 from clipping.rules.transposed import transposed_convolution
@@ -126,6 +126,23 @@ def gram_tiles(device: str) -> None:
     assert torch.equal(*both)
 
 
+def turned(device: str) -> None:
+    """Half precision of other layouts is copied, channels last; the norms of pixels on the way are the reach."""
+    for dtype in (torch.float16, torch.bfloat16):
+        rule, wide, g = made((16, 32, (5, 4), (3, 2), (2, 1), (1, 0), (1, 1), 1), device, dtype)
+        for y in (rule.x, g, g.transpose(2, 3)):
+            last, norms = fused.turned(y)
+            assert torch.equal(last, y) and last.is_contiguous(memory_format=torch.channels_last)
+            close(norms, y.double().square().sum(1).sqrt())
+        for way in (GRAM_KERNEL, NORM_KERNEL):
+            squares, (reach,) = rule.squares_and_reach(g, Route(True, way))
+            close(squares, wide.squared_norms(g.double(), Route()))
+            close(reach.terms, wide.reach(g.double()).terms)
+            close(reach.apart, wide.reach(g.double()).apart)
+            close(reach.lost, rule.reach(g).lost)
+            assert torch.equal(squares, rule.squared_norms(g, Route(True, way)))
+
+
 def rows(device: str) -> None:
     for count, positions in ((1, 1), (3, 5), (2, 1500)):
         a, g = (torch.rand(count, positions, device=device) for _ in "ab")
@@ -216,6 +233,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     **{name: lambda device, name=name: convolutions(name, device) for name in CONVOLUTIONS},
     "transposed convolutions": transposed,
     "tiles of a convolution's Gram matrices": gram_tiles,
+    "images turned": turned,
     "rows": rows,
     "scales of layer norm": scales_of_layer_norm,
     "sums in float64": sums_in_float64,
@@ -233,6 +251,8 @@ COMPILED = {
     "reach of single numbers": ("reach", 1, True),
     "scale": ("scale", 1, False),
     "scale of single numbers": ("scale", 1, True),
+    "turned": ("turned", 1, False),
+    "turned, of single numbers": ("turned", 1, True),
     "added": ("added", 1, False),
     "added, of single numbers": ("added", 1, True),
 }
@@ -264,7 +284,13 @@ def compile_(name: str, capability: int) -> None:
     geometry = {"KERNEL": kernel, "STRIDE": 2, "PADDING": 1, "DILATION": 1}
     values = {f"{key}_{axis}": value for key, value in geometry.items() for axis in "HW"}
     values |= {"PHASES_H": min(2, kernel), "PHASES_W": min(2, kernel)}
-    values |= {"COUNT": 27, "RESTS": 1, "BLOCK_T": 16 if single else fused.TILE, "BLOCK_N": fused.TILE}
+    values |= {
+        "COUNT": 27,
+        "RESTS": 1,
+        "BLOCK_T": 16 if single else fused.TILE,
+        "BLOCK_N": fused.TILE,
+        "BLOCK_C": 16 if single else fused.TILE,
+    }
     values["BLOCK"] = 16 if single else fused.TILE if program == "shifted" else fused.LINE
     options, pointer, most = {"num_warps": fused.WARPS}, "*fp32", 48
     if program == "convolution_gram":
@@ -278,7 +304,7 @@ def compile_(name: str, capability: int) -> None:
     signature: dict[str, str] = {}
     constants, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
-        if argument in ("x", "g", "parts", "rest", "mean", "rstd", "out"):
+        if argument in ("x", "g", "parts", "rest", "mean", "rstd", "norms", "out"):
             signature[argument] = pointer if argument in "xg" else "*fp32"
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif argument.startswith("of_"):
