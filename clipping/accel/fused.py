@@ -4,6 +4,7 @@
                       A adds up shifts of the former (see `clipping.rules.pixel_gram`), and what a reach is made of
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
                       `clipping.numerics.rounding_bounds`)
+    weighted_patches  Σ_i c_i g_i of a convolution's weight, from half precision that is never scaled or widened
     turned            images with channels last, and the norms of their pixels
     added             the sum of portions, in float64 (see `clipping.numerics.chunked_sums`)
     scale_gradient    Σ_t g x̂ and Σ_t g of layer norm (see `clipping.rules.norm`), in one pass over g and x
@@ -125,6 +126,39 @@ def turned(x: Tensor) -> tuple[Tensor, Tensor]:
     programs = len(x) * math.ceil(pixels / blocks["BLOCK_N"])
     _run("turned", programs, (x, out, norms), (channels, pixels), 2, **blocks)
     return out, norms
+
+
+@operation
+def weighted_patches(x: Tensor, g: Tensor, factors: Tensor, geometry: Sequence[Sequence[int]], portions: int) -> Tensor:
+    """Σ_i c_i g_i of a convolution's weight, by portions of equally many samples: [portions, P, C, *kernel] float32.
+
+    Args:
+        x: [n, C, *size], in two dimensions, of any strides.
+        g: [n, P, *output size], of any strides, of x's dtype.
+        factors: c [n], float32, contiguous.
+        geometry: kernel, stride, padding and dilation of the convolution, two numbers each.
+        portions: the samples are a multiple of it.
+    """
+    channels, outputs, kernel = x.shape[1], g.shape[1], geometry[0]
+    positions, inputs = math.prod(g.shape[2:]), channels * math.prod(kernel)
+    generation = cuda._generation(g) if cuda.rows_at_once(x, g) else 0
+    tiles = cuda._patch_tiles(positions, inputs, outputs, g.dtype, generation)
+    out = g.new_empty(portions, outputs, channels, *kernel, dtype=torch.float32)
+    numbers = (channels, outputs, *x.shape[2:], *g.shape[2:], len(g) // portions, *x.stride(), *g.stride())
+    _run(
+        "weighted_patches",
+        portions * math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
+        (x, g, factors, out),
+        numbers,
+        **_named(geometry),
+        BLOCK_T=tiles.depth,
+        BLOCK_D=tiles.columns,
+        BLOCK_P=tiles.rows,
+        WIDEN=g.is_cpu and g.dtype == torch.bfloat16,  # in Triton's interpreter
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
 
 
 @operation

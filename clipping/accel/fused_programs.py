@@ -182,6 +182,79 @@ def convolution_gram(
 
 
 @triton.jit
+def weighted_patches(
+    x,
+    g,
+    factors,
+    out,
+    channels,
+    outputs,
+    height,
+    width,
+    out_height,
+    out_width,
+    each,
+    x_sample,
+    x_channel,
+    x_row,
+    x_column,
+    g_sample,
+    g_channel,
+    g_row,
+    g_column,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d) of a portion of `each` samples: out [n / each, p, d].
+
+    d is (channel, kernel row, kernel column) there, and tiles have the channel last. The factor scales products of the
+    operands as they are, in float32.
+    """
+    inputs = channels * KERNEL_H * KERNEL_W
+    positions = out_height * out_width
+    tiles_d = tl.cdiv(inputs, BLOCK_D)
+    tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
+    portion = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
+    d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    channel, offset = d % channels, d // channels
+    down = (offset // KERNEL_W) * DILATION_H - PADDING_H
+    across = (offset % KERNEL_W) * DILATION_W - PADDING_W
+    x += portion * each * x_sample
+    g += portion * each * g_sample
+    factors += portion * each
+    blocks = tl.cdiv(positions, BLOCK_T)
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for step in range(each * blocks):
+        sample = (step // blocks).to(tl.int64)
+        t = step % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+        row = tl.where(t < positions, t // out_width, out_height)
+        of_g = _pixels(
+            g + sample * g_sample, row, t % out_width, out_height, out_width, p, outputs, g_row, g_column, g_channel
+        )
+        y = tl.where(t < positions, row * STRIDE_H, height + PADDING_H)[:, None] + down[None, :]
+        z = (t % out_width * STRIDE_W)[:, None] + across[None, :]
+        inside = (y >= 0) & (y < height) & (z >= 0) & (z < width) & (d < inputs)[None, :]
+        at = y.to(tl.int64) * x_row + z.to(tl.int64) * x_column + channel.to(tl.int64)[None, :] * x_channel
+        of_x = tl.load(x + sample * x_sample + at, mask=inside, other=0.0)
+        found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32), "ieee", WIDEN)
+        total += found * tl.load(factors + sample)
+    at = p.to(tl.int64)[:, None] * inputs + (channel * (KERNEL_H * KERNEL_W) + offset)[None, :]
+    tl.store(out + portion * outputs * inputs + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])
+
+
+@triton.jit
 def _pixels(x, rows, columns, height, width, k, channels, x_row, x_column, x_channel):
     """Pixels of an image [channels, height, width] in some channels k, zero outside of it: [len(rows), len(k)]."""
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)

@@ -21,6 +21,7 @@ from torch import Tensor
 from clipping.core.dtypes import HALF, as_autocast, norm_dtype, wide_dtype
 from clipping.core.microbatching import concatenated
 from clipping.numerics import kernels
+from clipping.numerics.chunked_sums import added_at_once
 from clipping.numerics.convolution_memory import Convolution
 from clipping.numerics.gram import gram_product, part
 from clipping.numerics.products import product, products
@@ -39,6 +40,8 @@ from clipping.rules.pixel_gram import (
 )
 from clipping.rules.weight import Bilinear
 
+BUSY = 2**22
+"""Entries of portions of a sum that a GPU's programs form together: 256 tiles of 128 by 128."""
 MOST_PIXELS = 1024
 """Most pixels of an image for the compiled way; each thread holds the whole Gram matrix of one sample's pixels."""
 
@@ -207,6 +210,30 @@ class ConvolutionWeight(Bilinear):
     def _grouped(self, x: Tensor) -> Tensor:
         """[b, groups · C, *size] to [b · groups, C, *size]."""
         return x if self.groups == 1 else x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:])
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        if not self._sums_by_kernel(g):
+            return super().weighted(g, factors)
+        factors, geometry = factors.to(torch.float32).contiguous(), self._geometry()
+
+        def sums(samples: slice, count: int) -> Tensor:
+            x, of = self.operands(g, samples)
+            if self._turns(g):
+                x, of = (kernels.fused.turned(y)[0] for y in (x, of))
+            return kernels.fused.weighted_patches(x, of, part(factors, samples), geometry, count)
+
+        return added_at_once(sums, self.samples(g), *self._kernel_portions(g))
+
+    def _sums_by_kernel(self, g: Tensor | Spec) -> bool:
+        """True if the kernel that scales no copy forms the sum."""
+        ours = g.dtype in HALF and len(self.kernel) == 2 and self.groups == 1 and self.positions > 0
+        return ours and kernels.fused.runs(self.parameter)
+
+    def _kernel_portions(self, g: Tensor | Spec) -> tuple[int, int]:
+        """Samples in a portion, of which there are enough to keep a GPU busy, and samples at once."""
+        most = min(self._most(g), max(1, self.samples(g) * self.parameter.numel() // BUSY))
+        copied = sum(self._each(g)) if self._turns(g) else 1
+        return most, max(1, self.room() // copied)
 
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         return self.gradients(x, g, 1)[0]

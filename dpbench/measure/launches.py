@@ -268,4 +268,5 @@ _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count 
     "instantiated": lambda a, g, *_: 2 * a.numel() * g.shape[2],
     "convolution": _of_convolution,
     "convolution_gram": _of_patches,
+    "weighted_patches": lambda x, g, factors, numbers, constants: _of_convolution(x, g, (1, *numbers), constants),
 }

@@ -126,6 +126,19 @@ def test_the_formulas_take_gram_matrices_of_small_images_and_never_copies_of_pat
     assert launches.found == {"convolution": 1, "sum": 1} | (turned and turned | {"reach": 1, "cat": 1})
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_a_sum_over_images_in_half_precision_scales_and_widens_no_copy(last):
+    layout = torch.channels_last if last else torch.contiguous_format
+    x = torch.empty(256, 64, 32, 32, device="meta", dtype=torch.bfloat16, memory_format=layout)
+    parameter = torch.empty(64, 64, 3, 3, device="meta", dtype=x.dtype)
+    with as_on_a_gpu(Launches()) as launches:
+        rule = ConvolutionWeight(parameter, x, x.shape[2:], [1, 1], [1, 1], [1, 1], 1)
+        most, together = rule._kernel_portions(x)
+        assert rule.weighted(x, torch.empty(256, device="meta")).shape == parameter.shape
+        assert most == 2 and together >= 256 and rule._kernel_portions(base.Spec(x.shape, x.dtype)) == (most, together)
+    assert launches.found == {"weighted_patches": 1, "added": 1} | ({} if last else {"turned": 2})
+
+
 def test_scale_and_shift_of_a_layer_norm_take_one_launch_and_no_pass_of_torchs(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.LayerNorm(16)).to("meta")
     x, targets = torch.empty(5, 9, 8, device="meta"), torch.empty(5, device="meta")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipping import load_backend
-from clipping.accel import convolution_gram, cuda
+from clipping.accel import convolution_gram, cuda, fused
 from clipping.numerics import chunked_sums as portions
 from clipping.rules import weight
 from dpbench.experiment import load_experiment
@@ -109,6 +109,9 @@ def test_triton_programs_are_counted_with_the_operations_of_their_products():
         before, geometry = launches.flops, ((3, 3), (1, 1), (1, 1), (1, 1))
         convolution_gram.norms(meta(2, 4, 6, 6), meta(2, 8, 6, 6), geometry, 2, (0.0, 0.0))
         assert launches.flops - before == 2 * 2 * 36 * 36 * (2 * 9 + 4) and launches.found["convolution_gram"] == 1
+        before = launches.flops
+        fused.weighted_patches(meta(2, 4, 6, 6), meta(2, 8, 6, 6), meta(2), geometry, 1)
+        assert launches.flops - before == 2 * 2 * 36 * 8 * 4 * 9
     assert {name: launches.found[name] for name in ("gram", "instantiated", "convolution")} == {
         "gram": 1,
         "instantiated": 1,

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from clipping import Flat, load_backend
 from clipping.accel import convolution_gram, cuda, fused
 from clipping.numerics.rounding_bounds import of_rows
+from clipping.rules import convolution as convolution_module
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
-from clipping.rules.convolution import convolution
+from clipping.rules.convolution import ConvolutionWeight, convolution
 from clipping.rules.norm import LayerNormWeight, layer_norm
 from clipping.rules.transposed import transposed_convolution
 from dpbench.measure.precision import tf32
@@ -143,6 +144,22 @@ def turned(device: str) -> None:
             assert torch.equal(squares, rule.squared_norms(g, Route(True, way)))
 
 
+def weighted(device: str) -> None:
+    """Sums of half precision, in portions of several samples, one or a remainder; of a factor of 0, too."""
+    for dtype, case in (
+        (torch.bfloat16, (16, 32, (5, 4), (3, 2), (2, 1), (1, 0), (1, 1), 1)),
+        (torch.float16, (3, 5, (6, 5), (3, 3), (1, 2), (0, 1), (2, 1), 1)),
+        (torch.float16, (3, 70, (8, 9), (1, 1), (1, 1), (0, 0), (1, 1), 1)),
+    ):
+        rule, wide, g = made(case, device, dtype)
+        factors = torch.tensor([0.5, 0.0, 3.0], device=device)
+        expected = wide.weighted(g.double(), factors.double())
+        for busy in (1, 2**22):
+            convolution_module.BUSY = busy
+            close(with_kernels(lambda rule=rule, g=g, factors=factors: rule.weighted(g, factors)), expected)
+    convolution_module.BUSY = 2**22
+
+
 def rows(device: str) -> None:
     for count, positions in ((1, 1), (3, 5), (2, 1500)):
         a, g = (torch.rand(count, positions, device=device) for _ in "ab")
@@ -229,16 +246,41 @@ def whole_steps(device: str) -> None:
             torch.testing.assert_close(found.grads[key], plain.grads[key], rtol=1e-4, atol=1e-6)
 
 
+def whole_steps_in_half_precision(device: str) -> None:
+    """Norms and sums by every kernel are those of torch's operations on the same gradients, accumulated in float32."""
+    layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(144, 3)).to(device, torch.bfloat16)
+    x, targets = torch.randn(5, 3, 6, 6, device=device).bfloat16(), torch.randint(0, 3, (5,), device=device)
+
+    def step() -> Any:
+        with load_backend("bk_ghost")(model, of_outputs, clip=Flat(0.5), verify=False) as backend:
+            return backend(x, targets)
+
+    def of_outputs(outputs: Tensor, of: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.float(), of, reduction="none")
+
+    plain, ghosts = step(), ConvolutionWeight.best_way
+    for way in (GRAM_KERNEL, NORM_KERNEL, "pixels"):
+        ConvolutionWeight.best_way = lambda self, g, *, ghost, way=way: way if ghost else ghosts(self, g, ghost=ghost)
+        found = with_kernels(step)
+        close(found.norms, plain.norms)
+        for key, grad in plain.grads.items():
+            assert (found.grads[key] - grad).abs().max() <= 1e-5 * grad.abs().max(), (way, key)
+    ConvolutionWeight.best_way = ghosts
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     **{name: lambda device, name=name: convolutions(name, device) for name in CONVOLUTIONS},
     "transposed convolutions": transposed,
     "tiles of a convolution's Gram matrices": gram_tiles,
     "images turned": turned,
+    "sums over images": weighted,
     "rows": rows,
     "scales of layer norm": scales_of_layer_norm,
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,
     "whole steps": whole_steps,
+    "whole steps in half precision": whole_steps_in_half_precision,
 }
 
 
@@ -269,6 +311,9 @@ COMPILED |= {
     for name in GRAMS
     for dtype in ("float32", "bfloat16")
 }
+#: outputs and whether channels lie last
+SUMS = {"channels last": (128, True), "few outputs": (64, True), "channels first": (128, False)}
+COMPILED |= {f"weighted_patches, {name}, bfloat16": ("weighted_patches", 3, False) for name in SUMS}
 
 
 def compile_(name: str, capability: int) -> None:
@@ -293,18 +338,22 @@ def compile_(name: str, capability: int) -> None:
     }
     values["BLOCK"] = 16 if single else fused.TILE if program == "shifted" else fused.LINE
     options, pointer, most = {"num_warps": fused.WARPS}, "*fp32", 48
-    if program == "convolution_gram":
+    images = program in ("convolution_gram", "weighted_patches")
+    if images:
         _, case, dtype = name.split(", ")
-        positions, last = GRAMS[case]
-        tiles = convolution_gram.tiles_of(positions, 256, getattr(torch, dtype), capability // 10, last)
-        values |= {"ALONE": positions <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, "WIDEN": False}
+        number, last = (GRAMS if program == "convolution_gram" else SUMS)[case]
+        tiles = convolution_gram.tiles_of(number, 256, getattr(torch, dtype), capability // 10, last)
+        values |= {"ALONE": number <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, "WIDEN": False}
+        if program == "weighted_patches":
+            tiles = cuda._patch_tiles(1024, 1152, number, torch.bfloat16, capability // 10 if last else 0)
+            values |= {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
         values |= dict.fromkeys(["groups", "x_channel", "g_channel"] if last else ["groups", "x_column", "g_column"], 1)
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         pointer, most = "*fp32" if dtype == "float32" else "*bf16", 227 if capability == 90 else 99
     signature: dict[str, str] = {}
     constants, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
-        if argument in ("x", "g", "parts", "rest", "mean", "rstd", "norms", "out"):
+        if argument in ("x", "g", "factors", "parts", "rest", "mean", "rstd", "norms", "out"):
             signature[argument] = pointer if argument in "xg" else "*fp32"
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif argument.startswith("of_"):
@@ -313,7 +362,7 @@ def compile_(name: str, capability: int) -> None:
             signature[argument], constants[(position,)] = "constexpr", values.get(argument, 1)
         else:
             signature[argument] = "i32"
-            if program == "convolution_gram" and last and argument.startswith(("x_", "g_", "channels", "outputs")):
+            if images and last and argument.startswith(("x_", "g_", "channels", "outputs")):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
