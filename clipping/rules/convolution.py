@@ -199,7 +199,10 @@ class ConvolutionWeight(Bilinear):
         if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1 or self.groups > 1:
             return False
         rows = not (self.x.shape[1] % 16 or g.shape[1] % 16)
-        return rows and not self.x.is_contiguous(memory_format=torch.channels_last)
+        known = (
+            self.x if isinstance(self.x, Tensor) else g
+        )  # one may be a `Spec`, of a gradient that does not exist yet
+        return rows and not (isinstance(known, Tensor) and known.is_contiguous(memory_format=torch.channels_last))
 
     def _least(self, g: Tensor) -> tuple[float, float]:
         return of_lost(g.dtype, self.inputs, self.outputs)

@@ -25,6 +25,7 @@ from clipping.planning.planner import UNTIMED
 from clipping.rules import base, weight
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
 from clipping.rules.convolution import ConvolutionWeight
+from clipping.rules.transposed import TransposedConvolutionWeight
 from dpbench.conformance.sensitivity.records import RECORDS
 from dpbench.measure.launches import Launches, as_on_a_gpu
 from dpbench.measure.sensitivity import sensitivity
@@ -137,6 +138,18 @@ def test_a_sum_over_images_in_half_precision_scales_and_widens_no_copy(last):
         assert rule.weighted(x, torch.empty(256, device="meta")).shape == parameter.shape
         assert most == 2 and together >= 256 and rule._kernel_portions(base.Spec(x.shape, x.dtype)) == (most, together)
     assert launches.found == {"weighted_patches": 1, "added": 1} | ({} if last else {"turned": 2})
+
+
+def test_a_transposed_convolution_is_planned_before_its_gradient_exists():
+    x, parameter = (
+        torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((8, 32, 5, 5), (32, 16, 3, 3))
+    )
+    with as_on_a_gpu(Launches()):
+        rule = TransposedConvolutionWeight(parameter, x, x.shape[2:], [1, 1], [0, 0], [1, 1], 1)
+        output = base.Spec(torch.Size((8, 16, 7, 7)), x.dtype)
+        copied = 2 * (32 * 25 + 16 * 49)
+        assert rule.work(output, GRAM_KERNEL).workspace == 4096 + copied
+        assert rule.summing_bytes(output) == 8 * copied + (8 + 3) * parameter.numel() * 4
 
 
 def test_scale_and_shift_of_a_layer_norm_take_one_launch_and_no_pass_of_torchs(monkeypatch):
