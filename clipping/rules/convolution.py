@@ -40,8 +40,8 @@ from clipping.rules.pixel_gram import (
 )
 from clipping.rules.weight import Bilinear
 
-BUSY = 2**22
-"""Entries of portions of a sum that a GPU's programs form together: 256 tiles of 128 by 128."""
+BUSY = 2**23
+"""Entries of portions that a GPU sums together: 512 tiles of 128 by 128, a few for each processor."""
 MOST_PIXELS = 1024
 """Most pixels of an image for the compiled way; each thread holds the whole Gram matrix of one sample's pixels."""
 

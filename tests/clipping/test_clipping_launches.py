@@ -136,7 +136,7 @@ def test_a_sum_over_images_in_half_precision_scales_and_widens_no_copy(last):
         rule = ConvolutionWeight(parameter, x, x.shape[2:], [1, 1], [1, 1], [1, 1], 1)
         most, together = rule._kernel_portions(x)
         assert rule.weighted(x, torch.empty(256, device="meta")).shape == parameter.shape
-        assert most == 2 and together >= 256 and rule._kernel_portions(base.Spec(x.shape, x.dtype)) == (most, together)
+        assert most == 1 and together >= 256 and rule._kernel_portions(base.Spec(x.shape, x.dtype)) == (most, together)
     assert launches.found == {"weighted_patches": 1, "added": 1} | ({} if last else {"turned": 2})
 
 
@@ -149,7 +149,6 @@ def test_a_transposed_convolution_is_planned_before_its_gradient_exists():
         output = base.Spec(torch.Size((8, 16, 7, 7)), x.dtype)
         copied = 2 * (32 * 25 + 16 * 49)
         assert rule.work(output, GRAM_KERNEL).workspace == 4096 + copied
-        assert rule.summing_bytes(output) == 8 * copied + (8 + 3) * parameter.numel() * 4
 
 
 def test_scale_and_shift_of_a_layer_norm_take_one_launch_and_no_pass_of_torchs(monkeypatch):

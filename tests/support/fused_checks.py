@@ -154,10 +154,10 @@ def weighted(device: str) -> None:
         rule, wide, g = made(case, device, dtype)
         factors = torch.tensor([0.5, 0.0, 3.0], device=device)
         expected = wide.weighted(g.double(), factors.double())
-        for busy in (1, 2**22):
+        for busy in (1, 2**23):
             convolution_module.BUSY = busy
             close(with_kernels(lambda rule=rule, g=g, factors=factors: rule.weighted(g, factors)), expected)
-    convolution_module.BUSY = 2**22
+    convolution_module.BUSY = 2**23
 
 
 def rows(device: str) -> None:
