@@ -22,13 +22,14 @@ accelerate) ends in `PrivacyEngine.step` and `Recorder.finish`, which enforce th
 | Loss and norm stay if the other records are NaN or replaced. | `checks.second_look` | new shapes, 1 step in 800 |
 | They stay if the batch has more or fewer records. | the same | new shapes, 1 step in 800 |
 | A compiled step (`make_step`) does what the caller's Python does now. | guards (`program.capture`) | every step |
+| Its losses are those of the caller's Python, where guards see nothing. | compared | its second step, 1 in 200 |
 | It equals the eager step and keeps the rules above. | compared, checked | when code is captured |
 
 The rule on more or fewer records covers losses if the loss function is known: in `make_step`, `load_backend` and
 Trainer. In your own loop it covers the model's outputs. Losses there that are divided by their number, or by a sum over
 the labels, are not detected: divide by constants.
 
-A compiled program does the same to every batch of its shape, and is not checked again. Values in tensors may decide
+A compiled program does the same to every batch of its shape. Values in tensors may decide
 what it does: a model that mixes samples once a buffer reaches some count is found in eager steps alone, 1 in 800.
 
 If a model's results differ from run to run (its own generator, say), only NaN is tried, with a warning. Block-diagonal
