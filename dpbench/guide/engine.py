@@ -148,7 +148,7 @@ find records that mix: they replace the other records, set them to NaN, and add 
 
 | interface | checks | when |
 |---|---|---|
-| `make_step` | model and loss | new code and shapes; a program has guards, and is compared with your code in 1 step in 200 |
+| `make_step` | model and loss | new code and shapes; guards, and 1 step in 200, compare a program with your code |
 | `optimizer.step`, `virtual_step`, accelerate | model, and operations on its outputs | new shapes, 1 step in 400 |
 | Trainer, Lightning, Opacus | the same, and the loss's divisor | first batches, new shapes, programs, 1 step in 400 |
 | `load_backend(...)` | model and loss | new graphs and shapes, 1 step in 400 |
