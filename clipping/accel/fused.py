@@ -114,11 +114,13 @@ def reach(
 
 @operation
 def turned(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A copy of images with channels last, and the norms of their pixels [n, *size], float32.
+    """Images with channels last, copied unless they are so already, and the norms of their pixels [n, *size], float32.
 
     Args:
         x: [n, C, *size], in two dimensions.
     """
+    if x.is_contiguous(memory_format=torch.channels_last):
+        return x, torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
     x, channels, pixels = x.contiguous(), x.shape[1], math.prod(x.shape[2:])
     out = torch.empty_like(x, memory_format=torch.channels_last)
     norms = x.new_empty(len(x), *x.shape[2:], dtype=torch.float32)

@@ -198,11 +198,9 @@ class ConvolutionWeight(Bilinear):
         """True if GPU kernels get copies with channels last: else they read each entry alone, and several times."""
         if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1 or self.groups > 1:
             return False
-        rows = not (self.x.shape[1] % 16 or g.shape[1] % 16)
-        known = (
-            self.x if isinstance(self.x, Tensor) else g
-        )  # one may be a `Spec`, of a gradient that does not exist yet
-        return rows and not (isinstance(known, Tensor) and known.is_contiguous(memory_format=torch.channels_last))
+        known = [y for y in (self.x, g) if isinstance(y, Tensor)]  # a gradient may not exist yet
+        last = all(y.is_contiguous(memory_format=torch.channels_last) for y in known)
+        return not (last or self.x.shape[1] % 16 or g.shape[1] % 16)
 
     def _least(self, g: Tensor) -> tuple[float, float]:
         return of_lost(g.dtype, self.inputs, self.outputs)
@@ -356,10 +354,10 @@ class ConvolutionWeight(Bilinear):
         available = self.workspace(g)
         x, g = self.operands(g, samples)
         count, groups = x.shape[0], self.groups
-        if way == NORM_KERNEL and not self._finds_reach(g, way):
-            return kernels.cuda.convolution_norm(x, g, *self._geometry(), groups)
         if self._finds_reach(g, way):
             found = self._with_reach(x, g, way)[:, 0]
+        elif way == NORM_KERNEL:
+            return kernels.cuda.convolution_norm(x, g, *self._geometry(), groups)
         elif way == "pixels":
             found = pixel_gram_product(self._grouped(x), self._grouped(g), self._geometry(), available)
         else:

@@ -131,7 +131,7 @@ def turned(device: str) -> None:
     """Half precision of other layouts is copied, channels last; the norms of pixels on the way are the reach."""
     for dtype in (torch.float16, torch.bfloat16):
         rule, wide, g = made((16, 32, (5, 4), (3, 2), (2, 1), (1, 0), (1, 1), 1), device, dtype)
-        for y in (rule.x, g, g.transpose(2, 3)):
+        for y in (rule.x, g, g.transpose(2, 3), g.contiguous(memory_format=torch.channels_last)):
             last, norms = fused.turned(y)
             assert torch.equal(last, y) and last.is_contiguous(memory_format=torch.channels_last)
             close(norms, y.double().square().sum(1).sqrt())
