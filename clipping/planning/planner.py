@@ -50,8 +50,9 @@ where Gram matrices or gradients would be written, and read, for little work. In
 `RATES`, an H200 took 1 to 2 for linear layers and 3 to 6 for convolutions (before those had larger tiles). float32 is
 not measured: of the compiled programs' instructions 40 to 50 % multiply."""
 
-WORKSPACES = 4
-"""The share of a rule's room that "auto" may use as a workspace, if any route needs so little."""
+WORKSPACES = {"cpu": 4}
+"""The share of a rule's room that "auto" may use as a workspace, if any route needs so little. A GPU's may be whole:
+smaller blocks are more launches."""
 
 Kind = tuple[Hashable, ...]
 Strategy = Literal["auto", "time", "memory", "paper"]
@@ -162,7 +163,8 @@ class Planner:
         if self.strategy == "auto":
             least = min(choice.held for choice in choices if not choice.route.kept)
             choices = [choice for choice in choices if choice.held <= least]
-            most = max(rule.room() // WORKSPACES, min(choice.workspace for choice in choices))
+            room = rule.room() // WORKSPACES.get(rule.parameter.device.type, 1)
+            most = max(room, min(choice.workspace for choice in choices))
             choices = [choice for choice in choices if choice.workspace <= most]
         return min(choices, key=lambda choice: choice.seconds)
 

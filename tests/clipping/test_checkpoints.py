@@ -135,12 +135,12 @@ def test_a_program_computes_it_again(part):
     assert ran > {"group norm": 3, "attention": 4}[part]  # in a forward pass
 
 
-@pytest.mark.parametrize("backend", ["mixed_ghost", "fastgradclip", "bk_mixed", "bk_mixed:memory", "bk_mixed:time"])
+@pytest.mark.parametrize("backend", ["mixed_ghost", "fastgradclip", "bk_mixed", "bk_mixed:memory"])
 def test_memory_is_saved(backend):
-    """Two passes let go of what is computed once more, as ordinary training does; a book keeps it for the sum."""
+    """Two passes free what is computed again, as ordinary training does."""
     ordinary = share_of_memory("nonprivate")
     assert ordinary < 0.8
-    assert share_of_memory(backend) < (1.0 if backend == "bk_mixed:time" else ordinary + 0.1)
+    assert share_of_memory(backend) < ordinary + 0.1
 
 
 @pytest.mark.parametrize(("backend", "passes"), [("bk_mixed", 3), ("bk_mixed:time", 2)])

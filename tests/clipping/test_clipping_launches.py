@@ -258,15 +258,13 @@ def test_no_hard_record_moves_a_sum_of_portions_at_once_by_more_than_c(name, mon
 
 
 def test_what_is_formed_at_once_stays_within_the_room():
-    """Of a large weight few portions at a time; and the memory that is predicted of it is theirs."""
+    """Of a large weight few portions at a time."""
     rule = linear_rule(512, 512, 64)
     rule.parameter = rule.parameter.to("meta")
     rule.room = lambda: 8 * 2**20
     g = base.Spec(torch.Size((4096, 64, 512)), torch.float32)
     most, together = rule._most(g), rule._together(g)
     assert together // most * 512 * 512 * 4 <= 8 * 2**20 and together * 64 * 512 * 4 <= 8 * 2**20
-    samples, beside = rule.portion(g)
-    assert together // 2 < samples <= together and beside >= 512 * 512 * (8 + 4 * (samples // most))
 
 
 def linear_rule(outputs: int, inputs: int, positions: int) -> weight.Bilinear:
