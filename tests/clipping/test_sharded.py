@@ -13,6 +13,7 @@ from waiting import PATIENCE
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
+from ranks import ranks
 from sharded_process import CASES, MODELS, SAMPLES, clipped, loss_fn, made, peaks, train
 
 from clipping import Flat, load_backend
@@ -48,10 +49,7 @@ def processes_of(found, alone):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    started = [subprocess.Popen([sys.executable, SCRIPT, str(rank), "2", str(folder)]) for rank in range(2)]
-    assert [process.wait(timeout=PATIENCE) for process in started] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return ranks(tmp_path_factory.mktemp("two"), SCRIPT)
 
 
 def test_sums_of_two_processes_are_those_of_one(two, alone):

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from waiting import PATIENCE
@@ -35,6 +35,14 @@ def ranks(folder: Path, script: Path, *words: str, processes: int = 2) -> list[A
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
 
 
+def end_of_rank(found: Any, folder: str) -> NoReturn:
+    """Save what a process has found, and leave."""
+    torch.save(found, f"{folder}/{os.environ['RANK']}.pt")
+    torch.distributed.barrier()  # or the first to end takes its store away from the others
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
+
+
 def fork(folder: str, name: str, *words: str) -> None:
     """Import the module, and run its `main` in as many processes as WORLD_SIZE says."""
     module, parent, children = importlib.import_module(name), os.getpid(), []
@@ -44,10 +52,7 @@ def fork(folder: str, name: str, *words: str) -> None:
             continue
         die_with_parent(parent, signal.SIGKILL)
         os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        torch.save(module.main(Path(folder), *words), f"{folder}/{rank}.pt")
-        torch.distributed.barrier()  # or the first to end takes its store away from the others
-        torch.distributed.destroy_process_group()
-        os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
+        end_of_rank(module.main(Path(folder), *words), folder)
     sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 
 

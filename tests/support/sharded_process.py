@@ -1,18 +1,15 @@
-"""One of several processes that train under DDP and FSDP2, and save their results.
-
-python sharded_process.py RANK PROCESSES FOLDER, or torchrun sharded_process.py FOLDER.
-"""
+"""One process of several under DDP and FSDP2: `ranks.ranks`, or torchrun sharded_process.py FOLDER, which saves it."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import warnings
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import end_of_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -275,11 +272,10 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def main(rank, processes, folder):
-    if "MASTER_PORT" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes)
+def main(folder):
+    """Sums of each case, what is refused, training and noise, and peaks of memory."""
+    dist.init_process_group("gloo")
+    rank, processes = dist.get_rank(), dist.get_world_size()
     found = {"alike": {}, "refusals": refusals(), "mixed": mixed()}
     for how in ("ddp", "fsdp", *(["hsdp"] if processes == 4 else [])):
         for case in CASES:
@@ -290,16 +286,8 @@ def main(rank, processes, folder):
         found[how] = train(how), train(how, noise=1.0)
     if processes == 4:
         found["replicas"] = noise(mesh=replicated())
-    found |= {"noise": noise(), "peak": peaks("fsdp")}
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.barrier()  # the first process to end would close the store that others use
-    dist.destroy_process_group()
+    return found | {"noise": noise(), "peak": peaks("fsdp")}
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # under torchrun
-        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1])
-    else:
-        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter shuts down
+    end_of_rank(main(sys.argv[1]), sys.argv[1])
