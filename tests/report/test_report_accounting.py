@@ -2,15 +2,12 @@
 
 import itertools
 
-import matplotlib
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from drawn import assert_apart, draw
 from matplotlib.collections import PolyCollection
-from matplotlib.text import Text
 from report_records import RunFile
 
-from dpbench.report import FIGURES, LeftOut, style, write_report
-from dpbench.report.data.select import read
+from dpbench.report import FIGURES, write_report
 from dpbench.trials import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial, TunedTrial
 
 POINT = {"sample_rate": 0.01, "noise_multiplier": 4.0, "steps": 10_000, "delta": 1e-5}
@@ -107,38 +104,10 @@ MAKERS = {
 }
 
 
-def draw(run, figure):
-    kind = FIGURES[figure]
-    records = [record for record in read(run.path.parent) if record.kind in kind.kinds]
-    left_out = LeftOut()
-    frame = kind.table(records, left_out)
-    with matplotlib.rc_context(style.RC):
-        drawn = kind.plot(frame, kind.caption(records, frame, left_out))
-        FigureCanvasAgg(drawn).draw()
-        beyond = {id(label) for axes in drawn.axes for label in out_of_sight(axes)}
-        texts = [text for text in drawn.findobj(Text) if text.get_text().strip() and text.get_visible()]
-        texts = [text for text in texts if id(text) not in beyond]
-        return frame, drawn, [(text.get_text(), text.get_window_extent()) for text in texts]
-
-
-def out_of_sight(axes):
-    """Labels of ticks beyond the ends of an axis, which are there and are not drawn."""
-    for axis, ends in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-        room = 1e-9 * (max(ends) - min(ends))
-        for tick in axis.get_major_ticks():
-            if not min(ends) - room <= tick.get_loc() <= max(ends) + room:
-                yield from (tick.label1, tick.label2)
-
-
 @pytest.mark.parametrize("figure", list(MAKERS))
 def test_no_text_is_cut_off_or_lies_on_another(run, figure):
     _, drawn, boxes = draw(MAKERS[figure](run), figure)
-    width, height = drawn.bbox.size
-    for text, box in boxes:
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text!r} is cut off"
-    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
-        apart = box.x1 <= beside.x0 + 1 or beside.x1 <= box.x0 + 1 or box.y1 <= beside.y0 + 1 or beside.y1 <= box.y0 + 1
-        assert apart or "✕" in text + other, f"{text!r} lies on {other!r}"
+    assert_apart(drawn, boxes)
 
 
 @pytest.mark.parametrize("figure", ["epsilon_epochs", "epsilon_sweeps"])

@@ -6,17 +6,16 @@ import xml.etree.ElementTree as ElementTree
 
 import matplotlib
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from drawn import assert_apart
+from drawn import draw as with_table
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.text import Text
 from report_records import CUDA, GIB, RunFile
 
 from clipping import VARIANTS
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.coverage import CoverageTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
-from dpbench.report import FIGURES, LeftOut, style, write_report
-from dpbench.report.data.select import read
+from dpbench.report import FIGURES, style, write_report
 from dpbench.training import AdamTrial, AuditTrial, CorrelatedTrial, MemorisationTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
@@ -63,15 +62,7 @@ def full(run):
 
 def draw(run, figure):
     """The figure, and the texts in it with their boxes."""
-    kind = FIGURES[figure]
-    records = [record for record in read(run.path.parent) if record.kind in kind.kinds]
-    left_out = LeftOut()
-    frame = kind.table(records, left_out)
-    with matplotlib.rc_context(style.RC):
-        drawn = kind.plot(frame, kind.caption(records, frame, left_out))
-        FigureCanvasAgg(drawn).draw()
-        texts = [text for text in drawn.findobj(Text) if text.get_text().strip() and text.get_visible()]
-        return drawn, [(text.get_text(), text.get_window_extent()) for text in texts]
+    return with_table(run, figure)[1:]
 
 
 def words(boxes):
@@ -82,12 +73,7 @@ def words(boxes):
 def test_no_text_lies_on_another_or_beyond_the_edge(run, figure):
     drawn, boxes = draw(full(run), figure)
     assert len(boxes) > 60
-    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
-        apart = box.x1 <= beside.x0 or beside.x1 <= box.x0 or box.y1 <= beside.y0 + 1 or beside.y1 <= box.y0 + 1
-        assert apart, f"{text!r} lies on {other!r}"
-    width, height = drawn.bbox.size
-    for text, box in boxes:
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text!r} is cut off"
+    assert_apart(drawn, boxes)
 
 
 def test_models_whose_memory_alone_is_known_stand_below_and_leave_no_panel_empty(run):

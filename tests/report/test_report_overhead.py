@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pandas as pd
 import pytest
+from drawn import assert_apart
 from report_records import RunFile, save_no_pictures
 from test_report_figures import draw
 
@@ -43,15 +43,6 @@ def row(table, **where):
         table = table[table[column] == value]
     assert len(table) == 1, f"{len(table)} rows for {where}"
     return table.iloc[0]
-
-
-def assert_apart(drawn, boxes):
-    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
-        apart = box.x1 <= beside.x0 or beside.x1 <= box.x0 or box.y1 <= beside.y0 + 1 or beside.y1 <= box.y0 + 1
-        assert apart, f"{text!r} lies on {other!r}"
-    width, height = drawn.bbox.size
-    for text, box in boxes:
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text!r} is cut off"
 
 
 def test_a_ratio_is_of_two_turns_of_one_round(run, report):
