@@ -204,6 +204,10 @@ def test_a_file_that_ends_the_process_is_one_line_and_exit_2(mine, capsys):
         (["--conformance", "--backend", "nonprivate"], ["a backend that clips with --conformance", "'nonprivate'"]),
         (["--conformance", "--backend", "gost"], ["path/file.py:Class", "did you mean 'ghost'?"]),
         (["--conformanc"], ["did you mean '--conformance'?"]),
+        (["--sensitivity", "--model", "cnn"], ["--sensitivity without --model", "'--model'"]),
+        (["--sensitivity", "--conformance"], ["without --model and --conformance", "'--conformance'"]),
+        (["--sensitivity", "--backend", "nonprivate"], ["a backend that clips with --sensitivity", "'nonprivate'"]),
+        (["--dtype", "bfloat16-autocast"], ["without --sensitivity", "'bfloat16-autocast'"]),
     ],
     ids=" ".join,
 )
