@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CASES, FIFTEEN, Case, Reused, Tied, cross_entropy
+from marks import name_of, slow_unless
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
@@ -340,11 +341,7 @@ def shares(found: list[Row], strategy: str, model: nn.Module) -> dict[str, float
     return share
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case.name in FIFTEEN else pytest.mark.slow) for case in CASES],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", slow_unless(lambda case: case.name in FIFTEEN, CASES), ids=name_of)
 def test_fake_tensors_tell_the_same(case: Case):
     model, inputs, targets, loss_fn = case.make()
     # on real tensors some operations are other kernels, which save something else: a plan for memory may differ

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import CASES, FIFTEEN, NOT_FOR, Case, images
+from marks import name_of, slow_unless
 from torch import nn
 
 import clipping.rules.base
@@ -21,9 +22,7 @@ from dpbench.conformance.suite import checks, per_layer
 KNOWN = checks()
 PRIVATE = ["vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 COMPOSED = [(case, name) for case in CASES for name in PRIVATE if name in ("vmap", "bk_mixed") or case.name in FIFTEEN]
-composed = pytest.mark.parametrize(
-    ("case", "backend"), COMPOSED, ids=lambda value: value if isinstance(value, str) else value.name
-)
+composed = pytest.mark.parametrize(("case", "backend"), COMPOSED, ids=name_of)
 WITH_PEER = [*PRIVATE, "opacus_hooks"]  # the other peers, and every case, are in test_clipping_peers.py
 
 
@@ -94,12 +93,11 @@ def test_exact(case: Case, backend: str):
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [
-        pytest.param(case, name, marks=() if case.name in FIFTEEN else pytest.mark.slow)
-        for case in CASES
-        for name in (PRIVATE if case.name in FIFTEEN else ["bk_mixed"])
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    slow_unless(
+        lambda case, name: case.name in FIFTEEN and name in ("bk_mixed", "ghost", "vmap"),  # one pass, two, no tape
+        [(case, name) for case in CASES for name in (PRIVATE if case.name in FIFTEEN else ["bk_mixed"])],
+    ),
+    ids=name_of,
 )
 def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case, backend: str):
     """The suite runs without it; ordinary use does not. It asks nothing of how a backend found its answer."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import name_of, slow_unless
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -538,9 +539,7 @@ def test_the_grouped_product_of_torch_itself(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*EXPERTS[:6], *ROWS[::3], *(pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(ROWS) if i % 3)],
-    ids=lambda case: case.name,
+    "case", slow_unless(lambda case: case not in ROWS or case in ROWS[::5], [*EXPERTS[:6], *ROWS]), ids=name_of
 )
 def test_exact_by_timed_routes_in_batches_of_other_sizes(case: Case) -> None:
     """Each time other rows go to other experts; the second step is timed."""

@@ -8,9 +8,11 @@ import os
 import random
 import shutil
 import warnings
+from itertools import product
 
 import pytest
 import torch
+from marks import name_of, slow_unless
 from torch import nn
 from torch.fx import GraphModule
 
@@ -89,12 +91,11 @@ def steps(backend, x, y, count=4):
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [
-        pytest.param(case, name, marks=() if name == "bk_mixed" and case.name in QUICK else pytest.mark.slow)
-        for case in CASES
-        for name in ("bk_mixed", "ghost", "fastgradclip")
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    slow_unless(
+        lambda case, name: name == "bk_mixed" and case.name in QUICK,
+        product(CASES, ("bk_mixed", "ghost", "fastgradclip")),
+    ),
+    ids=name_of,
 )
 def test_a_traced_step_has_the_bits_of_the_eager_one(case: Case, backend: str):
     if case.name in NOT_FOR.get(backend, ()):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, FIFTEEN
+from marks import name_of
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -189,7 +190,7 @@ KNOWN = {
 @pytest.mark.parametrize(
     ("case", "backend"),
     [(case, name) for case in CASES for name in ("bk_mixed", "bk_ghost") if name == "bk_mixed" or case.name in FIFTEEN],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    ids=name_of,
 )
 def test_every_rule_waits_for_nothing(case: Any, backend: str):
     """The conformance cases: every operation that has a rule, and the fallback."""

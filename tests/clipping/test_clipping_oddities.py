@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import name_of, slow_unless
 from oddities import EXACT, REFUSED, B, Case, Odd
 from torch import Tensor, nn
 from written import WRITTEN
@@ -43,14 +44,10 @@ def test_exact(case: Case, backend: str):
     assert_exact(backend, case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow if number % 3 else ())
-        for number, case in enumerate([*EXACT, *WRITTEN])
-    ],
-    ids=lambda case: case.name,
-)
+THIRD = [*EXACT, *WRITTEN][::3]
+
+
+@pytest.mark.parametrize("case", slow_unless(lambda case: case in THIRD, [*EXACT, *WRITTEN]), ids=name_of)
 def test_exact_with_verification(case: Case):
     """It looks at outputs and gradients, and not at how they came to be: a third of them shows it."""
     assert_exact("bk_mixed", case, verify=True)

@@ -48,6 +48,7 @@ def test_the_mnist_loop_learns_and_says_what_it_cost():
     assert spent.private and spent.sampled_by == "engine"
 
 
+@pytest.mark.slow  # without noise its weights are those of Opacus, which a test below shows
 def test_the_names_loop_learns_with_the_recurrent_layer_of_opacus_and_of_torch():
     data = sequences()
     for recurrent in (DPLSTM, nn.LSTM):
@@ -59,6 +60,7 @@ def test_the_names_loop_learns_with_the_recurrent_layer_of_opacus_and_of_torch()
         assert math.isfinite(engine.get_epsilon(1e-5))
 
 
+@pytest.mark.slow  # the same
 def test_the_ghost_loop_learns():
     x, y = digits()
     torch.manual_seed(0)

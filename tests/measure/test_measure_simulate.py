@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import slow_unless
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +35,8 @@ NOT_SIMULATED = {"opacus_functorch", "opacus_ew"}
 SIMULATED = [name for name in BACKENDS if name not in NOT_SIMULATED]
 #: The planner of bk_mixed times its routes in the second step, on real tensors only: the variant never does.
 COMPARED = ["bk_mixed:memory" if name == "bk_mixed" else name for name in SIMULATED]
+#: One that does nothing beside training, and one of each kind of what the others do.
+QUICK = ("nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "bk_mixed:memory", "opacus_hooks")
 
 
 @dataclass
@@ -233,8 +236,10 @@ def one_library(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_library")
-@pytest.mark.parametrize("make", [pytest.param(plain, id="plain", marks=pytest.mark.slow), Residual])
-@pytest.mark.parametrize("backend", COMPARED)
+@pytest.mark.parametrize(
+    ("backend", "make"),
+    slow_unless(lambda name, make: make is Residual and name in QUICK, itertools.product(COMPARED, (plain, Residual))),
+)
 def test_the_simulated_peak_is_the_measured_one(backend, make):
     """To the byte between operations, and within 5 % with what convolutions allocate inside (without: down to 0.77).
 

@@ -6,14 +6,16 @@ of a model is changed but what every run of dpbench changes (BatchNorm for Group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import name_of, slow_unless
 from torch import Tensor, nn
 
 from clipping import ClippedGradient, Flat, compare, load_backend
@@ -222,16 +224,14 @@ def held(real: Real, backend: str, **options: Any) -> dict[str, float]:
         return b.coverage
 
 
-def turns() -> Iterator[Any]:
-    """Each model by bk_mixed, which may take any way, and by another backend in turn; by all of them, where slow."""
-    for number, real in enumerate(MODELS):
-        for backend in TAPE:
-            quick = backend in ("bk_mixed", TAPE[number % 4]) and real.name not in LARGE
-            yield pytest.param(real, backend, marks=() if quick else pytest.mark.slow)
+#: bk_mixed, which may take any way, and another backend in turn.
+TURNS = [(real, name) for number, real in enumerate(MODELS) for name in ("bk_mixed", TAPE[number % 4])]
 
 
 @pytest.mark.parametrize(
-    ("real", "backend"), turns(), ids=lambda value: value if isinstance(value, str) else value.name
+    ("real", "backend"),
+    slow_unless(lambda real, name: (real, name) in TURNS and real.name not in LARGE, product(MODELS, TAPE)),
+    ids=name_of,
 )
 def test_exact_unmodified_and_without_a_fallback(real: Real, backend: str):
     options = {"timing": False} if backend == "bk_mixed" else {}
@@ -248,11 +248,7 @@ def test_exact_by_the_routes_that_are_fastest_here(real: Real):
     held(real, "bk_mixed")
 
 
-@pytest.mark.parametrize(
-    "real",
-    [pytest.param(real, marks=pytest.mark.slow if real.name in LARGE else ()) for real in MODELS],
-    ids=lambda real: real.name,
-)
+@pytest.mark.parametrize("real", slow_unless(lambda real: real.name not in LARGE, MODELS), ids=name_of)
 def test_every_parameter_is_trained_and_has_a_gradient(real: Real):
     """Else the test above would show nothing of it."""
     model, _, _, clip, reference = answer_of(real)
