@@ -204,7 +204,7 @@ def test_what_is_known_of_other_libraries_is_found(backend, dtype, case, least):
 
 
 FAST = ("float32", "bfloat16")
-#: Backend -> dtypes: each way of a norm and of a sum once. The search below has both dtypes for every backend.
+#: Backend -> dtypes: each way of a norm and of a sum once. The search below meets every backend.
 QUICK = {"bk_mixed": ("bfloat16",), "ghost": ("float32",), "fastgradclip": ("bfloat16",), "bk_ghost": ("float32",)}
 QUICK |= dict.fromkeys(("vmap", "mixed_ghost", "microbatch"), ())
 
@@ -230,8 +230,12 @@ POINTS = st.builds(
 )
 
 
-@pytest.mark.parametrize("dtype", FAST)
-@pytest.mark.parametrize("backend", CLIPPING[:7])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    slow_unless(
+        lambda name, dtype: name == "bk_mixed" or dtype == FAST[CLIPPING.index(name) % 2], product(CLIPPING[:7], FAST)
+    ),
+)
 def test_a_search_finds_no_record_that_moves_the_sum_by_more_than_c(backend, dtype):
     @settings(max_examples=20, phases=(Phase.explicit, Phase.generate, Phase.target), derandomize=True, database=None)
     @given(POINTS)
