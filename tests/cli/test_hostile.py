@@ -192,8 +192,9 @@ ESCAPES = "\x1b[2J\x1b]0;owned\x07 \u202etxt"
 MATHS = "$x^2_{$ \\frac{"
 
 
-def test_no_text_of_a_record_is_taken_for_mathematics(tmp_path, capsys):
+def test_no_text_of_a_record_is_taken_for_mathematics(tmp_path, capsys, monkeypatch):
     """Wherever a figure or a table has it: a model, a backend, a device, a kind without a figure, a reason."""
+    monkeypatch.setattr(Pictures, "save", lambda *given: None)  # the page draws each figure
     for number, environment in enumerate((CPU, CPU | {"device_name": MATHS})):
         file = RunFile(tmp_path / "some" / f"{number}.jsonl", environment=environment)
         file.step(MATHS, "ghost", [1.0]).step(MATHS, MATHS, [2.0]).step("cnn", "ghost", [1.0])

@@ -398,7 +398,7 @@ def test_what_has_no_graph_or_too_many_runs_eagerly(how, monkeypatch):
                 step(x, y)
 
 
-@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+@pytest.mark.parametrize("stance", [pytest.param("force_eager", marks=pytest.mark.slow), "eager_on_recompile"])
 def test_what_torch_does_not_compile_runs_once(stance):
     """Else buffers and dropout would move twice in a step."""
     ends = []

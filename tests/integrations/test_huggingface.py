@@ -95,7 +95,11 @@ def test_a_batch_of_no_records_is_a_step(tmp_path):
     assert_same(trainer.model, by_hand("gpt2", trainer.engine.settings, key, steps=40, clip=CLIP, lr=LR))
 
 
-@pytest.mark.parametrize("options", [{"dataloader_num_workers": 2}, {"privacy_pad": True}], ids=["workers", "padded"])
+@pytest.mark.parametrize(
+    "options",
+    [{"dataloader_num_workers": 2}, pytest.param({"privacy_pad": True}, marks=pytest.mark.slow)],  # as compiled steps
+    ids=["workers", "padded"],
+)
 def test_reading_ahead_and_padding_change_no_release(options, tmp_path):
     pad = options.pop("privacy_pad", None)
     privacy = {"noise_multiplier": 1.0, "pad": pad}

@@ -63,7 +63,7 @@ def test_exact_backends_take_the_same_trajectory_in_float64(network):
 
     from dpbench.training.utility import run
 
-    trial = settings(network).replace(target_epsilon=2.0, epochs=4)
+    trial = settings(network).replace(target_epsilon=2.0, epochs=3)
     wanted, *found = (
         run(trial.replace(backend=backend), torch.float64)["test_losses"]
         for backend in ("fastgradclip", "mixed_ghost", "bk_ghost", "bk_mixed")
