@@ -160,31 +160,21 @@ def test_the_fastest_way_is_taken(monkeypatch):
             assert (b.graphs.steps == 0) == (fastest == "eager")
 
 
-def test_where_nothing_compiles_that_is_said_and_the_traced_graph_runs(monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no compiler here")
-
-    monkeypatch.setattr("torch._inductor.compile", broken)
-    model, (x, y) = small(), batch()
-    with (
-        opened("bk_mixed", model, timing=True) as b,
-        pytest.warns(RuntimeWarning, match=r"RuntimeError: no compil"),
-    ):
-        steps(b, x, y)
-    assert ways(b)[0] in ("traced", "eager")
+def not_there(*args, **kwargs):
+    raise RuntimeError("no compiler here")
 
 
-def test_what_compiles_to_another_step_is_not_taken(monkeypatch):
-    def wrong(graph, inputs, options):
-        return lambda *given: [2 * x for x in graph(*given)]
+def doubled(graph, inputs, options):
+    return lambda *given: [2 * x for x in graph(*given)]
 
-    monkeypatch.setattr("torch._inductor.compile", wrong)
-    model, (x, y) = small(), batch()
-    with (
-        opened("bk_mixed", model, timing=True) as b,
-        pytest.warns(RuntimeWarning, match=r"not exact.*as it was traced"),
-    ):
-        steps(b, x, y)
+
+@pytest.mark.parametrize(
+    ("compiler", "said"), [(not_there, "RuntimeError: no compil"), (doubled, "not exact.*as it was traced")]
+)
+def test_what_does_not_compile_or_to_another_step_is_said_and_not_taken(compiler, said, monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile", compiler)
+    with opened("bk_mixed", small(), timing=True) as b, pytest.warns(RuntimeWarning, match=said):
+        steps(b, *batch())
     assert ways(b)[0] in ("traced", "eager")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cases import BARE_USES
 from hooked import Grads, Hooked
 from torch import Tensor, nn
 
@@ -20,15 +21,7 @@ from clipping import Backend, ClippedGradient, load_backend
 from clipping.tape.graph import unrecorded
 from dpbench.conformance.suite import conformance
 
-PARAMETERS_OF_NO_LAYER = [
-    "expanded like the data",
-    "expanded like longer data",
-    "a bias changed in place",
-    "a product changed in place",
-    "a spectrum of a parameter",
-    "a power that is a parameter",
-    "a custom function beside another use",
-]
+PARAMETERS_OF_NO_LAYER = [*BARE_USES, "a custom function beside another use"]
 MIXED = [f"samples mix: {how}" for how in ("statistics in training alone", "a detached mean")]
 
 

@@ -431,23 +431,18 @@ class Ordered(nn.Module):
         return self.order[1](torch.tanh(self.order[0](x)))[:, :3]
 
 
-def test_gradients_are_of_the_layers_that_ran():
-    ends, x, y = [], torch.randn(6, 5), torch.randint(3, (6,))
-    for compile in (False, True):
-        torch.manual_seed(3)
-        engine, _ = make(Ordered(), batch_size=6, sampling="shuffled")
-        step = engine.make_step(losses_of, compile=compile)
-        for turn in range(10):
-            if turn > 4:
-                engine.model.order.reverse()
-            step(x, y)
-        ends.append(weights(engine))
-        engine.detach()
-    assert step.graphs.steps > 4
-    assert torch.equal(*ends)
+def reversed_each_turn(engine, turn, patched):
+    if turn > 4:
+        engine.model.order.reverse()
 
 
-def test_a_function_of_a_class_that_is_replaced(monkeypatch):
+def replaced_once(engine, turn, patched):
+    if turn == 5:
+        patched.setattr(Ordered, "forward", lambda self, x: 2 * self.first(x)[:, :3])
+
+
+@pytest.mark.parametrize("change", [reversed_each_turn, replaced_once])
+def test_gradients_are_of_the_layers_and_the_function_that_ran(change, monkeypatch):
     ends, x, y = [], torch.randn(6, 5), torch.randint(3, (6,))
     for compile in (False, True):
         torch.manual_seed(3)
@@ -455,8 +450,7 @@ def test_a_function_of_a_class_that_is_replaced(monkeypatch):
         step = engine.make_step(losses_of, compile=compile)
         with monkeypatch.context() as patched:
             for turn in range(10):
-                if turn == 5:
-                    patched.setattr(Ordered, "forward", lambda self, x: 2 * self.first(x)[:, :3])
+                change(engine, turn, patched)
                 step(x, y)
         ends.append(weights(engine))
         engine.detach()

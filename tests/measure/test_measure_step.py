@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_measure_overhead import Absent
 
 import clipping
 from clipping import Flat, UnsupportedModel
@@ -31,16 +32,6 @@ class Doubled(Microbatch):
         out = super()._clipped(*args, **kwargs)
         out.grads["0.bias"].mul_(2)
         return out
-
-
-class Absent(Microbatch):
-    """A backend whose package is missing."""
-
-    name = "absent"
-
-    @classmethod
-    def unavailable(cls) -> str | None:
-        return "the package fancy is not installed; pip install fancy"
 
 
 @pytest.fixture(autouse=True)
