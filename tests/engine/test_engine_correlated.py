@@ -245,27 +245,38 @@ def test_epsilon_is_that_of_poisson_steps_of_a_group():
     assert engine.settings.guarantee(40, 1e-3).epsilon <= 2.0 < engine.settings.guarantee(41, 1e-3).epsilon
 
 
-def test_steps_that_were_gone_back_behind_count_as_blocks_of_their_own():
-    model, optimizer, engine = training()
+def gone_back(**options):
+    """The engine after four steps, two that were gone back behind, and another one."""
+    model, optimizer, engine = training(**options)
     train(model, optimizer, engine, 4)
     state = copy.deepcopy([optimizer.state_dict(), engine.state_dict()])
     train(model, optimizer, engine, 2)
     optimizer.load_state_dict(state[0])
     engine.load_state_dict(state[1])
     train(model, optimizer, engine, 1)
+    return engine
+
+
+def leaving_out(**options):
+    """(the engine after four steps, a batch that was left out and another step, rows of past noise)."""
+    model, optimizer, engine = training(**options)
+    train(model, optimizer, engine, 4)
+    loader = iter(engine.data_loader(DATA))
+    next(loader)
+    x, y = next(loader)
+    optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
+    assert engine.steps == 5 and engine.drawn == 6
+    return engine, [past.rows for past in engine.noise._past.values()]
+
+
+def test_steps_that_were_gone_back_behind_count_as_blocks_of_their_own():
     step = SubsampledGaussian(1.0, BANDS * B / N)
-    assert engine.privacy_spent().epsilon == load_accountant("prv").epsilon(step, steps=2 + 2, delta=1e-3)
+    assert gone_back().privacy_spent().epsilon == load_accountant("prv").epsilon(step, steps=2 + 2, delta=1e-3)
 
 
 def test_a_batch_that_was_left_out_counts_and_ends_the_stream():
-    model, optimizer, engine = training()
-    train(model, optimizer, engine, 4)
-    loader = iter(engine.data_loader(DATA))
-    x, y = next(loader)
-    x, y = next(loader)
-    optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
-    rows = [past.rows for past in engine.noise._past.values()]
-    assert engine.steps == 5 and engine.drawn == 6 and all((row[:-1] == 0).sum() >= row[0].numel() for row in rows)
+    engine, rows = leaving_out()
+    assert all((row[:-1] == 0).sum() >= row[0].numel() for row in rows)
     assert all((row.abs().sum(1) > 0).sum() == 1 for row in rows)  # of this step alone
     step = SubsampledGaussian(1.0, BANDS * B / N)
     assert engine.privacy_spent().epsilon == load_accountant("prv").epsilon(step, steps=2, delta=1e-3)
@@ -293,25 +304,12 @@ def test_epsilon_of_a_blt_is_that_of_one_gaussian(accountant):
 
 
 def test_steps_of_a_blt_that_were_gone_back_behind_count_as_epochs_of_their_own():
-    model, optimizer, engine = training(**BLT)
-    train(model, optimizer, engine, 4)
-    state = copy.deepcopy([optimizer.state_dict(), engine.state_dict()])
-    train(model, optimizer, engine, 2)
-    optimizer.load_state_dict(state[0])
-    engine.load_state_dict(state[1])
-    train(model, optimizer, engine, 1)
+    engine = gone_back(**BLT)
     assert engine.privacy_spent().epsilon == of_one_gaussian(engine, 5 + 2 * N // B)
 
 
 def test_a_batch_that_was_left_out_counts_and_ends_the_stream_of_a_blt():
-    model, optimizer, engine = training(**BLT)
-    train(model, optimizer, engine, 4)
-    loader = iter(engine.data_loader(DATA))
-    next(loader)
-    x, y = next(loader)
-    optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
-    assert engine.steps == 5 and engine.drawn == 6
-    rows = [past.rows for past in engine.noise._past.values()]
+    engine, rows = leaving_out(**BLT)
     assert all(torch.equal(row, row[:1].expand_as(row)) for row in rows)  # each buffer holds this step's noise alone
     assert engine.privacy_spent().epsilon == of_one_gaussian(engine, 6)
 
