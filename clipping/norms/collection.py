@@ -105,7 +105,7 @@ class Norms(ABC):
                 alone = alone and self._counts[name] == 1
                 if self._kinds.get(name) != "fallback":
                     self._kinds[name] = "fallback" if rule.is_fallback else by_ghost
-            (self._single if alone else self._several)(Term(source, rule, route, g))
+            (self._single if alone else self._several)(Term(source, rule, route, rule.padded(g)))
 
     def _is_small(self, rule: Rule, g: Tensor) -> bool:
         """True if a batch's gradients of one parameter are small: see `SMALL`."""

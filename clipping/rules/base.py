@@ -251,6 +251,10 @@ class Rule(ABC):
         """The operation's input, if the weight gradient needs it."""
         return None
 
+    def padded(self, g: Tensor) -> Tensor:
+        """Return the output's gradient in the layout that norm and sum read fastest: g, or one copy for both."""
+        return g
+
     def shapes(self) -> tuple[object, ...]:
         """Return all shapes besides the output's that a sample's cost depends on."""
         return tuple(self.parameter.shape), self.positions, self.inputs, self.outputs, self.groups

@@ -140,7 +140,7 @@ class GatheredLinear(LinearWeight):
         index = self.order.padded[samples]
         a, g = taken(self.a, index), taken(g, index, filled=True)
         a = a if a.dtype == g.dtype else a.to(g.dtype)
-        return a.reshape(len(index), -1, self.inputs), g.reshape(len(index), -1, self.outputs)
+        return a.reshape(len(index), -1, a.shape[-1]), g.reshape(len(index), -1, g.shape[-1])
 
 
 class GatheredEmbedding(EmbeddingWeight):

@@ -11,7 +11,7 @@ from torch import Tensor
 from clipping.core.microbatching import each
 from clipping.numerics import kernels
 from clipping.numerics.gram import gram_product, part, within
-from clipping.numerics.products import product, products
+from clipping.numerics.products import aligned, on_gpu, padding, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Route, Rule, Spec
 from clipping.rules.elementwise import Broadcast
@@ -46,15 +46,23 @@ class LinearWeight(Bilinear):
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         a, g = self.operands(g, samples)
         a, g = a.transpose(1, 2), g.transpose(1, 2)
-        return products(a, g) if self.transposed else products(g, a)
+        return self._sliced(products(a, g) if self.transposed else products(g, a))
 
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         x, g = x.flatten(0, 1), g.flatten(0, 1)
-        return product(x, g) if self.transposed else product(g, x)
+        return self._sliced(product(x, g) if self.transposed else product(g, x))
 
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
         x, g = (y.unflatten(0, (count, -1)).flatten(1, 2) for y in (x, g))
-        return product(x, g) if self.transposed else product(g, x)
+        return self._sliced(product(x, g) if self.transposed else product(g, x))
+
+    def _sliced(self, found: Tensor) -> Tensor:
+        """Remove the rows and columns of zeros that `aligned` adds."""
+        rows, columns = self.parameter.shape
+        return part(part(found, slice(0, rows), -2), slice(0, columns), -1).contiguous()
+
+    def padded(self, g: Tensor) -> Tensor:
+        return aligned(g, self.inputs) if on_gpu(g) else g
 
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
@@ -82,7 +90,9 @@ class LinearWeight(Bilinear):
         return squares, [Reach.of_columns(of) for of in reaches.unbind(1)]
 
     def copied(self, g: Tensor | Spec) -> int:
-        return self.positions * min(self.inputs, self.outputs) * g.element_size()
+        shape = (self.samples(g) * self.positions, self.inputs)
+        padded = self.inputs if on_gpu(self.parameter) and padding(shape, g.dtype, self.outputs) else 0
+        return self.positions * (min(self.inputs, self.outputs) + padded) * g.element_size()
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:
@@ -118,14 +128,18 @@ class LinearWeight(Bilinear):
         return a, [g, *(rule.operands(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight))]
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """a [b, T, d] and g [b, T, p], of g's dtype; under autocast the layer's own input may be wider."""
+        """a [b, T, d] and g [b, T, p], of g's dtype; under autocast the layer's own input may be wider.
+
+        With zeros at the end of their rows where these make products faster (`products.padding`).
+        """
         rows = self.rows(samples)
-        a, g = part(self.a, rows), part(g, rows)
+        a, g = part(self.a, rows), self.padded(part(g, rows))
         a = a if a.dtype == g.dtype else a.to(g.dtype)
+        a = aligned(a, self.outputs) if on_gpu(a) else a
         if self.fold == 1 and a.dim() == 3:
             return a, g
         count = a.shape[0] // self.fold
-        return a.reshape(count, -1, self.inputs), g.reshape(count, -1, self.outputs)
+        return a.reshape(count, -1, a.shape[-1]), g.reshape(count, -1, g.shape[-1])
 
 
 def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Tensor:
