@@ -4,17 +4,21 @@
     embedding_gram_norm     Σ_{t,s} [id_t = id_s] (g_t · g_s)           operations 2 · n T² p / 2
     instantiated_norm       ‖Σ_t g_t a_tᵀ‖²                             operations 2 · n T p d
     convolution_norm        the same over the patches of an image, which are read where they lie
+    row_reach               Σ_t ‖a_t‖ ‖g_t‖, and the rest of a reach (`clipping.numerics.rounding_bounds`)
 
 A program reduces one tile of the Gram matrices, or of the per-sample gradient, to one number while it is in registers.
-Beside the input and the output gradient, a norm takes 4 bytes a tile: 2·n·T²/B² bytes of Gram tiles or 4·n·pd/B² of
-gradient tiles, B = 64 or 128 where there is so much. Gram matrices are symmetric: half of the tiles are computed.
+Beside the input and the output gradient, a norm takes 16 bytes a tile of 64 or 128 numbers squared, where there are so
+many. Gram matrices are symmetric: half of the tiles are computed. Their diagonal holds the squared norms of rows, so
+the first two find the reach in the same pass (`..._and_reach`); the third has programs that read rows, which the tiles
+beside them read as well.
 
 **Exactness.** Accumulators are float32 whatever the inputs; products of float32 are IEEE ones (`precision="ieee"`), not
 TF32, whatever torch.backends.cuda.matmul.allow_tf32 says of the rest. There are no atomic operations, and the tiles
 are chosen by sizes and dtype alone, not by timing: the same tensors give the same bits, in every run and process.
 
 **Launching** waits for nothing on the device: sizes and strides are known to the host, and there is no autotuning,
-which would have to time (and so synchronise) and could choose other tiles, hence other last bits, in the next run. The
+which would have to time (and so synchronise) and could choose other tiles, hence other last bits, in the next run. Deep
+tiles are for rows that begin at multiples of 32 bytes: those are copied to shared memory past the registers. The
 first call with a new kind of sizes compiles, on the host. The very first question whether tensors are `supported` waits
 once, for a program whose result is looked at: where Triton cannot launch (it needs a C compiler, Python's headers and a
 folder to write to) that is said, and torch's operations remain. Tiles are such that nothing spills from registers for
@@ -53,6 +57,8 @@ IDS = (torch.int64, torch.int32)
 CAPABILITY = (8, 0)
 """Older devices have no bfloat16."""
 
+ROWS, COLUMNS = 32, 16
+"""Positions of a program that reads rows, and features that each of its warps reads at a time."""
 PROGRAMS = 2**31 - 1
 """Programs in one launch: more samples than that are launched in turn."""
 
@@ -73,6 +79,9 @@ class Tiles(NamedTuple):
     depth: int
     warps: int
     stages: int = 3
+
+
+BY_ROWS = Tiles(ROWS, ROWS, ROWS, 8)
 
 
 def supported(*tensors: Tensor) -> bool:
@@ -111,7 +120,8 @@ def trouble(device: torch.device) -> str | None:
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             a, g = (torch.full((1, 1, 1), value, device=device) for value in (2.0, 3.0))
-            found = float(_one_gradient(a, g, _gradient_tiles(1, 1, 1, g.dtype, _generation(g)), "ieee"))
+            tiles = _gradient_tiles(1, 1, 1, g.dtype, _generation(g))
+            found = float(_one_gradient(a, g, tiles, "ieee", (0.0, 0.0))[0, 0])
         reason = None if found == 36.0 else f"a program computed {found} for 36.0"
     except torch.OutOfMemoryError:
         raise
@@ -123,7 +133,6 @@ def trouble(device: torch.device) -> str | None:
     return reason
 
 
-@operation
 def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
     """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, by Gram matrices that are never in memory.
 
@@ -139,27 +148,38 @@ def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Til
     Raises:
         ValueError: shapes that do not fit, or tensors that are not `supported`.
     """
+    return gram_norm_and_reach(a, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
+
+
+@operation
+def gram_norm_and_reach(
+    a: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
+) -> Tensor:
+    """`gram_norm` and `row_reach` in one pass: [n, 4] float32.
+
+    Args:
+        a, g, precision, tiles: as those of `gram_norm`.
+        lost: as of `row_reach`.
+    """
     _check("gram_norm", a, g)
-    _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
-    count, positions, inputs = a.shape
-    outputs = g.shape[2]
-    tiles = tiles or _gram_tiles(positions, max(inputs, outputs), g.dtype, _generation(g))
-    blocks = math.ceil(positions / tiles.rows)
-    sizes = (positions, inputs, outputs)
+    sizes = _sizes(a, g)
+    positions, inputs, outputs = sizes
+    dense = _is_dense(a, g)
+    tiles = tiles or _gram_tiles(positions, max(inputs, outputs), g.dtype, _generation(g), dense=dense)
     return _launch(
         "gram",
         (a, g),
-        count if min(sizes) else 0,
-        blocks * (blocks // 2 + 1),
-        lambda a, g: (*sizes, *a.stride(), *g.stride()),
+        len(g) if min(sizes) else 0,
+        _pairs(positions, tiles),
+        lambda a, g: (*sizes, *a.stride(), *g.stride(), *map(float, lost)),
         tiles,
+        columns=4,
         BLOCK_T=tiles.rows,
         BLOCK_K=tiles.depth,
         PRECISION=precision,
     )
 
 
-@operation
 def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
     """Σ_{t,s} [id_t = id_s] (g_t · g_s) of each sample: ‖∂/∂W‖² of an embedding.
 
@@ -174,25 +194,37 @@ def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee"
     Raises:
         ValueError: as `gram_norm`.
     """
+    return embedding_gram_norm_and_reach(ids, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
+
+
+@operation
+def embedding_gram_norm_and_reach(
+    ids: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
+) -> Tensor:
+    """`embedding_gram_norm`, and the reach of rows a_t of norm 1: [n, 4] float32.
+
+    Args:
+        ids, g, precision, tiles: as those of `embedding_gram_norm`.
+        lost: as of `row_reach`.
+    """
     _check("embedding_gram_norm", g, ids=ids)
     _same("ids [n, T] and g [n, T, p]", ids.dim() == 2 and g.dim() == 3 and ids.shape == g.shape[:2], ids, g)
     count, positions, outputs = g.shape
-    tiles = tiles or _gram_tiles(positions, outputs, g.dtype, _generation(g))
-    blocks = math.ceil(positions / tiles.rows)
+    tiles = tiles or _gram_tiles(positions, outputs, g.dtype, _generation(g), dense=_is_dense(g))
     return _launch(
         "embedding_gram",
         (ids, g),
         count if positions and outputs else 0,
-        blocks * (blocks // 2 + 1),
-        lambda ids, g: (positions, outputs, *ids.stride(), *g.stride()),
+        _pairs(positions, tiles),
+        lambda ids, g: (positions, outputs, *ids.stride(), *g.stride(), *map(float, lost)),
         tiles,
+        columns=4,
         BLOCK_T=tiles.rows,
         BLOCK_K=tiles.depth,
         PRECISION=precision,
     )
 
 
-@operation
 def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
     """‖Σ_t g_t a_tᵀ‖² of each sample, by per-sample gradients [p, d] that are never in memory.
 
@@ -201,30 +233,91 @@ def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", ti
     Args:
         a, g, precision, tiles: as those of `gram_norm`.
     """
+    return instantiated_norm_and_reach(a, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
+
+
+@operation
+def instantiated_norm_and_reach(
+    a: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
+) -> Tensor:
+    """`instantiated_norm` and `row_reach` in one launch: [n, 4] float32.
+
+    Args:
+        a, g, precision, tiles: as those of `gram_norm`.
+        lost: as of `row_reach`.
+    """
     _check("instantiated_norm", a, g)
-    _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
-    _, positions, inputs = a.shape
-    return _one_gradient(
-        a, g, tiles or _gradient_tiles(positions, inputs, g.shape[2], g.dtype, _generation(g)), precision
-    )
+    positions, inputs, outputs = _sizes(a, g)
+    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), dense=_is_dense(a, g))
+    return _one_gradient(a, g, tiles, precision, lost)
 
 
-def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, precision: Precision) -> Tensor:
-    """`instantiated_norm` of what has been looked at."""
-    count, positions, inputs = a.shape
-    outputs = g.shape[2]
-    sizes = (positions, inputs, outputs)
+def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, precision: Precision, lost: tuple[float, float]) -> Tensor:
+    """`instantiated_norm_and_reach` of what has been looked at."""
+    sizes = positions, inputs, outputs = *a.shape[1:], g.shape[2]
     return _launch(
         "instantiated",
         (a, g),
-        count if min(sizes) else 0,
-        math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
-        lambda a, g: (*sizes, *a.stride(), *g.stride()),
+        len(g) if min(sizes) else 0,
+        math.ceil(positions / ROWS) + math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
+        lambda a, g: (*sizes, *a.stride(), *g.stride(), *map(float, lost)),
         tiles,
+        columns=4,
         BLOCK_T=tiles.depth,
         BLOCK_D=tiles.columns,
         BLOCK_P=tiles.rows,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS * tiles.warps,
         PRECISION=precision,
+    )
+
+
+@operation
+def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
+    """Σ_t ‖a_t‖ ‖g_t‖, Σ_t ‖a_t‖ · lost[0] + ‖g_t‖ · lost[1] and Σ_t ‖a_t‖² ‖g_t‖² of each sample, in one pass.
+
+    Args:
+        a, g: as those of `gram_norm`.
+        lost: what is made of the norms of rows: see `clipping.numerics.rounding_bounds.of_lost`.
+
+    Returns:
+        [n, 4] float32, of which the first column is 0.
+
+    Raises:
+        ValueError: as `gram_norm`.
+    """
+    _check("row_reach", a, g)
+    sizes = positions, *_ = _sizes(a, g)
+    return _launch(
+        "rows",
+        (a, g),
+        len(g) if min(sizes) else 0,
+        math.ceil(positions / ROWS),
+        lambda a, g: (*sizes, *a.stride(), *g.stride(), *map(float, lost)),
+        BY_ROWS,
+        columns=4,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS * BY_ROWS.warps,
+    )
+
+
+def _sizes(a: Tensor, g: Tensor) -> tuple[int, int, int]:
+    """T, d and p of a [n, T, d] and g [n, T, p]."""
+    _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
+    return a.shape[1], a.shape[2], g.shape[2]
+
+
+def _pairs(positions: int, tiles: Tiles) -> int:
+    """Pairs of blocks of positions, each once."""
+    blocks = math.ceil(positions / tiles.rows)
+    return blocks * (blocks + 1) // 2
+
+
+def _is_dense(*tensors: Tensor) -> bool:
+    """Whether rows of features begin at multiples of 32 bytes, as far as sizes and strides tell, in one dtype of 2."""
+    return len({x.dtype for x in tensors}) == 1 and all(
+        x.element_size() == 2 and x.stride(2) == 1 and not any(size % 16 for size in (x.shape[2], *x.stride()[:2]))
+        for x in tensors
     )
 
 
@@ -289,40 +382,51 @@ def _launch(
     tensors: tuple[Tensor, Tensor],
     count: int,
     each: int,
-    numbers: Callable[[Tensor, Tensor], tuple[int, ...]],
+    numbers: Callable[[Tensor, Tensor], tuple[float, ...]],
     tiles: Tiles,
+    *,
+    columns: int = 0,
     **constants: Any,
 ) -> Tensor:
-    """One number from each of `each` programs to a sample, added up: [n]. Nothing is launched if `count` is 0."""
+    """One number from each of `each` programs to a sample, added up: [n]; or `columns` of them, [n, columns]. Nothing
+    is launched if `count` is 0.
+    """
     first, second = (x.detach() for x in tensors)
+    several = (columns,) if columns else ()
     if not count:
-        return second.new_zeros(second.shape[0], dtype=torch.float32)
-    parts = second.new_empty(count, each, dtype=torch.float32)
+        return second.new_zeros(second.shape[0], *several, dtype=torch.float32)
+    parts = second.new_empty(count, each, *several, dtype=torch.float32)
     if not isinstance(parts, FakeTensor):
         kernel = getattr(_programs(), program)
-        constants["WIDEN"] = _programs().INTERPRETED and second.dtype == torch.bfloat16
+        if program != "rows":
+            constants["WIDEN"] = _programs().INTERPRETED and second.dtype == torch.bfloat16
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         step = max(1, PROGRAMS // each)
         with torch.cuda.device_of(second):
             for at in (slice(start, start + step) for start in range(0, count, step)):
                 a, g, out = first[at], second[at], parts[at]
-                kernel[(out.numel(),)](a, g, out, *numbers(a, g), **constants, **options)
+                kernel[(len(out) * each,)](a, g, out, *numbers(a, g), **constants, **options)
     return parts.sum(1)
 
 
-def _gram_tiles(positions: int, features: int, dtype: torch.dtype, generation: int) -> Tiles:
-    if _large(positions, positions, dtype, generation):
-        return Tiles(128, 128, _power(features, 32), 8, 4)
+def _gram_tiles(positions: int, features: int, dtype: torch.dtype, generation: int, *, dense: bool = False) -> Tiles:
+    """128 positions where those of the last block are not more than with 64, or many blocks are before it."""
+    depth, large = 64 if dense else 32, _has_room(dtype, generation)
+    if large and (positions >= 640 or -positions % 128 < 64):
+        return Tiles(128, 128, _power(features, depth), 8, 4)
     rows = _power(positions, 64)  # two Gram tiles are in registers at once
-    return Tiles(rows, rows, _power(features, 32), _warps(rows, rows, dtype))
+    return Tiles(rows, rows, _power(features, depth), _warps(rows, rows, dtype), 4 if large else 3)
 
 
-def _gradient_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype, generation: int) -> Tiles:
-    if _large(inputs, outputs, dtype, generation):
-        return Tiles(128, 128, _power(positions, 32), 8, 4)
+def _gradient_tiles(
+    positions: int, inputs: int, outputs: int, dtype: torch.dtype, generation: int, *, dense: bool = False
+) -> Tiles:
+    depth = _power(positions, 64 if dense else 32)
+    if _has_room(dtype, generation) and min(inputs, outputs) >= 512:
+        return Tiles(128, 128, depth, 8, 3 if dense else 4)
     most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 else 128
     rows, columns = _power(outputs, most), _power(inputs, most)
-    return Tiles(rows, columns, _power(positions, 32), _warps(rows, columns, dtype))
+    return Tiles(rows, columns, depth, _warps(rows, columns, dtype))
 
 
 def _patch_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype, generation: int) -> Tiles:
@@ -345,11 +449,11 @@ def rows_at_once(*images: Tensor) -> bool:
     return all(x.stride(1) == 1 and not any(s % 16 for s in (x.stride(0), *x.stride()[2:])) for x in images)
 
 
-def _large(rows: int, columns: int, dtype: torch.dtype, generation: int) -> bool:
-    """Whether to take tiles of 128 by 128, in four stages: a data centre's GPU from Hopper on has the shared memory,
-    and they read half as much for each product. With twice the depth pointers would spill from registers.
+def _has_room(dtype: torch.dtype, generation: int) -> bool:
+    """Whether tiles of 128 by 128, or four stages, fit: a data centre's GPU from Hopper on has the shared memory. Large
+    tiles read half as much for each product.
     """
-    return generation in (9, 10) and dtype != torch.float32 and min(rows, columns) >= 512
+    return generation in (9, 10) and dtype != torch.float32
 
 
 def _generation(x: Tensor) -> int:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
 """The Triton programs behind `clipping.accel`, which alone imports this module: it needs Triton.
 
-Each program reduces one tile to one number and writes it to a place of its own: no atomic operation, so that the same
-tensors give the same bits. The tiles of a sample are added up afterwards, by one sum of torch's. Positions are
+Each program reduces one tile to a number, or four, and writes them to a place of its own: no atomic operation, so that
+the same tensors give the same bits. The tiles of a sample are added up afterwards, by one sum of torch's. Positions are
 multiplied by strides in 64 bits: a batch may have more than 2³¹ entries. What is outside a tensor is read as zero.
 """
 
@@ -24,43 +24,38 @@ def gram(
     g_sample,
     g_position,
     g_output,
+    of_inputs,
+    of_outputs,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Σ (a_t · a_s)(g_t · g_s) over a block of positions t and one of positions s: out [n · pairs]."""
-    sample, rows, columns, weight = _pair(positions, BLOCK_T)
+    """Over a block of positions t and one of positions s: Σ (a_t · a_s)(g_t · g_s), and over t = s what a reach is made
+    of: out [n · pairs, 4].
+    """
+    sample, first, second = _pair(positions, BLOCK_T)
+    a += sample * a_sample
+    g += sample * g_sample
+    out += tl.program_id(0).to(tl.int64) * 4
     dtype = g.dtype.element_ty  # under autocast a may be wider than what was multiplied
-    of_inputs = _products(
-        a + sample * a_sample,
-        rows,
-        columns,
-        positions,
-        inputs,
-        a_position,
-        a_input,
-        dtype,
-        BLOCK_T,
-        BLOCK_K,
-        PRECISION,
-        WIDEN,
-    )
-    of_outputs = _products(
-        g + sample * g_sample,
-        rows,
-        columns,
-        positions,
-        outputs,
-        g_position,
-        g_output,
-        dtype,
-        BLOCK_T,
-        BLOCK_K,
-        PRECISION,
-        WIDEN,
-    )
-    tl.store(out + tl.program_id(0), tl.sum(of_inputs * of_outputs) * weight)
+    if first == second:
+        of_a = _products(
+            a, first, first, positions, inputs, a_position, a_input, dtype, True, BLOCK_T, BLOCK_K, PRECISION, WIDEN
+        )
+        of_g = _products(
+            g, first, first, positions, outputs, g_position, g_output, dtype, True, BLOCK_T, BLOCK_K, PRECISION, WIDEN
+        )
+        tl.store(out, tl.sum(of_a * of_g))
+        _store_reach(out, _diagonal(of_a, BLOCK_T), _diagonal(of_g, BLOCK_T), of_inputs, of_outputs)
+    else:
+        of_a = _products(
+            a, first, second, positions, inputs, a_position, a_input, dtype, False, BLOCK_T, BLOCK_K, PRECISION, WIDEN
+        )
+        of_g = _products(
+            g, first, second, positions, outputs, g_position, g_output, dtype, False, BLOCK_T, BLOCK_K, PRECISION, WIDEN
+        )
+        _store_alone(out, 2.0 * tl.sum(of_a * of_g))
 
 
 @triton.jit
@@ -75,34 +70,37 @@ def embedding_gram(
     g_sample,
     g_position,
     g_output,
+    of_inputs,
+    of_outputs,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Σ [id_t = id_s] (g_t · g_s) over a block of positions t and one of positions s: out [n · pairs]."""
-    sample, rows, columns, weight = _pair(positions, BLOCK_T)
+    """Over a block of positions t and one of positions s: Σ [id_t = id_s] (g_t · g_s), and over t = s what a reach is
+    made of: out [n · pairs, 4].
+    """
+    sample, first, second = _pair(positions, BLOCK_T)
     ids += sample * ids_sample
+    g += sample * g_sample
+    out += tl.program_id(0).to(tl.int64) * 4
+    rows = (first * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    columns = (second * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     row_ids = tl.load(ids + rows * ids_position, mask=rows < positions, other=0)
     column_ids = tl.load(ids + columns * ids_position, mask=columns < positions, other=0)
+    same = row_ids[:, None] == column_ids[None, :]  # so are ids read outside to some, but their products are zero
     dtype = g.dtype.element_ty
-    of_outputs = _products(
-        g + sample * g_sample,
-        rows,
-        columns,
-        positions,
-        outputs,
-        g_position,
-        g_output,
-        dtype,
-        BLOCK_T,
-        BLOCK_K,
-        PRECISION,
-        WIDEN,
-    )
-    # ids read outside are equal to some id, but their products are zero
-    same = row_ids[:, None] == column_ids[None, :]
-    tl.store(out + tl.program_id(0), tl.sum(tl.where(same, of_outputs, 0.0)) * weight)
+    if first == second:
+        of_g = _products(
+            g, first, first, positions, outputs, g_position, g_output, dtype, True, BLOCK_T, BLOCK_K, PRECISION, WIDEN
+        )
+        tl.store(out, tl.sum(tl.where(same, of_g, 0.0)))
+        _store_reach(out, (rows < positions).to(tl.float32), _diagonal(of_g, BLOCK_T), of_inputs, of_outputs)
+    else:
+        of_g = _products(
+            g, first, second, positions, outputs, g_position, g_output, dtype, False, BLOCK_T, BLOCK_K, PRECISION, WIDEN
+        )
+        _store_alone(out, 2.0 * tl.sum(tl.where(same, of_g, 0.0)))
 
 
 @triton.jit
@@ -119,31 +117,129 @@ def instantiated(
     g_sample,
     g_position,
     g_output,
+    of_inputs,
+    of_outputs,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Σ (Σ_t g_tp a_td)² over a tile of (p, d): out [n · tiles]."""
+    """Σ (Σ_t g_tp a_td)² over a tile of (p, d), or what a reach is made of over a block of positions, which are the
+    first programs of a sample: out [n · (blocks + tiles), 4].
+    """
+    blocks = tl.cdiv(positions, ROWS)
     tiles_d = tl.cdiv(inputs, BLOCK_D)
-    tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
-    sample = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
-    d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    a_at = a + sample * a_sample + d.to(tl.int64)[None, :] * a_input
-    g_at = g + sample * g_sample + p.to(tl.int64)[:, None] * g_output
+    each = blocks + tl.cdiv(outputs, BLOCK_P) * tiles_d
+    sample = (tl.program_id(0) // each).to(tl.int64)
+    tile = tl.program_id(0) % each - blocks
+    a += sample * a_sample
+    g += sample * g_sample
+    out += tl.program_id(0).to(tl.int64) * 4
     dtype = g.dtype.element_ty
-    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for start in range(0, positions, BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
-        wide = t.to(tl.int64)
-        there = t < positions
-        of_outputs = tl.load(g_at + wide[None, :] * g_position, mask=there[None, :] & (p < outputs)[:, None], other=0.0)
-        of_inputs = tl.load(a_at + wide[:, None] * a_position, mask=there[:, None] & (d < inputs)[None, :], other=0.0)
-        total = _dot(of_outputs, of_inputs.to(dtype), total, PRECISION, WIDEN)
-    tl.store(out + tl.program_id(0), tl.sum(total * total))
+    if tile < 0:
+        first = (tile + blocks) * ROWS
+        of_a = _squares(a, first, positions, inputs, a_position, a_input, dtype, ROWS, COLUMNS)
+        of_g = _squares(g, first, positions, outputs, g_position, g_output, dtype, ROWS, COLUMNS)
+        tl.store(out, 0.0)
+        _store_reach(out, of_a, of_g, of_inputs, of_outputs)
+    else:
+        p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
+        d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+        a_at = a + d.to(tl.int64)[None, :] * a_input
+        g_at = g + p.to(tl.int64)[:, None] * g_output
+        total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        for start in range(0, positions, BLOCK_T):
+            t = start + tl.arange(0, BLOCK_T)
+            wide = t.to(tl.int64)
+            there = t < positions
+            left = tl.load(g_at + wide[None, :] * g_position, mask=there[None, :] & (p < outputs)[:, None], other=0.0)
+            right = tl.load(a_at + wide[:, None] * a_position, mask=there[:, None] & (d < inputs)[None, :], other=0.0)
+            total = _dot(left, right.to(dtype), total, PRECISION, WIDEN)
+        _store_alone(out, tl.sum(total * total))
+
+
+@triton.jit
+def rows(
+    a,
+    g,
+    out,
+    positions,
+    inputs,
+    outputs,
+    a_sample,
+    a_position,
+    a_input,
+    g_sample,
+    g_position,
+    g_output,
+    of_inputs,
+    of_outputs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """What a reach is made of, over a block of positions: out [n · blocks, 4], of which the first is 0."""
+    blocks = tl.cdiv(positions, ROWS)
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    first = tl.program_id(0) % blocks * ROWS
+    dtype = g.dtype.element_ty
+    of_a = _squares(a + sample * a_sample, first, positions, inputs, a_position, a_input, dtype, ROWS, COLUMNS)
+    of_g = _squares(g + sample * g_sample, first, positions, outputs, g_position, g_output, dtype, ROWS, COLUMNS)
+    out += tl.program_id(0).to(tl.int64) * 4
+    tl.store(out, 0.0)
+    _store_reach(out, of_a, of_g, of_inputs, of_outputs)
+
+
+@triton.jit
+def _squares(
+    x,
+    first,
+    positions,
+    features,
+    x_position,
+    x_feature,
+    dtype: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """‖x_t‖² of the positions from `first` on, of so many features at a time: [ROWS]."""
+    t = first + tl.arange(0, ROWS)
+    at = x + t.to(tl.int64)[:, None] * x_position
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, features, COLUMNS):
+        k = start + tl.arange(0, COLUMNS)
+        there = (t < positions)[:, None] & (k < features)[None, :]
+        each = tl.load(at + k.to(tl.int64)[None, :] * x_feature, mask=there, other=0.0).to(dtype).to(tl.float32)
+        total += each * each
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _diagonal(x, BLOCK_T: tl.constexpr):
+    """x_tt: [BLOCK_T]."""
+    t = tl.arange(0, BLOCK_T)
+    return tl.sum(tl.where(t[:, None] == t[None, :], x, 0.0), 1)
+
+
+@triton.jit
+def _store_reach(out, of_a, of_g, of_inputs, of_outputs):
+    """Σ_t ‖a_t‖ ‖g_t‖, Σ_t ‖a_t‖ · of_inputs + ‖g_t‖ · of_outputs and Σ_t ‖a_t‖² ‖g_t‖², of the squares ‖a_t‖² and
+    ‖g_t‖²: to out[1:4].
+    """
+    a_norms, g_norms = tl.sqrt(of_a), tl.sqrt(of_g)
+    tl.store(out + 1, tl.sum(a_norms * g_norms))
+    tl.store(out + 2, tl.sum(a_norms) * of_inputs + tl.sum(g_norms) * of_outputs)
+    tl.store(out + 3, tl.sum(of_a * of_g))
+
+
+@triton.jit
+def _store_alone(out, found):
+    """A squared norm, and no part of a reach: to out[0:4]."""
+    tl.store(out, found)
+    for i in tl.static_range(1, 4):
+        tl.store(out + i, 0.0)
 
 
 @triton.jit
@@ -224,51 +320,56 @@ def convolution(
 
 @triton.jit
 def _pair(positions, BLOCK_T: tl.constexpr):
-    """This program's sample, its two blocks of positions, and how often the pair counts.
+    """This program's sample and its two blocks of positions, of which the first is not before the second.
 
-    Block i meets the blocks i, i + 1, ... i + ⌊blocks / 2⌋ around the circle: each pair of blocks once, and the other
-    triangle of the matrix, which is the same, by a weight of 2. Half the circle away, where the number of blocks is
-    even, either block of a pair meets the other.
+    Each pair once: the other triangle of the matrix is the same. The triangle of B rows is a rectangle of B columns
+    where B is odd, else of B + 1: below its own diagonal lie, turned around, the rows that are left.
     """
     blocks = tl.cdiv(positions, BLOCK_T)
-    distances = blocks // 2 + 1
-    sample = (tl.program_id(0) // (blocks * distances)).to(tl.int64)
-    pair = tl.program_id(0) % (blocks * distances)
-    first = pair // distances
-    distance = pair % distances
-    second = (first + distance) % blocks
-    rows = (first * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    columns = (second * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    weight = tl.where((distance == 0) | (2 * distance == blocks), 1.0, 2.0)
-    return sample, rows, columns, weight
+    pairs = blocks * (blocks + 1) // 2
+    width = blocks | 1
+    more = width - blocks
+    row = tl.program_id(0) % pairs // width
+    column = tl.program_id(0) % pairs % width
+    turned = column < row + more
+    first = tl.where(turned, blocks - 1 - column, column - more)
+    second = tl.where(turned, blocks - more - row, row)
+    return (tl.program_id(0) // pairs).to(tl.int64), first, second
 
 
 @triton.jit
 def _products(
     x,
-    rows,
-    columns,
+    first,
+    second,
     positions,
     features,
     x_position,
     x_feature,
     dtype: tl.constexpr,
+    SAME: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """x_t · x_s for positions t in rows and s in columns: [BLOCK_T, BLOCK_T], float32."""
+    """x_t · x_s for positions t of the first block and s of the second: [BLOCK_T, BLOCK_T], float32. If they are the
+    `SAME`, it is loaded once.
+    """
     total = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    rows = (first * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    columns = (second * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     rows_at = x + rows[:, None] * x_position
     columns_at = x + columns[:, None] * x_position
     for start in range(0, features, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         at = k.to(tl.int64)[None, :] * x_feature
         there = (k < features)[None, :]
-        left = tl.load(rows_at + at, mask=(rows < positions)[:, None] & there, other=0.0)
-        right = tl.load(columns_at + at, mask=(columns < positions)[:, None] & there, other=0.0)
-        total = _dot(left.to(dtype), tl.trans(right.to(dtype)), total, PRECISION, WIDEN)
+        left = tl.load(rows_at + at, mask=(rows < positions)[:, None] & there, other=0.0).to(dtype)
+        right = left
+        if not SAME:
+            right = tl.load(columns_at + at, mask=(columns < positions)[:, None] & there, other=0.0).to(dtype)
+        total = _dot(left, tl.trans(right), total, PRECISION, WIDEN)
     return total
 
 

@@ -192,10 +192,10 @@ class _WholeNorms(Norms):
     def _total(self) -> tuple[Tensor, Tensor]:
         """‖g_i‖ [B], and the bound to clip by. Leaves paired uses in `_pairs` and instantiated gradients in `_sums`."""
         for name in list(self._pairs):
-            squares = self._pairwise(self._pairs[name]) if name not in self._sums else None
-            if squares is not None:
-                self._squares += squares.clamp_(min=0)
-                self._doubt_all(self._pairs[name], squares)
+            found = self._pairwise(self._pairs[name]) if name not in self._sums else None
+            if found is not None:
+                self._squares += found[0].clamp_(min=0)
+                self._doubt_all(self._pairs[name], *found)
                 continue
             for _, rule, route, g in self._pairs.pop(name):
                 self._add(name, rule.instantiate_all(g, route))
@@ -204,9 +204,9 @@ class _WholeNorms(Norms):
             self._squares += sum_of_squares(gradient)
         return self._squares.clamp(min=0).sqrt(), self._doubt.bound(self._squares)
 
-    def _doubt_all(self, uses: list[Term], squares: Tensor) -> None:
+    def _doubt_all(self, uses: list[Term], squares: Tensor, reaches: list[Reach | None]) -> None:
         unknown = _unknown(squares)
-        found = [use.rule.reach(use.g) or unknown for use in uses]
+        found = [known or use.rule.reach(use.g) or unknown for use, known in zip(uses, reaches, strict=True)]
         reach = Reach(*(torch.stack(each).sum(0) for each in zip(*found, strict=True)))
         features = max(use.rule.features(use.route) for use in uses)
         positions = sum(use.rule.positions for use in uses)
@@ -222,17 +222,20 @@ class _WholeNorms(Norms):
             library=library,
         )
 
-    def _pairwise(self, uses: list[Term]) -> Tensor | None:
-        squares = torch.zeros_like(self._squares)
+    def _pairwise(self, uses: list[Term]) -> tuple[Tensor, list[Reach | None]] | None:
+        """Squared norms of the sum of the uses' gradients, and each one's reach if it is found along with them."""
+        squares, reaches = torch.zeros_like(self._squares), list[Reach | None]()
         for i, (_, rule, route, g) in enumerate(uses):
-            squares += rule.squared_norms(g, route).to(squares)
+            own, reach = rule.squares_and_reach(g, route)
+            squares += own.to(squares)
+            reaches.append(reach[0] if reach else None)
             for _, other, _, other_g in uses[:i]:
                 product = rule.inner(g, other, other_g)
                 product = other.inner(other_g, rule, g) if product is None else product
                 if product is None:
                     return None
                 squares += 2 * product.to(squares)
-        return squares
+        return squares, reaches
 
 
 class TwoPasses(_WholeNorms):

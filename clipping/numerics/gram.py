@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
+from clipping.numerics import kernels
 from clipping.numerics.products import products
 from clipping.numerics.squares import sum_of_squares
 
@@ -16,6 +17,9 @@ HALVED = 160
 
 ROWS = 128
 """Rows of a block of a symmetric Gram matrix; more where there are many rows."""
+
+POINT = ((1, 1), (1, 1), (0, 0), (1, 1))
+"""Kernel, stride, padding and dilation of a convolution that is a linear layer."""
 
 
 def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
@@ -50,6 +54,27 @@ def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] 
             squares += sum_of_squares(each)
         return squares.mul_(sum_of_squares(a))
     return gram_inner(g, lambda rows, columns: products(part(a, rows, 1), part(a, columns, 1)), available, others)
+
+
+def gram_norms_and_reach(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]) -> list[Tensor]:
+    """`gram_product` of a and of each g by whole Gram matrices, with the reach that their diagonals hold: each [n, 4].
+
+    On a GPU, by the library's products and one kernel that reads both matrices once.
+
+    Args:
+        a: [n, T, d].
+        gradients: each g [n, T, p], of a's dtype.
+        lost: for each g, as `clipping.numerics.rounding_bounds.of_lost` gives it.
+    """
+    positions = a.shape[1]
+    if positions == 1:  # ‖gaᵀ‖² = ‖a‖² ‖g‖², the last column of a reach
+        found = [kernels.cuda.row_reach(a, g, of) for g, of in zip(gradients, lost, strict=True)]
+        return [torch.cat([of[:, 3:], of[:, 1:]], 1) for of in found]
+    of_a = products(a, a).unsqueeze(1)
+    return [
+        kernels.fused.shifted_norms(of_a, products(g, g), POINT, (1, positions), (1, 1), positions, of)
+        for g, of in zip(gradients, lost, strict=True)
+    ]
 
 
 def gram_inner(

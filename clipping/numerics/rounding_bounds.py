@@ -134,6 +134,21 @@ class Reach(NamedTuple):
         return Reach(terms, lost, self.apart.view(-1, groups).sum(1) * repeated**2)
 
 
+def of_operands(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
+    """Reach of rows a_t and g_t themselves; by one kernel, if there is one.
+
+    Args:
+        a: [b, T, d].
+        g: [b, T, p].
+        inputs, outputs: d and p, without zeros that are there for alignment.
+    """
+    if kernels.cpu.supported(a, g) and g.dtype in kernels.cpu.REALS:
+        return Reach.of_columns(kernels.cpu.row_reach(a, g, of_lost(g.dtype, inputs, outputs)))
+    if kernels.fused.runs(a, g):
+        return Reach.of_columns(kernels.cuda.row_reach(a, g, of_lost(g.dtype, inputs, outputs))[:, 1:])
+    return of_rows(row_norms(a), row_norms(g), inputs, outputs)
+
+
 def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
     """Σ_t ‖a_t‖ ‖g_t‖ from the norms of rows.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from clipping.core.dtypes import wide_dtype
 from clipping.numerics.gram import gram_product, part
 from clipping.numerics.products import products
-from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
+from clipping.numerics.rounding_bounds import Reach, of_operands
 from clipping.rules.base import Gradient, Refused, Rule, Spec
 from clipping.rules.weight import Bilinear
 
@@ -93,7 +93,7 @@ class Contraction(Bilinear):
 
         def of_block(samples: slice) -> Reach:
             x, of = (each.flatten(0, 1) for each in self.operands(g, samples))
-            found = of_rows(row_norms(x), row_norms(of), self.inputs, self.outputs)
+            found = of_operands(x, of, self.inputs, self.outputs)
             return found.of_groups(self.groups, repeated)
 
         return self._reach_of_rows(g, of_block, self.groups * self.positions * self.inputs * g.element_size())

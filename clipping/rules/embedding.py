@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
-from clipping.core.microbatching import added, blocks
+from clipping.core.microbatching import added, blocks, concatenated
 from clipping.numerics import kernels
 from clipping.numerics.gram import part, within
 from clipping.numerics.products import products
-from clipping.numerics.rounding_bounds import Reach, of_rows, portion, row_norms
+from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands, portion
 from clipping.numerics.squares import sum_of_squares
 from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Route, Rule, Spec, Work
 from clipping.rules.linear import LinearWeight
@@ -53,10 +53,23 @@ class EmbeddingWeight(Rule):
 
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
-            norms = row_norms(self._positions(g, samples)[1])
-            return of_rows(torch.ones_like(norms[:, :1]), norms, 1, self.outputs)
+            rows = self._positions(g, samples)[1]
+            return of_operands(rows.new_ones(1).expand(*rows.shape[:2], 1), rows, 1, self.outputs)
 
         return self._reach_of_rows(g, of_block, 2 * self.positions * self.outputs * g.element_size())
+
+    def squares_and_reach(
+        self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
+    ) -> tuple[Tensor, list[Reach]]:
+        if route.way != GRAM_KERNEL:
+            return super().squares_and_reach(g, route, others)
+        lost = of_lost(g.dtype, 1, self.outputs)
+
+        def found(samples: slice) -> Tensor:
+            return kernels.cuda.embedding_gram_norm_and_reach(*self._positions(g, samples), lost)
+
+        columns = concatenated(found, self.blocks(g, route.way, route.block))
+        return columns[:, 0], [Reach.of_columns(columns[:, 1:])]
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         count, factors = self.samples(g), factors.to(norm_dtype(g.dtype))

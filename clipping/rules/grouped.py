@@ -13,7 +13,7 @@ from torch import Tensor
 from clipping.core.dtypes import norm_dtype
 from clipping.numerics.gram import gram_product
 from clipping.numerics.products import product, products
-from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
+from clipping.numerics.rounding_bounds import Reach, of_operands
 from clipping.provenance.row_owners import Rows, in_order, padded, taken
 from clipping.rules.base import Gradient, Refused, Rule, Spec
 
@@ -93,7 +93,7 @@ class GroupedWeight(Rule):
 
     def reach(self, g: Tensor) -> Reach:
         owners, _, a, g = self._side_by_side(g, slice(0, self.count))
-        found = of_rows(row_norms(a), row_norms(g), self.inputs, self.outputs)
+        found = of_operands(a, g, self.inputs, self.outputs)
         return Reach(*(each.new_zeros(self.count).index_add_(0, owners, each) for each in found))
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:

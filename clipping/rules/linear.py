@@ -10,9 +10,9 @@ from torch import Tensor
 
 from clipping.core.microbatching import each
 from clipping.numerics import kernels
-from clipping.numerics.gram import gram_product, part, within
+from clipping.numerics.gram import gram_norms_and_reach, gram_product, part, within
 from clipping.numerics.products import aligned, on_gpu, padding, product, products
-from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
+from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Route, Rule, Spec
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.weight import Bilinear
@@ -66,28 +66,40 @@ class LinearWeight(Bilinear):
 
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
-            a, of = self.operands(g, samples)
-            if kernels.cpu.supported(a, of) and of.dtype in kernels.cpu.REALS:
-                lost = of_lost(of.dtype, self.inputs, self.outputs)
-                return Reach.of_columns(kernels.cpu.row_reach(a, of, lost))
-            return of_rows(row_norms(a), row_norms(of), self.inputs, self.outputs)
+            return of_operands(*self.operands(g, samples), self.inputs, self.outputs)
 
         return self._reach_of_rows(g, of_block, self.positions * self.inputs * g.element_size())
 
     def squares_and_reach(
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
     ) -> tuple[Tensor, list[Reach]]:
-        if not route.ghost or (route.way or self.best_way(g, ghost=True)) != COMPILED:
+        way = route.way or self.best_way(g, ghost=route.ghost)
+        if not route.ghost or not self._finds_reach(g, way):
             return super().squares_and_reach(g, route, others)
-        uses = [(self, g), *((rule, h) for rule, h in others if isinstance(rule, LinearWeight))]
-        lost = [of_lost(h.dtype, rule.inputs, rule.outputs) for rule, h in uses]
-
-        def found(samples: slice) -> tuple[Tensor, Tensor]:
-            return kernels.cpu.gram_norm_and_reach(*self._together_with(others, g, samples), lost)
-
-        parts = each(found, self.blocks(g, COMPILED, route.block))
+        parts = each(lambda samples: self._with_reach(g, samples, way, others), self.blocks(g, way, route.block))
         squares, reaches = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
         return squares, [Reach.of_columns(of) for of in reaches.unbind(1)]
+
+    def _finds_reach(self, g: Tensor, way: str) -> bool:
+        """True of every kernel, and on a GPU where one sample's whole Gram matrices fit the workspace."""
+        return way != "gram" or (kernels.fused.runs(self.a, g) and self.work(g, way).workspace <= self.workspace(g))
+
+    def _with_reach(
+        self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Squared norms [b], those of companions added, and for each use the columns of its reach [b, uses, k]."""
+        uses = [(self, g), *((rule, h) for rule, h in others if isinstance(rule, LinearWeight))]
+        lost = [of_lost(h.dtype, rule.inputs, rule.outputs) for rule, h in uses]
+        a, gradients = self._together_with(others, g, samples)
+        if way == COMPILED:
+            return kernels.cpu.gram_norm_and_reach(a, gradients, lost)
+        if way == "gram":
+            columns = gram_norms_and_reach(a, gradients, lost)
+        else:
+            norm = kernels.cuda.gram_norm_and_reach if way == GRAM_KERNEL else kernels.cuda.instantiated_norm_and_reach
+            columns = [norm(a, gradients[0], lost[0])]  # without companions
+        found = torch.stack(columns, 1) if others else columns[0].unsqueeze(1)
+        return found[:, :, 0].sum(1) if others else found[:, 0, 0], found[:, :, 1:]
 
     def copied(self, g: Tensor | Spec) -> int:
         shape = (self.samples(g) * self.positions, self.inputs)
@@ -102,10 +114,6 @@ class LinearWeight(Bilinear):
         return cross_gram(a, g, b, h, self.workspace(g))
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        if way == GRAM_KERNEL:
-            return kernels.cuda.gram_norm(*self.operands(g, samples))
-        if way == NORM_KERNEL:
-            return kernels.cuda.instantiated_norm(*self.operands(g, samples))
         return self._ghosts_together(g, samples, way, ())
 
     def companions(self, g: Tensor, route: Route) -> Hashable:
@@ -115,6 +123,8 @@ class LinearWeight(Bilinear):
         return id(self.a), self.fold, g.dtype, self.samples(g), route.way
 
     def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
+        if way != COMPILED and self._finds_reach(g, way):
+            return self._with_reach(g, samples, way, others)[0]
         a, (g, *more) = self._together_with(others, g, samples)
         if way == COMPILED:
             return kernels.cpu.gram_norm(a, [g, *more])

@@ -200,8 +200,17 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         triton: whether Triton programs run there; else torch's operations replace them.
     """
 
-    def launched(program: str, tensors: Any, count: int, each: int, numbers: Any, *_: Any, **constants: Any) -> Tensor:
-        written = torch.empty(count, each, device="meta")
+    def launched(
+        program: str,
+        tensors: Any,
+        count: int,
+        each: int,
+        numbers: Any,
+        *_: Any,
+        columns: int = 0,
+        **constants: Any,
+    ) -> Tensor:
+        written = torch.empty(count, each, *([columns] if columns else []), device="meta")
         launches.program(program, tensors, [written], _FLOPS[program](*tensors, numbers(*tensors), constants))
         return written.sum(1)
 
@@ -269,4 +278,5 @@ _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count 
     "convolution": _of_convolution,
     "convolution_gram": _of_patches,
     "weighted_patches": lambda x, g, factors, numbers, constants: _of_convolution(x, g, (1, *numbers), constants),
+    "rows": lambda *_: 0,
 }

@@ -51,7 +51,7 @@ def test_compiles_without_a_gpu_and_keeps_its_tile_in_registers(capability: str,
     found = results(
         "kernel_checks.py", "compile", capability, dtype, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"
     )
-    assert len(found) == len(COMPILED) / 3
+    assert len(found) == sum(name.endswith(f"torch.{dtype}") for name in COMPILED) > 10
     assert {name: said for name, said in found.items() if said} == {}
 
 
@@ -89,11 +89,11 @@ def test_a_simulated_step_takes_the_memory_of_a_launch_and_launches_nothing(fake
     a, g = torch.empty(3, 130, 20, device="cuda"), torch.empty(3, 130, 70, device="cuda")
     with StorageLifetimes() as lifetimes:
         lifetimes.watch(a), lifetimes.watch(g)
-        for norm, tiles in [(gram_norm, 6), (instantiated_norm, 2)]:
+        for norm, programs in [(gram_norm, 6), (instantiated_norm, 2 + 5)]:  # 130 positions, 32 to a program of rows
             before = lifetimes.peak = lifetimes.alive
             found = norm(a, g)
             assert (found.shape, found.dtype, found.device.type) == ((3,), torch.float32, "cuda")
-            assert lifetimes.peak - before == 3 * 4 * (tiles + 1)  # a number for each tile, and their sum
+            assert lifetimes.peak - before == 3 * 4 * 4 * (programs + 1)  # four numbers of each, and their sum
             del found
     image = torch.empty(2, 4, 6, 6, device="cuda")
     assert convolution_norm(image, image, [1, 1], [1, 1], [0, 0], [1, 1], 2).shape == (2,)
@@ -129,7 +129,9 @@ def test_tiles_are_large_where_a_gpu_has_the_shared_memory():
     for generation, rows in ((0, 64), (8, 64), (9, 128), (10, 128), (12, 64)):  # 12: a desktop's, with 99 KB
         assert cuda._gram_tiles(1024, 768, torch.bfloat16, generation).rows == rows
         assert cuda._gram_tiles(1024, 768, torch.float32, generation).rows == 64
-        assert cuda._gram_tiles(256, 768, torch.bfloat16, generation).rows == 64
+        for positions, padded in ((60, 64), (128, 128), (160, 192), (197, 256), (300, 320), (1025, 1088)):
+            side = cuda._gram_tiles(positions, 768, torch.bfloat16, generation, dense=True).rows
+            assert padded <= -(-positions // side) * side <= padded + 64 * (positions > 640)
 
 
 def test_not_supported_on_a_cpu_nor_without_tensors():
@@ -151,7 +153,7 @@ class Answers:
         self.asked += 1
         if isinstance(self.answer, Exception):
             raise self.answer
-        return torch.tensor([self.answer])
+        return torch.tensor([[self.answer, 0.0, 0.0, 0.0]])
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from fused_checks import CHECKS, COMPILED
 from interpreter import outcome, results
 from marks import slow_unless
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda
@@ -26,6 +28,7 @@ from clipping.planning.planner import UNTIMED
 from clipping.rules import base, weight
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
 from clipping.rules.convolution import ConvolutionWeight
+from clipping.rules.linear import LinearWeight
 from clipping.rules.transposed import TransposedConvolutionWeight
 from dpbench.conformance.sensitivity.records import RECORDS
 from dpbench.measure.launches import Launches, as_on_a_gpu
@@ -174,6 +177,69 @@ def test_scale_and_shift_of_a_layer_norm_take_one_launch_and_no_pass_of_torchs(m
     assert alone.found == launches.found + Counter(sum=1)  # a pass over g for the shift alone
 
 
+class NormsOfRows(TorchDispatchMode):
+    """Passes that norms of rows take over activations, which kernels read once for everything."""
+
+    def __init__(self, entries: int) -> None:
+        super().__init__()
+        self.entries, self.seen = entries, list[tuple[torch.dtype, torch.Size]]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.linalg_vector_norm.default and args[0].numel() >= self.entries:
+            self.seen.append((args[0].dtype, args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize(
+    ("ghost", "way", "programs"),
+    [
+        (True, GRAM_KERNEL, {"gram": 1}),
+        (True, NORM_KERNEL, {"instantiated": 1}),
+        (True, "gram", {"bmm": 2, "shifted": 1}),
+        (False, "direct", {"bmm": 1, "rows": 1}),
+    ],
+)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_norm_and_its_reach_take_one_pass(kind, ghost, way, programs, triton):
+    """Of any way, of activations of either dtype; torch's operations take two more passes."""
+    if not triton and way in (GRAM_KERNEL, NORM_KERNEL):
+        return
+    with as_on_a_gpu(Launches(), triton=triton) as launches, NormsOfRows(8 * 96 * 32) as norms:
+        weight, a, g = (torch.empty(*s, dtype=kind, device="meta") for s in ((48, 32), (8, 96, 32), (8, 96, 48)))
+        rule = LinearWeight(weight, a)
+        assert rule.ghosts == (("gram", GRAM_KERNEL, NORM_KERNEL) if triton else ("gram",))
+        squares, reaches = rule.squares_and_reach(g, Route(ghost, way))
+        for each in (squares, *(reaches or [rule.reach(g)])[0]):
+            assert each.shape == (8,) and each.dtype == torch.float32
+    assert bool(norms.seen) != triton, norms.seen
+    assert bool(reaches) == (triton and ghost)
+    if triton:
+        assert programs.items() <= launches.found.items() and launches.found.total() <= 6, launches.found
+
+
+def test_gram_matrices_that_do_not_fit_the_workspace_are_never_whole():
+    with as_on_a_gpu(Launches()) as launches:
+        a = torch.empty(1, 2**15, 8, device="meta")
+        squares, reaches = LinearWeight(a[0, :8], a).squares_and_reach(a, Route(True, "gram"))
+    assert squares.shape == (1,) and not reaches and launches.found["bmm"] > 2 and not launches.found["shifted"]
+
+
+@pytest.mark.parametrize("name", ["bk_mixed", "bk_ghost", "mixed_ghost"])
+def test_a_step_of_linear_layers_takes_no_norms_of_rows_of_activations(name):
+    """GPT-2 with a tied head, in bfloat16: 4 samples of 64 positions of 48 features."""
+    tiny = "transformers:gpt2?n_layer=2&n_embd=48&n_head=2&vocab_size=100@64"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        workload = load_workload(tiny, data="synthetic", device="meta", dtype="bfloat16")
+        batch = workload.batch(4)
+        for triton in (True, False):
+            made = load_backend(name)(workload.model, workload.loss_fn, verify=False)
+            with made as backend, as_on_a_gpu(Launches(), triton=triton), NormsOfRows(4 * 64 * 48) as norms:
+                backend(*batch)
+            of_activations = [shape for dtype, shape in norms.seen if dtype == torch.bfloat16]  # gradients are wide
+            assert bool(of_activations) != triton, of_activations
+
+
 def test_a_count_that_grows_is_found(monkeypatch):
     """One portion after the other, as on a CPU: the count tells."""
     for module in (weight, portions):
@@ -275,6 +341,4 @@ def test_what_is_formed_at_once_stays_within_the_room():
 
 
 def linear_rule(outputs: int, inputs: int, positions: int) -> weight.Bilinear:
-    from clipping.rules.linear import LinearWeight
-
     return LinearWeight(torch.empty(outputs, inputs), torch.empty(4096, positions, inputs, device="meta"))

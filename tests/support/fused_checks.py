@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import convolution_gram, cuda, fused
-from clipping.numerics.rounding_bounds import of_rows
+from clipping.numerics.rounding_bounds import of_rows, row_norms
 from clipping.rules import convolution as convolution_module
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
 from clipping.rules.convolution import ConvolutionWeight, convolution
+from clipping.rules.linear import LinearWeight
 from clipping.rules.norm import LayerNormWeight, layer_norm
 from clipping.rules.transposed import transposed_convolution
 from dpbench.measure.precision import tf32
@@ -99,6 +100,36 @@ def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
             for reach in reaches:
                 none = way == "pixels" and name == "nothing but padding"
                 close(reach.lost, torch.zeros_like(least) if none else least)
+
+
+def linear_layers(device: str) -> None:
+    """Norm and reach of every way of the kernels, and of companions that share an input, are float64's."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for count, positions, inputs, outputs in ((3, 1, 5, 7), (2, 5, 6, 4), (2, 70, 16, 32), (1, 131, 7, 5)):
+            a, *gradients = (
+                torch.randn(count, positions, size, device=device).to(dtype) for size in (inputs, outputs, outputs)
+            )
+            rules = [LinearWeight(torch.empty(outputs, inputs, device=device), a) for _ in gradients]
+            rule, other = rules
+            wide = [torch.einsum("ntp,ntd->npd", g.double(), a.double()).square().sum((1, 2)) for g in gradients]
+            terms = [a.double().norm(dim=2) * g.double().norm(dim=2) for g in gradients]
+            for way in ("gram", GRAM_KERNEL, NORM_KERNEL):
+                assert way in rule.ghosts
+                others = [(other, gradients[1])] if way == "gram" else []
+                squares, reaches = with_kernels(
+                    lambda rule=rule, way=way, others=others, g=gradients[0]: rule.squares_and_reach(
+                        g, Route(True, way), others
+                    )
+                )
+                close(squares, sum(wide) if others else wide[0])
+                assert len(reaches) == 1 + len(others)
+                for reach, expected, g in zip(reaches, terms, gradients, strict=False):
+                    close(reach.terms, expected.sum(1))
+                    close(reach.apart, expected.square().sum(1))
+                    close(reach.lost, of_rows(row_norms(a), row_norms(g), inputs, outputs).lost)
+                alone = with_kernels(lambda rule=rule, way=way, g=gradients[0]: rule.squared_norms(g, Route(True, way)))
+                close(alone, wide[0])
+            close(with_kernels(lambda rule=rule, g=gradients[0]: rule.reach(g)).terms, terms[0].sum(1))
 
 
 def transposed(device: str) -> None:
@@ -276,6 +307,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "images turned": turned,
     "sums over images": weighted,
     "rows": rows,
+    "linear layers": linear_layers,
     "scales of layer norm": scales_of_layer_norm,
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,

@@ -54,6 +54,27 @@ def shapes(dtype: torch.dtype, device: str) -> None:
             close(norm(a, g), squared(a, g))
 
 
+def reaches(dtype: torch.dtype, device: str) -> None:
+    """Of norms of rows: in the same pass as a norm, and alone. Also of rows that are padded to multiples of 16."""
+    lost = (0.5, 3.0)
+    for n, t, d, p in [(2, 1, 1, 1), (2, 5, 3, 7), (1, 70, 40, 9), (2, 131, 5, 70), (2, 37, 300, 16), (1, 150, 32, 64)]:
+        a, g = draw(device, dtype, n, t, d), draw(device, dtype, n, t, p)
+        of_a, of_g = a.double().norm(dim=2), g.double().norm(dim=2)
+        terms = of_a * of_g
+        reach = torch.stack([terms.sum(1), (of_a * lost[0] + of_g * lost[1]).sum(1), terms.square().sum(1)], 1)
+        for found in (
+            cuda.row_reach(a, g, lost),
+            cuda.gram_norm_and_reach(a, g, lost),
+            cuda.gram_norm_and_reach(a, g, lost, tiles=Tiles(32, 32, 16, 2)),
+            cuda.instantiated_norm_and_reach(a, g, lost),
+        ):
+            close(found[:, 1:], reach)
+        ids = torch.randint(0, 4, (n, t), device=device)
+        ones = torch.stack([of_g.sum(1), (lost[0] + of_g * lost[1]).sum(1), of_g.square().sum(1)], 1)
+        close(cuda.embedding_gram_norm_and_reach(ids, g, lost)[:, 1:], ones)
+        assert cuda.row_reach(a, g, lost)[:, 0].tolist() == [0.0] * n
+
+
 def first_program(device: str) -> None:
     """The program that `cuda.trouble` tests first computes the right result."""
     available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
@@ -244,6 +265,7 @@ def embeddings(ids_dtype: torch.dtype, device: str) -> None:
 
 CHECKS: dict[str, Callable[[str], None]] = {
     **{f"odd shapes in {dtype}": partial(shapes, dtype) for dtype in DTYPES},
+    **{f"reaches in {dtype}": partial(reaches, dtype) for dtype in DTYPES},
     "the first program of all": first_program,
     "sizes of zero": nothing,
     "views of any strides": views,
@@ -264,32 +286,58 @@ CHECKS: dict[str, Callable[[str], None]] = {
 
 OPTIONS = {"KERNEL": 3, "STRIDE": 1, "PADDING": 1, "DILATION": 1}
 CONVOLUTION = {f"{name}_{axis}": value for name, value in OPTIONS.items() for axis in "HW"}
+
+
+def _by_rows(generation: int) -> Tiles:
+    return cuda.BY_ROWS
+
+
 FEATURES_LAST = ("a_input", "g_output", "ids_position")
 POSITIONS_LAST = ("a_position", "g_position", "ids_position")
 
-# program, dtype, tiles, constants, the arguments that are 1, which Triton turns into constants
-COMPILED: dict[str, tuple[str, torch.dtype, Callable[[int], Tiles], dict[str, int], tuple[str, ...]]] = {}
+# program, dtype, tiles, constants, the arguments that are 1 (which Triton turns into constants), and whether sizes and
+# strides are known to be multiples of 16
+COMPILED: dict[str, tuple[str, torch.dtype, Callable[[int], Tiles], dict[str, int], tuple[str, ...], bool]] = {}
 for _dtype in DTYPES:
     _gram = partial(cuda._gram_tiles, 4096, 4096, _dtype)
     _gradient = partial(cuda._gradient_tiles, 4096, 4096, 4096, _dtype)
     _smallest = partial(cuda._gram_tiles, 1, 1, _dtype)
+    _of_a_head = partial(cuda._gradient_tiles, 1, 4096, 10, _dtype)
     COMPILED |= {
-        f"gram, features last, {_dtype}": ("gram", _dtype, _gram, {}, FEATURES_LAST),
-        f"gram, positions last, {_dtype}": ("gram", _dtype, _gram, {}, POSITIONS_LAST),
-        f"gram of single numbers, {_dtype}": ("gram", _dtype, _smallest, {}, ("*",)),
-        f"embedding, {_dtype}": ("embedding_gram", _dtype, _gram, {}, FEATURES_LAST),
-        f"embedding of single numbers, {_dtype}": ("embedding_gram", _dtype, _smallest, {}, ("*",)),
-        f"instantiated, features last, {_dtype}": ("instantiated", _dtype, _gradient, {}, FEATURES_LAST),
-        f"instantiated, positions last, {_dtype}": ("instantiated", _dtype, _gradient, {}, POSITIONS_LAST),
-        f"instantiated of single numbers, {_dtype}": ("instantiated", _dtype, _smallest, {}, ("*",)),
-        f"convolution, {_dtype}": ("convolution", _dtype, _gradient, CONVOLUTION, ("groups", "x_column", "g_column")),
-        f"convolution in groups, {_dtype}": ("convolution", _dtype, _gradient, CONVOLUTION, ("x_column", "g_column")),
+        f"gram, features last, {_dtype}": ("gram", _dtype, _gram, {}, FEATURES_LAST, False),
+        f"gram, positions last, {_dtype}": ("gram", _dtype, _gram, {}, POSITIONS_LAST, False),
+        f"gram of single numbers, {_dtype}": ("gram", _dtype, _smallest, {}, ("*",), False),
+        f"embedding, {_dtype}": ("embedding_gram", _dtype, _gram, {}, FEATURES_LAST, False),
+        f"embedding of single numbers, {_dtype}": ("embedding_gram", _dtype, _smallest, {}, ("*",), False),
+        f"instantiated, features last, {_dtype}": ("instantiated", _dtype, _gradient, {}, FEATURES_LAST, False),
+        f"instantiated, positions last, {_dtype}": ("instantiated", _dtype, _gradient, {}, POSITIONS_LAST, False),
+        f"instantiated of ten classes, {_dtype}": ("instantiated", _dtype, _of_a_head, {}, FEATURES_LAST, False),
+        f"instantiated of single numbers, {_dtype}": ("instantiated", _dtype, _smallest, {}, ("*",), False),
+        f"convolution, {_dtype}": (
+            "convolution",
+            _dtype,
+            _gradient,
+            CONVOLUTION,
+            ("groups", "x_column", "g_column"),
+            False,
+        ),
+        f"convolution in groups, {_dtype}": (
+            "convolution",
+            _dtype,
+            _gradient,
+            CONVOLUTION,
+            ("x_column", "g_column"),
+            False,
+        ),
+        f"rows, {_dtype}": ("rows", _dtype, _by_rows, {}, FEATURES_LAST, False),
+        f"rows, positions last, {_dtype}": ("rows", _dtype, _by_rows, {}, POSITIONS_LAST, False),
         f"convolution, channels last, {_dtype}": (
             "convolution",
             _dtype,
             partial(cuda._patch_tiles, 4096, 4096, 4096, _dtype),
             CONVOLUTION,
             ("x_channel", "g_channel"),
+            False,
         ),
         f"convolution of few outputs, channels last, {_dtype}": (
             "convolution",
@@ -297,9 +345,24 @@ for _dtype in DTYPES:
             partial(cuda._patch_tiles, 4096, 4096, 64, _dtype),
             CONVOLUTION,
             ("x_channel", "g_channel"),
+            False,
         ),
-        f"convolution of single numbers, {_dtype}": ("convolution", _dtype, _smallest, CONVOLUTION, ("*",)),
+        f"convolution of single numbers, {_dtype}": ("convolution", _dtype, _smallest, CONVOLUTION, ("*",), False),
     }
+
+
+for _dtype in DTYPES[1:]:
+    for _sizes in ((4096, 4096), (197, 768), (64, 768)):  # large tiles, and small ones
+        _gram = partial(cuda._gram_tiles, *_sizes, _dtype, dense=True)
+        _gradient = partial(cuda._gradient_tiles, _sizes[0], 300, _sizes[1], _dtype, dense=True)
+        COMPILED |= {
+            f"gram of {_sizes}, dense, {_dtype}": ("gram", _dtype, _gram, {}, FEATURES_LAST, True),
+            f"embedding of {_sizes}, dense, {_dtype}": ("embedding_gram", _dtype, _gram, {}, FEATURES_LAST, True),
+            f"instantiated of {_sizes}, dense, {_dtype}": ("instantiated", _dtype, _gradient, {}, FEATURES_LAST, True),
+        }
+    _gradient = partial(cuda._gradient_tiles, 4096, 4096, 4096, _dtype, dense=True)
+    _name = f"instantiated, dense, {_dtype}"
+    COMPILED[_name] = ("instantiated", _dtype, _gradient, {}, FEATURES_LAST, True)
 
 
 def compile_(name: str, capability: int) -> None:
@@ -310,12 +373,19 @@ def compile_(name: str, capability: int) -> None:
 
     from clipping.accel import cuda_programs as programs
 
-    program, dtype, tiled, constants, ones = COMPILED[name]
+    program, dtype, tiled, constants, ones, dense = COMPILED[name]
     tiles = tiled(capability // 10)
     blocks = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
     if program in ("instantiated", "convolution"):
         blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
-    values: dict[str, Any] = {**constants, **blocks, "PRECISION": "ieee", "WIDEN": False}
+    values: dict[str, Any] = {
+        **constants,
+        **blocks,
+        "ROWS": cuda.ROWS,
+        "COLUMNS": cuda.COLUMNS * tiles.warps,
+        "PRECISION": "ieee",
+        "WIDEN": False,
+    }
     pointers = {"out": "*fp32", "ids": "*i64"} | dict.fromkeys(
         "agx", {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
     )
@@ -325,11 +395,13 @@ def compile_(name: str, capability: int) -> None:
         if argument in pointers:
             signature[argument] = pointers[argument]
             attributes[(position,)] = [["tt.divisibility", 16]]
-        elif argument in values or argument in ones or "*" in ones:
+        elif argument in values or argument in ones or ("*" in ones and not argument.startswith("of_")):
             signature[argument], constant[(position,)] = "constexpr", values.get(argument, 1)
         else:
-            signature[argument] = "i32"
-            if "x_channel" in ones and argument.startswith(("x_", "g_", "channels", "outputs")):  # `cuda.rows_at_once`
+            signature[argument] = "fp32" if argument.startswith("of_") else "i32"
+            of_rows = dense and argument.startswith(("inputs", "outputs", "a_", "g_"))
+            of_images = "x_channel" in ones and argument.startswith(("x_", "g_", "channels", "outputs"))
+            if of_rows or of_images:  # `cuda._is_dense`, `cuda.rows_at_once`
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constant, attributes)
     target = GPUTarget("cuda", capability, 32)
