@@ -8,10 +8,12 @@
     turned            images with channels last, and the norms of their pixels
     added             the sum of portions, in float64 (see `clipping.numerics.chunked_sums`)
     scale_gradient    Σ_t g x̂ and Σ_t g of layer norm (see `clipping.rules.norm`), in one pass over g and x
+    weighted          Σ_i c_i g_iᵀ a_i of half precision (see `clipping.rules.linear`): the factors multiply sums in
+                      registers, so that no scaled copy is made, and nothing is rounded to half precision
 
 The first reads each Gram matrix once, and writes three numbers a tile; torch's operations go over them once for each
 of the kernel's sides, and write what they added up. All but `added` are float32, and
-add up 4,096 products or fewer before torch adds up what they wrote.
+all but `weighted` add up 4,096 products or fewer before torch adds up what they wrote.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ LINE = 1024
 """Positions that a program of `reach` takes at once, or entries that one of `added` does."""
 WARPS = 8
 """Groups of 32 threads to a program."""
+SIDE, DEPTHS, PROGRAMS = 128, (128, 64, 32, 16), 256
+"""Of `weighted`: a tile's sides, positions that it may read at a time, and programs that occupy a GPU twice."""
 NAMES = ("KERNEL", "STRIDE", "PADDING", "DILATION")
 
 
@@ -196,6 +200,51 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
     programs = count * out.shape[1] * math.ceil(features / TILE)
     _run("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)
     return _whole(out)
+
+
+def weighs(*tensors: Tensor) -> bool:
+    """Whether `weighted` takes these: of half precision, rows of 16 k entries, and so many positions that blocks fill.
+
+    Args:
+        tensors: [n, T, features] each.
+    """
+    return runs(*tensors) and tensors[0].shape[1] >= DEPTHS[-1] and cuda._is_dense(*tensors)
+
+
+def portion_of(count: int, most: int, inputs: int, outputs: int) -> int:
+    """Samples of a portion: a power of two, fewer where tiles are few. Another record changes the last portion only.
+
+    Args:
+        count: B.
+        most: the most that rounding allows.
+        inputs, outputs: d and p.
+    """
+    size, tiles = 1 << (max(1, min(count, most)).bit_length() - 1), -(-inputs // SIDE) * -(-outputs // SIDE)
+    while size > 1 and -(-count // size) * tiles < PROGRAMS:
+        size //= 2
+    return size
+
+
+@operation
+def weighted(a: Tensor, g: Tensor, factors: Tensor, size: int) -> Tensor:
+    """Σ_i c_i g_iᵀ a_i of each portion of `size` samples: [portions, p, d] float32.
+
+    Args:
+        a: [n, T, d], and g [n, T, p], which `weighs` knows.
+        factors: c [n], float32.
+        size: as of `portion_of`.
+    """
+    count, positions, inputs = a.shape
+    outputs = g.shape[2]
+    padded = {depth: -(-positions // depth) * depth for depth in DEPTHS}
+    depth = next((depth for depth in DEPTHS if padded[depth] <= 1.15 * positions), DEPTHS[-1])
+    depth = depth if cuda._has_room(g.dtype, cuda._generation(g)) else min(depth, 64)
+    out = factors.new_empty(-(-count // size), outputs, inputs)
+    numbers = (count, size, positions, inputs, outputs, *a.stride()[:2], *g.stride()[:2])
+    programs = len(out) * -(-inputs // SIDE) * -(-outputs // SIDE)
+    constants = {"BLOCK_T": depth, "BLOCK_D": SIDE, "BLOCK_P": SIDE, "WIDEN": g.is_cpu and g.dtype == torch.bfloat16}
+    _run("weighted", programs, (a, g, factors.contiguous(), out), numbers, **constants)
+    return out
 
 
 def _whole(parts: Tensor) -> Tensor:

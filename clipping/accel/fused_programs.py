@@ -379,3 +379,51 @@ def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLO
     out += line.to(tl.int64) * 2 * features + at
     tl.store(out, tl.sum(found, 0), mask=at < features)
     tl.store(out + features, tl.sum(of_g, 0), mask=at < features)
+
+
+@triton.jit
+def weighted(
+    a,
+    g,
+    factors,
+    out,
+    count,
+    each,
+    positions,
+    inputs,
+    outputs,
+    a_sample,
+    a_position,
+    g_sample,
+    g_position,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Over a tile of (p, d), of the `each` samples i of one portion: Σ_i c_i Σ_t g_itp a_itd, out [portions, outputs,
+    inputs]. a and g have features last. A block of positions is of one sample: its sum, exact products added up in
+    float32, is multiplied by the factor in registers.
+    """
+    tiles_d = tl.cdiv(inputs, BLOCK_D)
+    tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
+    portion = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
+    d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    blocks = tl.cdiv(positions, BLOCK_T)
+    first = portion * each
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for k in range((tl.minimum(count, first + each) - first) * blocks):
+        sample = (first + k // blocks).to(tl.int64)
+        t = k % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+        wide = t.to(tl.int64)
+        there = t < positions
+        of_g = g + sample * g_sample + wide[None, :] * g_position + p[:, None]
+        of_a = a + sample * a_sample + wide[:, None] * a_position + d[None, :]
+        left = tl.load(of_g, mask=there[None, :] & (p < outputs)[:, None], other=0.0)
+        right = tl.load(of_a, mask=there[:, None] & (d < inputs)[None, :], other=0.0)
+        found = _dot(left, right, tl.zeros((BLOCK_P, BLOCK_D), tl.float32), "ieee", WIDEN)
+        total += found * tl.load(factors + sample)
+    at = portion.to(tl.int64) * outputs * inputs + p.to(tl.int64)[:, None] * inputs + d[None, :]
+    tl.store(out + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])

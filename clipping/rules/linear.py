@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.core.dtypes import HALF
 from clipping.core.microbatching import each
 from clipping.numerics import kernels
 from clipping.numerics.gram import gram_norms_and_reach, gram_product, part, within
-from clipping.numerics.products import aligned, on_gpu, padding, product, products
+from clipping.numerics.products import PADDED, aligned, on_gpu, padding, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Route, Rule, Spec
 from clipping.rules.elementwise import Broadcast
@@ -101,10 +102,36 @@ class LinearWeight(Bilinear):
         found = torch.stack(columns, 1) if others else columns[0].unsqueeze(1)
         return found[:, :, 0].sum(1) if others else found[:, 0, 0], found[:, :, 1:]
 
-    def copied(self, g: Tensor | Spec) -> int:
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        if not self._weighs(g):
+            return super().weighted(g, factors)
+        a, of = self.operands(g, slice(0, self.samples(g)))
+        if not kernels.fused.weighs(a, of):  # rows that are parts of others
+            return super().weighted(g, factors)
+        a, of = (of, a) if self.transposed else (a, of)
+        parts = kernels.fused.weighted(a, of, factors.to(torch.float32), self._portion(g))
+        return self._sliced(kernels.fused.added(parts) if len(parts) > 1 else parts[0])
+
+    def _weighs(self, g: Tensor | Spec) -> bool:
+        """Whether a kernel multiplies by the factors: of half precision, of sizes whose rows are or will be aligned."""
+        rows, sizes = self.samples(g) * self.positions, (self.inputs, self.outputs)
+        aligned = all(
+            size % PADDED == 0 or padding((rows, size), g.dtype, other)
+            for size, other in zip(sizes, sizes[::-1], strict=True)
+        )
+        return g.dtype in HALF and self.positions >= PADDED and aligned and kernels.fused.runs(self.a)
+
+    def _portion(self, g: Tensor | Spec) -> int:
+        return kernels.fused.portion_of(self.samples(g), self._most(g), self.inputs, self.outputs)
+
+    def _padded_input(self, g: Tensor | Spec) -> int:
+        """Bytes of the padded copy of one sample's input; 0 if none is made."""
         shape = (self.samples(g) * self.positions, self.inputs)
-        padded = self.inputs if on_gpu(self.parameter) and padding(shape, g.dtype, self.outputs) else 0
-        return self.positions * (min(self.inputs, self.outputs) + padded) * g.element_size()
+        more = padding(shape, g.dtype, self.outputs) if on_gpu(self.parameter) else 0
+        return self.positions * (self.inputs + more) * g.element_size() if more else 0
+
+    def copied(self, g: Tensor | Spec) -> int:
+        return self.positions * min(self.inputs, self.outputs) * g.element_size() + self._padded_input(g)
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:

@@ -279,4 +279,5 @@ _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count 
     "convolution_gram": _of_patches,
     "weighted_patches": lambda x, g, factors, numbers, constants: _of_convolution(x, g, (1, *numbers), constants),
     "rows": lambda *_: 0,
+    "weighted": lambda a, g, *_: 2 * a.numel() * g.shape[2],
 }

@@ -218,6 +218,23 @@ def test_a_norm_and_its_reach_take_one_pass(kind, ghost, way, programs, triton):
         assert programs.items() <= launches.found.items() and launches.found.total() <= 6, launches.found
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("batch_size", "most"), [(64, {"weighted": 1, "added": 1}), (1, {"weighted": 1})])
+def test_a_weighted_sum_of_half_precision_makes_no_scaled_copy(transposed, batch_size, most):
+    with as_on_a_gpu(Launches()) as launches:
+        weight, a, g = (
+            torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+            for shape in ((3072, 768), (batch_size, 128, 768), (batch_size, 128, 3072))
+        )
+        rule = LinearWeight(weight.t() if transposed else weight, a, transposed)
+        assert rule.weighted(g, torch.empty(batch_size, device="meta")).shape == rule.parameter.shape
+    products = 2 * batch_size * 128 * 768 * 3072
+    assert launches.flops == products and launches.found == most
+    with as_on_a_gpu(Launches(), triton=False) as copies:
+        rule.weighted(g, torch.empty(batch_size, device="meta"))
+    assert copies.flops == 2 * products and copies.found["mul"] == 1 and copies.bytes_read > 2 * launches.bytes_read
+
+
 def test_gram_matrices_that_do_not_fit_the_workspace_are_never_whole():
     with as_on_a_gpu(Launches()) as launches:
         a = torch.empty(1, 2**15, 8, device="meta")

@@ -132,6 +132,29 @@ def linear_layers(device: str) -> None:
             close(with_kernels(lambda rule=rule, g=gradients[0]: rule.reach(g)).terms, terms[0].sum(1))
 
 
+def weighted_sums(device: str) -> None:
+    """Of linear layers in half precision: exact products in float32, in one portion and in several."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for count, positions, inputs, outputs, turned in (
+            (1, 16, 16, 16, False), (5, 33, 32, 144, False), (9, 130, 16, 32, True), (4, 70, 144, 160, True)
+        ):  # fmt: skip
+            a, g = (torch.randn(count, positions, size, device=device).to(dtype) for size in (inputs, outputs))
+            weight = torch.empty((inputs, outputs) if turned else (outputs, inputs), device=device)
+            rule, factors = LinearWeight(weight, a, turned), torch.rand(count, device=device) * 2.0**-7
+            expected = torch.einsum("n,nto,nti->oi", factors.double(), g.double(), a.double())
+            expected = expected.t() if turned else expected
+            programs = fused.PROGRAMS
+            for fused.PROGRAMS in (1, programs):
+                sizes = {with_kernels(lambda rule=rule, g=g: rule._portion(g))}
+                assert sizes == ({1} if fused.PROGRAMS > 1 else {1 << (count.bit_length() - 1)})
+                found = with_kernels(lambda rule=rule, g=g, factors=factors: rule.weighted(g, factors))
+                close(found, expected, 2e-6)
+            fused.PROGRAMS = programs
+            several, turned_around = a.repeat(1, 1, 2)[..., :inputs], a.mT.contiguous().mT
+            for x, known in ((a, True), (several, True), (a[..., :15], False), (turned_around, False)):
+                assert with_kernels(lambda x=x, g=g: fused.weighs(x, g)) == known
+
+
 def transposed(device: str) -> None:
     for name in ("stride 2", "in groups"):
         convolutions(name, device, transposed=True)
@@ -308,6 +331,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "sums over images": weighted,
     "rows": rows,
     "linear layers": linear_layers,
+    "weighted sums": weighted_sums,
     "scales of layer norm": scales_of_layer_norm,
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,
@@ -316,8 +340,9 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 
 
-# program, the kernel's sides, and whether every size and stride is 1: Triton makes constants of those
+# program, the kernel's sides (or depth), and whether every size and stride is 1: Triton makes constants of those
 COMPILED = {
+    **{f"weighted, {depth} at a time": ("weighted", depth, False) for depth in fused.DEPTHS},
     "shifted": ("shifted", 3, False),
     "shifted, of single numbers": ("shifted", 1, True),
     "reach": ("reach", 3, False),
@@ -358,6 +383,8 @@ def compile_(name: str, capability: int) -> None:
 
     program, kernel, single = COMPILED[name]
     function = getattr(fused_programs, program)
+    if program == "weighted" and kernel > 64 and capability < 90:
+        return  # it has not the shared memory
     geometry = {"KERNEL": kernel, "STRIDE": 2, "PADDING": 1, "DILATION": 1}
     values = {f"{key}_{axis}": value for key, value in geometry.items() for axis in "HW"}
     values |= {"PHASES_H": min(2, kernel), "PHASES_W": min(2, kernel)}
@@ -368,8 +395,12 @@ def compile_(name: str, capability: int) -> None:
         "BLOCK_N": fused.TILE,
         "BLOCK_C": 16 if single else fused.TILE,
     }
+    if program == "weighted":
+        values |= {"BLOCK_T": kernel, "BLOCK_D": fused.SIDE, "BLOCK_P": fused.SIDE, "WIDEN": False}
     values["BLOCK"] = 16 if single else fused.TILE if program == "shifted" else fused.LINE
     options, pointer, most = {"num_warps": fused.WARPS}, "*fp32", 48
+    if program == "weighted":
+        pointer, most = "*bf16", 227 if capability == 90 else 99
     images = program in ("convolution_gram", "weighted_patches")
     if images:
         _, case, dtype = name.split(", ")
@@ -385,8 +416,8 @@ def compile_(name: str, capability: int) -> None:
     signature: dict[str, str] = {}
     constants, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
-        if argument in ("x", "g", "factors", "parts", "rest", "mean", "rstd", "norms", "out"):
-            signature[argument] = pointer if argument in "xg" else "*fp32"
+        if argument in ("x", "a", "g", "factors", "parts", "rest", "mean", "rstd", "norms", "out"):
+            signature[argument] = pointer if argument in "xag" else "*fp32"
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif argument.startswith("of_"):
             signature[argument] = "fp32"
@@ -394,7 +425,8 @@ def compile_(name: str, capability: int) -> None:
             signature[argument], constants[(position,)] = "constexpr", values.get(argument, 1)
         else:
             signature[argument] = "i32"
-            if images and last and argument.startswith(("x_", "g_", "channels", "outputs")):
+            dense = program == "weighted" and argument not in ("count", "each", "positions")
+            if dense or (images and last and argument.startswith(("x_", "g_", "channels", "outputs"))):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
