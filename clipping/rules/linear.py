@@ -193,6 +193,7 @@ def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Te
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.linear and the gradients of its parameters."""
+    input = _as_multiplied(input)
     return F.linear(input, weight, bias), ((weight, LinearWeight, input), (bias, Bias, -1))
 
 
@@ -202,6 +203,7 @@ def addmm(
     """torch.addmm(bias, a, W) with W [d, p], as in the Conv1D of GPT-2."""
     if beta != 1 or alpha != 1:
         raise Refused("addmm with beta or alpha has no rule", "scale its operands")
+    mat1 = _as_multiplied(mat1)
     output = torch.addmm(input, mat1, mat2)
     return output, ((mat2, LinearWeight, mat1, True), (input, Broadcast, output.shape))
 
@@ -210,4 +212,16 @@ def matmul(input: Tensor, other: Tensor) -> tuple[Tensor, Sequence[Gradient]]:
     """a @ W with W [d, p] (torch.matmul, torch.mm, @)."""
     if other.dim() != 2 or input.dim() < 2:
         raise Refused("matmul has a rule for activations [n, *, d] times a matrix [d, p] only", "use nn.Linear")
+    input = _as_multiplied(input)
     return torch.matmul(input, other), ((other, LinearWeight, input, True),)
+
+
+def _as_multiplied(x: Tensor) -> Tensor:
+    """x in the dtype of autocast on CUDA, as the product would cast it: norm and sum then read what autograd holds.
+
+    Else each of them casts x, which is held beside what autograd holds. On a CPU layers that share an input share its
+    Gram matrix, and a product of half precision reads float32.
+    """
+    if not (x.is_cuda and x.is_floating_point() and torch.is_autocast_enabled("cuda")) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype("cuda"))

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from clipping.rules.linear import LinearWeight, addmm, linear, matmul
+
 
 def raises(kind: type[BaseException], words: str, run: Callable[[], object]) -> None:
     try:
@@ -82,6 +84,19 @@ def is_copied_saved_and_transformed() -> None:
         assert net(torch.ones(2, 1, 4, 4, device="cuda")).dtype == torch.bfloat16
 
 
+def autocast_casts_an_input_once() -> None:
+    """What a linear layer's rule holds is what autograd holds: norm and sum cast nothing."""
+    for handler in (linear, lambda x, w, b: addmm(b, x, w.t()), lambda x, w, b: matmul(x, w.t())):
+        x, w, b = (torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((4, 6), (5, 6), (5,)))
+        for autocast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                output, gradients = handler(x, w, b)
+            held = next(x for _, kind, x, *_ in gradients if kind is LinearWeight)
+            node = output.grad_fn
+            saved = node._saved_mat1 if hasattr(node, "_saved_mat1") else node._saved_self  # type: ignore[union-attr]
+            assert held.dtype == output.dtype == dtype and held.data_ptr() == saved.data_ptr()
+
+
 def waits_are_told() -> None:
     x = torch.ones(3, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
@@ -105,6 +120,7 @@ if __name__ == "__main__":
     memory_is_counted_and_ends()
     generators_are_its_own()
     is_copied_saved_and_transformed()
+    autocast_casts_an_input_once()
     waits_are_told()
     is_not_taken_twice()
     print("a device")
