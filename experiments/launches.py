@@ -10,6 +10,8 @@ from dpbench.experiment import Experiment
 from dpbench.trials.launches import LaunchesTrial
 
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost")
+#: Of parameters and activations.
+DTYPES = ("float32", "bfloat16")
 #: (model, batch size, pixels, classes)
 MODELS = (
     ("resnet18", 256, 32, 10),
@@ -23,7 +25,10 @@ MODELS = (
 def cells(device: str) -> list[LaunchesTrial]:
     """Independent of the device: nothing is computed."""
     return [
-        LaunchesTrial(model=model, backends=BACKENDS, batch_size=batch, image_size=size, num_classes=classes)
+        LaunchesTrial(
+            model=model, backends=BACKENDS, batch_size=batch, image_size=size, num_classes=classes, dtype=dtype
+        )
+        for dtype in DTYPES
         for model, batch, size, classes in MODELS
     ]
 

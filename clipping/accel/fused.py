@@ -230,7 +230,8 @@ def weighted(a: Tensor, g: Tensor, factors: Tensor, size: int) -> Tensor:
     """Σ_i c_i g_iᵀ a_i of each portion of `size` samples: [portions, p, d] float32.
 
     Args:
-        a: [n, T, d], and g [n, T, p], which `weighs` knows.
+        a: [n, T, d], which `weighs` knows.
+        g: [n, T, p], likewise.
         factors: c [n], float32.
         size: as of `portion_of`.
     """

@@ -1,9 +1,9 @@
-"""Run a `LaunchesTrial`: count launches, bytes and operations of a GPU's step, without a GPU.
+"""Run a `LaunchesTrial`: count launches, bytes and operations of a GPU's step, and predict its time, without a GPU.
 
 The step runs under fake tensors on the device "meta", which have shapes and neither values nor memory. (For a fake
 tensor on CUDA autograd would call the driver.) The backend sees a GPU of 80 GiB on which Triton programs run, so it
-takes the same path as there, in float32: autocast does not support meta tensors. Routes are chosen by formula, since
-nothing can be timed.
+takes the same path as there, in float32 or all in bfloat16: autocast does not support meta tensors. Routes are chosen by
+formula, since nothing can be timed.
 
 **A launch** is a torch operation that computes or copies, or a Triton program. Each counts once; an operation on a list
 of tensors counts as many launches as torch's list kernels take. A GPU launches several kernels for some operations (the
@@ -13,6 +13,11 @@ CUDA graph replays the same operations, without Python between them.
 **Bytes** count each operand and each result once: the least an operation moves, with no cache between two of them.
 **Operations** are those of matrix products, convolutions and attention, by torch's counter
 (`torch.utils.flop_counter`), and of the products in Triton programs.
+
+**Predicted seconds** are a floor, not a measurement. Each operation takes as long as its bytes or its operations, by
+the rates that copies and large products reached on an H100 (`RATES`, `BANDWIDTH`); programs of Triton are taken to
+reach half of a product's rate. Kernels of real shapes reach less, of ordinary training too. A step replayed as a CUDA
+graph takes their sum; an eager one waits for Python.
 
 transformers builds its causal mask as during capture of a step: whether sequences are packed depends on values, which
 do not exist here. Attention is torch's memory-efficient kernel, which CUDA uses for float32.
@@ -35,6 +40,8 @@ from torch.utils.flop_counter import flop_registry
 
 from clipping import Backend
 from clipping.accel import cuda, fused
+from clipping.core.dtypes import HALF
+from clipping.numerics.products import ALIGNED
 from clipping.rules import base
 from dpbench.measure.bench import parameter_count, tensors_in
 from dpbench.measure.flops import of_convolution_backward
@@ -47,6 +54,11 @@ from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
 AT_ONCE = 64
 #: Entries per launch on a list: 320 blocks of 65,536.
 ENTRIES = 320 * 65_536
+#: Bytes a second of a copy, and operations a second of products of 8,192³: an H100's.
+BANDWIDTH = 3.0e12
+RATES = {"half": 767e12, "tf32": 400e12, "float32": 52e12}
+#: Shares of these: a product of half precision whose rows are not aligned (an H200's); what Triton is taken to reach.
+UNALIGNED, TRITON = 0.2, 0.5
 #: Operations that make the host wait for the device.
 WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero"}
 #: Operations that overwrite their first argument without reading it.
@@ -67,7 +79,7 @@ def run(trial: LaunchesTrial) -> dict[str, Any]:
     sizes = {name: getattr(trial, name) for name in ("image_size", "num_classes") if getattr(trial, name) is not None}
     found: dict[str, dict[str, Any]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        workload = load_workload(trial.model, data="synthetic", device="meta", **sizes)
+        workload = load_workload(trial.model, data="synthetic", device="meta", dtype=trial.dtype, **sizes)
         batch = workload.batch(trial.batch_size)
         for name in trial.backends:
             try:
@@ -84,7 +96,8 @@ def run(trial: LaunchesTrial) -> dict[str, Any]:
 
 
 def counted(backend: Backend, inputs: Any, targets: Any) -> dict[str, Any]:
-    """{"outcome": "ok", "launches", "bytes_read", "bytes_written", "flops", "operations": {name: launches}} of a step.
+    """{"outcome": "ok", "launches", "bytes_read", "bytes_written", "flops", "seconds" (predicted), "operations": {name:
+    launches}} of a step.
 
     Counts the second step: the first includes one-time checks.
 
@@ -95,8 +108,12 @@ def counted(backend: Backend, inputs: Any, targets: Any) -> dict[str, Any]:
     for _ in range(2):
         with as_on_a_gpu(Launches()) as launches:
             backend(inputs, targets)
-    counts = {"bytes_read": launches.bytes_read, "bytes_written": launches.bytes_written, "flops": launches.flops}
-    operations = dict(launches.found.most_common())
+    counts: dict[str, Any] = {
+        "bytes_read": launches.bytes_read,
+        "bytes_written": launches.bytes_written,
+        "flops": launches.flops,
+    }
+    counts["seconds"], operations = launches.seconds, dict(launches.found.most_common())
     return {"outcome": Outcome.OK, "launches": launches.found.total(), **counts, "operations": operations}
 
 
@@ -107,6 +124,7 @@ class Launches(TorchDispatchMode):
         found: operation -> launches.
         bytes_read, bytes_written: of operands and results.
         flops: of products; a multiplication and an addition are 2.
+        seconds: predicted, of kernels one after the other.
         counting: whether it counts; see `paused`.
     """
 
@@ -114,6 +132,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.found: Counter[str] = Counter()
         self.bytes_read = self.bytes_written = self.flops = 0
+        self.seconds = 0.0
         self.counting = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +141,8 @@ class Launches(TorchDispatchMode):
         kind, _, name = func._schema.name.partition("::")
         assert name not in WAITS, f"{name} waits for the device"
         if self.counting and kind == "aten" and not name.startswith(("empty", "new_empty")):
-            self._count(func, name, args, kwargs, result)
+            with self._timed(_rate(name, tensors_in(args))):
+                self._count(func, name, args, kwargs, result)
         return result
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -164,9 +184,10 @@ class Launches(TorchDispatchMode):
             flops: operations of its products.
         """
         if self.counting:
-            self.found[name] += 1
-            self.flops += flops
-            self._move(given, results)
+            with self._timed(TRITON * _rate(name, given)):
+                self.found[name] += 1
+                self.flops += flops
+                self._move(given, results)
 
     def _move(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         views: Counter[int] = Counter()
@@ -177,6 +198,14 @@ class Launches(TorchDispatchMode):
         self.bytes_written += sum(map(_bytes, results))
 
     @contextmanager
+    def _timed(self, rate: float) -> Iterator[None]:
+        """Within it one launch is counted, whose products run at this rate."""
+        flops, moved = self.flops, self.bytes_read + self.bytes_written
+        yield
+        moved = self.bytes_read + self.bytes_written - moved
+        self.seconds += max((self.flops - flops) / rate, moved / BANDWIDTH)
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing inside."""
         before, self.counting = self.counting, False
@@ -184,6 +213,15 @@ class Launches(TorchDispatchMode):
             yield
         finally:
             self.counting = before
+
+
+def _rate(name: str, given: Sequence[Tensor]) -> float:
+    """Operations a second of products: float32 takes TF32 in convolutions, as torch allows by default."""
+    operands = [x for x in given if x.is_floating_point() and x.dim() > 1]
+    if operands and operands[0].dtype in HALF:
+        unaligned = name in ("mm", "bmm") and any(max(x.stride()[-2:]) % ALIGNED for x in operands)
+        return RATES["half"] * (UNALIGNED if unaligned else 1)
+    return RATES["tf32" if name.startswith("convolution_") or name == "convolution" else "float32"]
 
 
 def _bytes(x: Tensor) -> int:

@@ -12,7 +12,7 @@ from dpbench.trials.steps import STEP_SOURCES, modules_of_step
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchesTrial(Trial):
-    """Launches, bytes and operations of one step of each backend, in float32, counted on tensors without values.
+    """Launches, bytes and operations of one step of each backend, counted on tensors without values.
 
     `image_size` and `num_classes` may be None for a model that reads text.
     """
@@ -25,6 +25,7 @@ class LaunchesTrial(Trial):
     batch_size: int
     image_size: int | None = 32
     num_classes: int | None = 10
+    dtype: str = "float32"
     timeout: float = 300.0
 
     def __post_init__(self) -> None:

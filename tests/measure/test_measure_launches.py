@@ -21,13 +21,18 @@ from dpbench.trials.launches import LaunchesTrial
 from dpbench.trials.outcome import PartlyFailed
 
 RESULTS = Path(__file__).resolve().parents[2] / "results/launches"
-#: Model -> the most launches, bytes and operations of `bk_mixed`, of ordinary training's.
+#: (model, dtype) -> the most launches, bytes, operations and predicted seconds of `bk_mixed`, of ordinary training's.
 MOST = {
-    "resnet18": (2.6, 1.5, 1.1),
-    "resnet50": (2.6, 1.4, 1.1),
-    "transformers:gpt2@1024": (1.8, 1.3, 1.1),
-    "timm:vit_base_patch16_224": (3.4, 1.6, 1.1),
-    "transformers:roberta@128": (2.6, 1.6, 1.1),
+    ("resnet18", "float32"): (2.6, 1.5, 1.1, 1.4),
+    ("resnet50", "float32"): (2.6, 1.4, 1.1, 1.4),
+    ("transformers:gpt2@1024", "float32"): (1.7, 1.2, 1.15, 1.15),
+    ("timm:vit_base_patch16_224", "float32"): (2.1, 1.3, 1.15, 1.15),
+    ("transformers:roberta@128", "float32"): (2.2, 1.4, 1.1, 1.1),
+    ("resnet18", "bfloat16"): (2.8, 2.0, 1.1, 1.75),
+    ("resnet50", "bfloat16"): (2.8, 1.6, 1.1, 1.5),
+    ("transformers:gpt2@1024", "bfloat16"): (1.7, 1.3, 1.15, 1.1),
+    ("timm:vit_base_patch16_224", "bfloat16"): (2.1, 1.4, 1.15, 1.45),
+    ("transformers:roberta@128", "bfloat16"): (2.2, 1.5, 1.1, 1.5),
 }
 
 
@@ -35,12 +40,11 @@ def meta(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta", requires_grad=True)
 
 
-def ratios(backends: dict[str, Any], name: str = "bk_mixed") -> tuple[float, float, float]:
-    def of(entry: dict[str, Any]) -> tuple[int, int, int]:
-        return entry["launches"], entry["bytes_read"] + entry["bytes_written"], entry["flops"]
+def ratios(backends: dict[str, Any], name: str = "bk_mixed") -> tuple[float, ...]:
+    def of(entry: dict[str, Any]) -> tuple[float, ...]:
+        return entry["launches"], entry["bytes_read"] + entry["bytes_written"], entry["flops"], entry["seconds"]
 
-    found = [x / y for x, y in zip(of(backends[name]), of(backends["nonprivate"]), strict=True)]
-    return found[0], found[1], found[2]
+    return tuple(x / y for x, y in zip(of(backends[name]), of(backends["nonprivate"]), strict=True))
 
 
 def beyond(found: tuple[float, ...], most: tuple[float, ...]) -> bool:
@@ -153,25 +157,48 @@ def test_a_backend_that_fails_does_not_end_the_others(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[str, dict[str, Any]]:
-    """Model -> the counts on record."""
+def recorded() -> dict[tuple[str, str], dict[str, Any]]:
+    """(model, dtype) -> the counts on record."""
     lines = read_records(RESULTS)
-    return {r["trial"]["model"]: r["result"]["backends"] for r in lines if r["outcome"] == "ok"}
+    return {(r["trial"]["model"], r["trial"]["dtype"]): r["result"]["backends"] for r in lines if r["outcome"] == "ok"}
 
 
-@pytest.mark.parametrize("model", MOST)
-def test_committed_counts_are_within_their_limits(model, recorded):
-    assert not beyond(ratios(recorded[model]), MOST[model]), ratios(recorded[model])
+@pytest.mark.parametrize(("model", "dtype"), MOST)
+def test_committed_counts_are_within_their_limits(model, dtype, recorded):
+    found = ratios(recorded[model, dtype])
+    assert not beyond(found, MOST[model, dtype]), found
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_predicted_time_by_hand(kind):
+    """Bytes or operations, whichever takes longer; a convolution takes TF32, and Triton half of a product's rate."""
+    x, small, odd = (
+        torch.empty(*shape, dtype=kind, device="meta") for shape in ((4096, 4096), (4096, 8), (4096, 4095))
+    )
+    rate, size = {torch.float32: (52e12, 4), torch.bfloat16: (767e12, 2)}[kind]
+    image, weight = (torch.empty(*shape, dtype=kind, device="meta") for shape in ((64, 256, 32, 32), (256, 256, 3, 3)))
+    of_convolution = rate if size == 2 else 400e12
+    for operation, seconds in (
+        (lambda: x @ x, 2 * 4096**3 / rate),
+        (lambda: x @ odd, 2 * 4096**2 * 4095 / (rate * (0.2 if size == 2 else 1))),
+        (lambda: x @ small, size * (4096**2 + 2 * 4096 * 8) / 3.0e12),
+        (lambda: x + x, size * 2 * 4096**2 / 3.0e12),
+        (lambda: F.conv2d(image, weight, padding=1), 2 * 64 * 1024 * 9 * 256**2 / of_convolution),
+        (lambda: cuda.gram_norm(x[None], x[None]), 4096**3 * 2 / (rate / 2)),
+    ):
+        with as_on_a_gpu(Launches()) as launches:
+            operation()
+        assert launches.seconds == pytest.approx(seconds, rel=1e-3)
 
 
 def test_today_s_code_takes_no_more_than_is_on_record_and_a_regression_is_seen(recorded, monkeypatch):
     """One portion after the other, as on a CPU: what `bk_mixed` would launch is beyond the limit, and the record."""
-    trial = next(t for t in load_experiment("launches").cells("cpu") if t.model == "resnet18")
+    trial = next(t for t in load_experiment("launches").cells("cpu") if (t.model, t.dtype) == ("resnet18", "float32"))
     trial = trial.replace(backends=("nonprivate", "bk_mixed"))
-    known = ratios(recorded["resnet18"])
+    known = ratios(recorded["resnet18", "float32"])
     slack = tuple(1.05 * ratio for ratio in known)
     assert not beyond(ratios(run(trial)["backends"]), slack)
     for module in (weight, portions):
         monkeypatch.setattr(module, "at_once", lambda x: False)
     found = ratios(run(trial)["backends"])
-    assert beyond(found, slack) and found[0] > MOST["resnet18"][0]
+    assert beyond(found, slack) and found[0] > MOST["resnet18", "float32"][0]

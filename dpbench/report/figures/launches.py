@@ -1,4 +1,4 @@
-"""Launches, bytes and operations of private and ordinary training steps, counted without a GPU."""
+"""Launches, bytes, operations and predicted times of private and ordinary steps, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         base = _counts(backends.get("nonprivate", {}))
         for backend, entry in backends.items():
             row: Row = {name: record.trial[name] for name in ("model", "batch_size")} | {"backend": backend}
+            row["dtype"] = record.trial.get("dtype", "float32")
             if entry["outcome"] != "ok":
                 row["note"] = style.OUTCOMES.get(entry["outcome"], entry["outcome"])
             counts = _counts(entry)
             row |= counts | {f"{name}_ratio": counts[name] / base[name] for name in counts if base.get(name)}
             rows.append(row)
-    ratios = [f"{name}_ratio" for name in _WORDS]
-    frame = frame_of(rows, ("model", "batch_size", "backend", *_WORDS, *ratios, "note"))
-    return in_order(frame, "model", "backend")
+    ratios = [f"{name}_ratio" for name in (*_WORDS, "seconds")]
+    frame = frame_of(rows, ("model", "batch_size", "dtype", "backend", *_WORDS, "seconds", *ratios, "note"))
+    return in_order(frame, "dtype", "model", "backend")
 
 
-def _counts(entry: dict[str, Any]) -> dict[str, int]:
+def _counts(entry: dict[str, Any]) -> dict[str, float]:
     if entry.get("outcome") != "ok":
         return {}
     moved = entry["bytes_read"] + entry["bytes_written"]
-    return {"launches": entry["launches"], "bytes": moved, "flops": entry["flops"]}
+    found = {"launches": entry["launches"], "bytes": moved, "flops": entry["flops"]}
+    return found | ({"seconds": entry["seconds"]} if "seconds" in entry else {})  # of records that have none
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
@@ -50,11 +52,14 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
         {
             "Model": lambda r: style.model(r.model),
             "B": lambda r: str(r.batch_size),
+            "Dtype": lambda r: str(r.dtype),
             "Backend": lambda r: style.backend(r.backend).name,
             "Launches": lambda r: str(r.note) if missing(r.launches) else f"{r.launches:,.0f}",
             "Bytes": lambda r: "" if missing(r.bytes) else f"{r.bytes / 1e9:,.2f} GB",
             "Operations": lambda r: "" if missing(r.flops) else f"{r.flops / 1e12:,.3f} Tflop",
             **{f"Ratio of {word}": partial(_ratio, name=f"{name}_ratio") for name, word in _WORDS.items()},
+            "Predicted": lambda r: "" if missing(r.seconds) else f"{1e3 * r.seconds:,.1f} ms",
+            "Ratio of predicted": partial(_ratio, name="seconds_ratio"),
         },
     )
 
@@ -68,11 +73,16 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     """What was counted, and what not."""
     said = [
         "Counted without a GPU on tensors without values, not measured: one eager step (forward, backward, norms and "
-        "clipped sum) in float32, as it goes on a GPU of 80 GiB with Triton, routes chosen by formula.",
+        "clipped sum) with parameters and activations of one dtype, as it goes on a GPU of 80 GiB with Triton, routes "
+        "chosen by formula.",
         "A launch is an operation of torch's or a Triton program; a GPU takes several kernels for some, such as a "
         "convolution's backward pass. A CUDA graph replays the same operations, without Python between them.",
         "Bytes: each operand and each result of an operation once, in no cache between two. Operations: of matrix "
         "products, convolutions and attention, 2 for a multiplication and an addition.",
+        "Predicted times are floors, not measurements: each operation takes as long as its bytes (3.0 TB/s) or its "
+        "operations (767, 400 and 52 Tflop/s in bfloat16, TF32 and float32), rates that copies and large products "
+        "reached on an H100; Triton programs are taken to reach half, and unaligned rows of bfloat16 a fifth. The sum "
+        "is of a step that is replayed as a CUDA graph.",
         "Models of transformers build their mask as they do in a step that is captured.",
     ]
     return captions.caption(said, records, left_out, setting=False)
@@ -86,7 +96,9 @@ def finding(frame: pd.DataFrame) -> str:
     best = str(private.groupby("backend").launches_ratio.median().idxmin())
     own = private[private.backend == best]
     told = [f"{_span(own[f'{name}_ratio'])} the {word}" for name, word in _WORDS.items()]
-    return f"{style.backend(best).name} takes {told[0]}, {told[1]} and {told[2]} of ordinary training."
+    said = f"{style.backend(best).name} takes {told[0]}, {told[1]} and {told[2]} of ordinary training"
+    times = own.seconds_ratio.dropna()
+    return said + (f", and of the predicted time {_span(times)}." if len(times) else ".")
 
 
 def _span(ratios: Any) -> str:
