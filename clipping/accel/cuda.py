@@ -415,7 +415,9 @@ def _gram_tiles(positions: int, features: int, dtype: torch.dtype, generation: i
     if large and (positions >= 640 or -positions % 128 < 64):
         return Tiles(128, 128, _power(features, depth), 8, 4)
     rows = _power(positions, 64)  # two Gram tiles are in registers at once
-    return Tiles(rows, rows, _power(features, depth), _warps(rows, rows, dtype), 4 if large else 3)
+    warps = max(rows * dtype.itemsize // 32, _warps(rows, rows, dtype))
+    depth = 16 if dtype == torch.float32 and rows < 64 else depth  # addresses would spill
+    return Tiles(rows, rows, _power(features, depth), warps, 4 if large else 3)
 
 
 def _gradient_tiles(

@@ -215,7 +215,7 @@ def portion_of(count: int, most: int, inputs: int, outputs: int) -> int:
     """Samples of a portion: a power of two, fewer where tiles are few. Another record changes the last portion only.
 
     Args:
-        count: B.
+        count: B, as routes are chosen for: it stays when there is another record.
         most: the most that rounding allows.
         inputs, outputs: d and p.
     """
@@ -240,7 +240,7 @@ def weighted(a: Tensor, g: Tensor, factors: Tensor, size: int) -> Tensor:
     padded = {depth: -(-positions // depth) * depth for depth in DEPTHS}
     depth = next((depth for depth in DEPTHS if padded[depth] <= 1.15 * positions), DEPTHS[-1])
     depth = depth if cuda._has_room(g.dtype, cuda._generation(g)) else min(depth, 64)
-    out = factors.new_empty(-(-count // size), outputs, inputs)
+    out = factors.new_empty(max(1, -(-count // size)), outputs, inputs)
     numbers = (count, size, positions, inputs, outputs, *a.stride()[:2], *g.stride()[:2])
     programs = len(out) * -(-inputs // SIDE) * -(-outputs // SIDE)
     constants = {"BLOCK_T": depth, "BLOCK_D": SIDE, "BLOCK_P": SIDE, "WIDEN": g.is_cpu and g.dtype == torch.bfloat16}

@@ -136,8 +136,12 @@ def weighted_sums(device: str) -> None:
     """Of linear layers in half precision: exact products in float32, in one portion and in several."""
     for dtype in (torch.bfloat16, torch.float16):
         for count, positions, inputs, outputs, turned in (
-            (1, 16, 16, 16, False), (5, 33, 32, 144, False), (9, 130, 16, 32, True), (4, 70, 144, 160, True)
-        ):  # fmt: skip
+            (0, 16, 16, 16, False),
+            (1, 16, 16, 16, False),
+            (5, 33, 32, 144, False),
+            (9, 130, 16, 32, True),
+            (4, 70, 144, 160, True),
+        ):
             a, g = (torch.randn(count, positions, size, device=device).to(dtype) for size in (inputs, outputs))
             weight = torch.empty((inputs, outputs) if turned else (outputs, inputs), device=device)
             rule, factors = LinearWeight(weight, a, turned), torch.rand(count, device=device) * 2.0**-7
@@ -146,10 +150,12 @@ def weighted_sums(device: str) -> None:
             programs = fused.PROGRAMS
             for fused.PROGRAMS in (1, programs):
                 sizes = {with_kernels(lambda rule=rule, g=g: rule._portion(g))}
-                assert sizes == ({1} if fused.PROGRAMS > 1 else {1 << (count.bit_length() - 1)})
+                assert sizes == {1 if fused.PROGRAMS > 1 else 1 << max(0, count.bit_length() - 1)}
                 found = with_kernels(lambda rule=rule, g=g, factors=factors: rule.weighted(g, factors))
-                close(found, expected, 2e-6)
+                close(found, expected, 2e-6 if device == "cpu" else 1e-5)  # tensor cores cut off what they add
             fused.PROGRAMS = programs
+            if not count:  # of any strides
+                continue
             several, turned_around = a.repeat(1, 1, 2)[..., :inputs], a.mT.contiguous().mT
             for x, known in ((a, True), (several, True), (a[..., :15], False), (turned_around, False)):
                 assert with_kernels(lambda x=x, g=g: fused.weighs(x, g)) == known

@@ -302,10 +302,12 @@ for _dtype in DTYPES:
     _gram = partial(cuda._gram_tiles, 4096, 4096, _dtype)
     _gradient = partial(cuda._gradient_tiles, 4096, 4096, 4096, _dtype)
     _smallest = partial(cuda._gram_tiles, 1, 1, _dtype)
+    _of_few = partial(cuda._gram_tiles, 32, 768, _dtype)
     _of_a_head = partial(cuda._gradient_tiles, 1, 4096, 10, _dtype)
     COMPILED |= {
         f"gram, features last, {_dtype}": ("gram", _dtype, _gram, {}, FEATURES_LAST, False),
         f"gram, positions last, {_dtype}": ("gram", _dtype, _gram, {}, POSITIONS_LAST, False),
+        f"gram of 32 positions, {_dtype}": ("gram", _dtype, _of_few, {}, FEATURES_LAST, False),
         f"gram of single numbers, {_dtype}": ("gram", _dtype, _smallest, {}, ("*",), False),
         f"embedding, {_dtype}": ("embedding_gram", _dtype, _gram, {}, FEATURES_LAST, False),
         f"embedding of single numbers, {_dtype}": ("embedding_gram", _dtype, _smallest, {}, ("*",), False),
@@ -352,7 +354,7 @@ for _dtype in DTYPES:
 
 
 for _dtype in DTYPES[1:]:
-    for _sizes in ((4096, 4096), (197, 768), (64, 768)):  # large tiles, and small ones
+    for _sizes in ((4096, 4096), (197, 768), (64, 768), (32, 768)):  # large tiles, and small ones
         _gram = partial(cuda._gram_tiles, *_sizes, _dtype, dense=True)
         _gradient = partial(cuda._gradient_tiles, _sizes[0], 300, _sizes[1], _dtype, dense=True)
         COMPILED |= {
