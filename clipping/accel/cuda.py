@@ -166,18 +166,8 @@ def gram_norm_and_reach(
     positions, inputs, outputs = sizes
     dense = _is_dense(a, g)
     tiles = tiles or _gram_tiles(positions, max(inputs, outputs), g.dtype, _generation(g), dense=dense)
-    return _launch(
-        "gram",
-        (a, g),
-        len(g) if min(sizes) else 0,
-        _pairs(positions, tiles),
-        lambda a, g: (*sizes, *a.stride(), *g.stride(), *map(float, lost)),
-        tiles,
-        columns=4,
-        BLOCK_T=tiles.rows,
-        BLOCK_K=tiles.depth,
-        PRECISION=precision,
-    )
+    constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth, "PRECISION": precision}
+    return _with_reach("gram", (a, g), sizes, _pairs(positions, tiles), tiles, lost, constants)
 
 
 def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
@@ -209,20 +199,10 @@ def embedding_gram_norm_and_reach(
     """
     _check("embedding_gram_norm", g, ids=ids)
     _same("ids [n, T] and g [n, T, p]", ids.dim() == 2 and g.dim() == 3 and ids.shape == g.shape[:2], ids, g)
-    count, positions, outputs = g.shape
+    _, positions, outputs = g.shape
     tiles = tiles or _gram_tiles(positions, outputs, g.dtype, _generation(g), dense=_is_dense(g))
-    return _launch(
-        "embedding_gram",
-        (ids, g),
-        count if positions and outputs else 0,
-        _pairs(positions, tiles),
-        lambda ids, g: (positions, outputs, *ids.stride(), *g.stride(), *map(float, lost)),
-        tiles,
-        columns=4,
-        BLOCK_T=tiles.rows,
-        BLOCK_K=tiles.depth,
-        PRECISION=precision,
-    )
+    constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth, "PRECISION": precision}
+    return _with_reach("embedding_gram", (ids, g), g.shape[1:], _pairs(positions, tiles), tiles, lost, constants)
 
 
 def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
@@ -255,21 +235,10 @@ def instantiated_norm_and_reach(
 def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, precision: Precision, lost: tuple[float, float]) -> Tensor:
     """`instantiated_norm_and_reach` of what has been looked at."""
     sizes = positions, inputs, outputs = *a.shape[1:], g.shape[2]
-    return _launch(
-        "instantiated",
-        (a, g),
-        len(g) if min(sizes) else 0,
-        math.ceil(positions / ROWS) + math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
-        lambda a, g: (*sizes, *a.stride(), *g.stride(), *map(float, lost)),
-        tiles,
-        columns=4,
-        BLOCK_T=tiles.depth,
-        BLOCK_D=tiles.columns,
-        BLOCK_P=tiles.rows,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS * tiles.warps,
-        PRECISION=precision,
-    )
+    each = math.ceil(positions / ROWS) + math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns)
+    blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
+    constants = {**blocks, "ROWS": ROWS, "COLUMNS": COLUMNS * tiles.warps, "PRECISION": precision}
+    return _with_reach("instantiated", (a, g), sizes, each, tiles, lost, constants)
 
 
 @operation
@@ -288,17 +257,26 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     """
     _check("row_reach", a, g)
     sizes = positions, *_ = _sizes(a, g)
-    return _launch(
-        "rows",
-        (a, g),
-        len(g) if min(sizes) else 0,
-        math.ceil(positions / ROWS),
-        lambda a, g: (*sizes, *a.stride(), *g.stride(), *map(float, lost)),
-        BY_ROWS,
-        columns=4,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS * BY_ROWS.warps,
-    )
+    constants = {"ROWS": ROWS, "COLUMNS": COLUMNS * BY_ROWS.warps}
+    return _with_reach("rows", (a, g), sizes, math.ceil(positions / ROWS), BY_ROWS, lost, constants)
+
+
+def _with_reach(
+    program: str,
+    tensors: tuple[Tensor, Tensor],
+    sizes: Sequence[int],
+    each: int,
+    tiles: Tiles,
+    lost: tuple[float, float],
+    constants: dict[str, Any],
+) -> Tensor:
+    """[n, 4]: squared norms and the columns of a reach, from `each` programs to a sample; 0 where a size is 0."""
+
+    def numbers(x: Tensor, y: Tensor) -> tuple[float, ...]:
+        return *sizes, *x.stride(), *y.stride(), *map(float, lost)
+
+    count = len(tensors[1]) if min(sizes) else 0
+    return _launch(program, tensors, count, each, numbers, tiles, columns=4, **constants)
 
 
 def _sizes(a: Tensor, g: Tensor) -> tuple[int, int, int]:
