@@ -212,15 +212,18 @@ def weighs(*tensors: Tensor) -> bool:
 
 
 def portion_of(count: int, most: int, inputs: int, outputs: int) -> int:
-    """Samples of a portion: a power of two, fewer where tiles are few. Another record changes the last portion only.
+    """Samples of a portion: a power of two, fewer where tiles are few.
+
+    Another record changes the last portion only, unless the batch size passes a power of two.
 
     Args:
-        count: B, as routes are chosen for: it stays when there is another record.
+        count: B.
         most: the most that rounding allows.
         inputs, outputs: d and p.
     """
-    size, tiles = 1 << (max(1, min(count, most)).bit_length() - 1), -(-inputs // SIDE) * -(-outputs // SIDE)
-    while size > 1 and -(-count // size) * tiles < PROGRAMS:
+    count = 1 << (max(1, count) - 1).bit_length()
+    size, tiles = min(count, 1 << (most.bit_length() - 1)), -(-inputs // SIDE) * -(-outputs // SIDE)
+    while size > 1 and count // size * tiles < PROGRAMS:
         size //= 2
     return size
 

@@ -122,7 +122,7 @@ class LinearWeight(Bilinear):
         return g.dtype in HALF and self.positions >= PADDED and aligned and kernels.fused.runs(self.a)
 
     def _portion(self, g: Tensor | Spec) -> int:
-        return kernels.fused.portion_of(self.planned(g)[0], self._most(g), self.inputs, self.outputs)
+        return kernels.fused.portion_of(self.samples(g), self._most(g), self.inputs, self.outputs)
 
     def _padded_input(self, g: Tensor | Spec) -> int:
         """Bytes of the padded copy of one sample's input; 0 if none is made."""

@@ -2,8 +2,8 @@
 
 The step runs under fake tensors on the device "meta", which have shapes and neither values nor memory. (For a fake
 tensor on CUDA autograd would call the driver.) The backend sees a GPU of 80 GiB on which Triton programs run, so it
-takes the same path as there, in float32 or all in bfloat16: autocast does not support meta tensors. Routes are chosen by
-formula, since nothing can be timed.
+takes the same path as there, in float32 or all in bfloat16: autocast does not support meta tensors. Routes are chosen
+by formula, since nothing can be timed.
 
 **A launch** is a torch operation that computes or copies, or a Triton program. Each counts once; an operation on a list
 of tensors counts as many launches as torch's list kernels take. A GPU launches several kernels for some operations (the

@@ -150,7 +150,7 @@ def weighted_sums(device: str) -> None:
             programs = fused.PROGRAMS
             for fused.PROGRAMS in (1, programs):
                 sizes = {with_kernels(lambda rule=rule, g=g: rule._portion(g))}
-                assert sizes == {1 if fused.PROGRAMS > 1 else 1 << max(0, count.bit_length() - 1)}
+                assert sizes == {1 if fused.PROGRAMS > 1 else 1 << max(0, count - 1).bit_length()}
                 found = with_kernels(lambda rule=rule, g=g, factors=factors: rule.weighted(g, factors))
                 close(found, expected, 2e-6 if device == "cpu" else 1e-5)  # tensor cores cut off what they add
             fused.PROGRAMS = programs
