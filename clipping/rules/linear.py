@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.core.dtypes import HALF
+from clipping.core.dtypes import HALF, as_autocast
 from clipping.core.microbatching import each
 from clipping.numerics import kernels
 from clipping.numerics.gram import gram_norms_and_reach, gram_product, part, within
@@ -217,11 +217,9 @@ def matmul(input: Tensor, other: Tensor) -> tuple[Tensor, Sequence[Gradient]]:
 
 
 def _as_multiplied(x: Tensor) -> Tensor:
-    """x in the dtype of autocast on CUDA, as the product would cast it: norm and sum then read what autograd holds.
+    """Cast as autocast on CUDA does before the product: norm and sum then read what autograd holds.
 
     Else each of them casts x, which is held beside what autograd holds. On a CPU layers that share an input share its
     Gram matrix, and a product of half precision reads float32.
     """
-    if not (x.is_cuda and x.is_floating_point() and torch.is_autocast_enabled("cuda")) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype("cuda"))
+    return as_autocast(x) if x.is_cuda else x
