@@ -25,14 +25,14 @@ RESULTS = Path(__file__).resolve().parents[2] / "results/launches"
 MOST = {
     ("resnet18", "float32"): (2.6, 1.5, 1.1, 1.4),
     ("resnet50", "float32"): (2.6, 1.4, 1.1, 1.4),
-    ("transformers:gpt2@1024", "float32"): (1.7, 1.2, 1.15, 1.15),
-    ("timm:vit_base_patch16_224", "float32"): (2.1, 1.3, 1.15, 1.15),
-    ("transformers:roberta@128", "float32"): (2.2, 1.4, 1.1, 1.1),
-    ("resnet18", "bfloat16"): (2.8, 2.0, 1.1, 1.75),
-    ("resnet50", "bfloat16"): (2.8, 1.6, 1.1, 1.5),
-    ("transformers:gpt2@1024", "bfloat16"): (1.7, 1.3, 1.15, 1.1),
-    ("timm:vit_base_patch16_224", "bfloat16"): (2.1, 1.4, 1.15, 1.45),
-    ("transformers:roberta@128", "bfloat16"): (2.2, 1.5, 1.1, 1.5),
+    ("transformers:gpt2@1024", "float32"): (1.7, 1.2, 1.2, 1.2),
+    ("timm:vit_base_patch16_224", "float32"): (2.0, 1.3, 1.15, 1.15),
+    ("transformers:roberta@128", "float32"): (2.1, 1.4, 1.1, 1.1),
+    ("resnet18", "bfloat16"): (2.8, 1.9, 1.2, 1.8),
+    ("resnet50", "bfloat16"): (2.5, 1.45, 1.15, 1.4),
+    ("transformers:gpt2@1024", "bfloat16"): (1.7, 1.3, 1.2, 1.15),
+    ("timm:vit_base_patch16_224", "bfloat16"): (2.0, 1.35, 1.15, 1.4),
+    ("transformers:roberta@128", "bfloat16"): (1.9, 1.4, 1.1, 1.45),
 }
 
 
