@@ -120,6 +120,6 @@ def test_of_a_gpt_2_s_step_only_ordinary_training_s_products_are_unaligned(name,
             with made as backend, as_on_a_gpu(Launches()), Unaligned() as mode:
                 backend(*batch)
             found[each] = mode
-    assert found[name].products > found["nonprivate"].products
+    assert min(mode.products for mode in found.values()) > 10
     plain, private = (found[each].seen for each in ("nonprivate", name))
     assert len(plain) == 2 and private == {"aten::mm [512, 50257] [50257, 256]"}
