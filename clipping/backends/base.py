@@ -219,7 +219,7 @@ class Backend(ABC):
         Raises:
             ValueError: `compile` is True, but the step of this backend, or of a sharded model, is not a graph.
         """
-        has_graphs = self.compilable and not self.sharded
+        self.graphs, has_graphs = None, self.compilable and not self.sharded
         if compile is None and any(p.is_cuda for p in self.model.parameters()):
             compile = "auto"
         if not compile or (compile == "auto" and not has_graphs):
@@ -280,7 +280,8 @@ class Backend(ABC):
 
         Returns:
             The bound, in units of the gradient, for the shapes seen so far; before the first call, for T = 1,024
-            positions. Infinite for `nonprivate` and for peers, whose arithmetic is unknown.
+            positions. Infinite for `nonprivate` and for peers, whose arithmetic is unknown. It holds among steps that
+            run in one way (`ways`): a program may round the norms of the other records otherwise than an eager step.
         """
         excess = self._rounding(batch_size)
         if excess is None:

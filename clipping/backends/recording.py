@@ -185,7 +185,7 @@ def for_recording(
     """
     assert recordable(cls)
     options: dict[str, Any] = {"timing": timing} if issubclass(cls, BkMixed) else {}
-    backend = cls(model, _no_loss, clip=clip, verify=False, **options)
+    backend = cls(model, _no_loss, clip=clip, verify=False, compile=False, **options)
     backend.expected = expected
     return backend
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +13,29 @@ WARM = 3
 
 
 class Pool:
-    """Device memory that CUDA graphs share. They must not run at the same time."""
+    """Device memory that CUDA graphs share. They must not run at the same time.
 
-    @functools.cached_property
-    def handle(self) -> Any:
-        """What torch.cuda.graph takes as `pool`."""
-        return torch.cuda.graph_pool_handle()
+    A small graph of its own keeps the pool: torch takes no pool again whose graphs are all gone.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def record(self, run: Callable[[], object], device: torch.device) -> Any:
+        """A CUDA graph of what `run` does, in this memory.
+
+        Args:
+            run: reads nothing back from the device.
+            device: the current one.
+        """
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+            self._keeper = self.record(lambda: torch.zeros(1, device=device), device)
+        graph = torch.cuda.CUDAGraph()
+        # if recording fails, torch leaves its own stream the current one
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=self._handle):
+            run()
+        return graph
 
 
 class Replayed:
@@ -54,6 +70,9 @@ class Replayed:
             given[i].copy_(self._own[i])
         return [x.clone() for x in self._outputs]
 
+    def _run(self) -> None:
+        self._outputs = list(self._step(*self._own))
+
     def _record(self, given: Sequence[Tensor]) -> None:
         self._own = [x.clone() if i in self._moving else x for i, x in enumerate(given)]
         versions = [x._version for x in self._own]
@@ -65,8 +84,6 @@ class Replayed:
                 self._step(*self._own)
         torch.cuda.current_stream().wait_stream(side)
         self._written = {i for i, x in enumerate(self._own) if x._version != versions[i]}
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=self._pool.handle):
-            self._outputs = list(self._step(*self._own))
+        self._graph = self._pool.record(self._run, self._own[0].device)
         for i, x in kept.items():
             self._own[i].copy_(x)

@@ -162,8 +162,10 @@ class Graph:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             else:
                 steps[way] = self._step
-        if not steps:  # what a checkpoint was made with cannot be had here
-            steps["traced"] = traced
+        if not steps:  # what a checkpoint was made with, or without timing would be taken, cannot be had here
+            self._step = steps["traced"] = traced
+            with self._repeated(given, draws):
+                self._compare(self._first_time(by_graph), expected, given)
         taken = {way: [0.0] * TURNS for way in steps}
         for turn in range(TURNS if len(steps) > 1 else 0):
             for way, step in steps.items():

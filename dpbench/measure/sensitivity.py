@@ -106,7 +106,7 @@ def measured(case: HardRecord, backend: type[Backend], dtype: str, device: str =
     if dtype.endswith(AUTOCAST):
         model = Autocast(model, getattr(torch, dtype.removesuffix(AUTOCAST)))
     try:
-        with backend(model, weighted_sum, clip=problem.clip, verify=False) as opened:
+        with backend(model, weighted_sum, clip=problem.clip, verify=False, compile=False) as opened:
             moves = list(each_move(opened, problem, own, device, LIMITS[dtype]))
     except (UnsupportedModel, Unusable) as refused:
         return Found(case.name, "unsupported", reason=one_line(refused))

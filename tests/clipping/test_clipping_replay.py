@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import clipping.program.graphs
 import clipping.program.step
-from clipping import Flat, load_backend
+from clipping import Flat, WrongGradient, load_backend
 from clipping.program.cuda_graph import Pool, Replayed
 from tests.support.cases import cross_entropy
 
@@ -76,7 +76,7 @@ def test_a_replay_reads_what_lies_in_place_and_copies_the_batch(on_a_recorder):
         kept.append((found, [each.clone() for each in found]))
         found[1].add_(1)  # the caller's to write to
     assert all(torch.equal(found[0], copy[0]) for found, copy in kept)
-    assert Recorder.count == 1
+    assert Recorder.count == 2  # with the graph that keeps the memory
 
 
 def test_what_lies_elsewhere_is_copied_from_then_on(on_a_recorder):
@@ -91,7 +91,7 @@ def test_what_lies_elsewhere_is_copied_from_then_on(on_a_recorder):
         assert count == other == number + 1  # it is written to
     assert torch.equal(first, kept[0])
     assert torch.equal(weight, kept[1])
-    assert Recorder.count == 2
+    assert Recorder.count == 3
 
 
 def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
@@ -126,4 +126,24 @@ def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
                 for p in model.parameters():
                     p.add_(0.01 * torch.randn_like(p))
         assert list(backend.ways.values()) == ["replayed"] * 2
-        assert (Recorder.count, len(Recorder.pools)) == (2, 1)  # the graphs of both shapes share their memory
+        assert (Recorder.count, len(Recorder.pools)) == (3, 1)  # both shapes share the memory that a graph keeps
+
+
+def test_a_wrong_trace_is_refused_where_only_its_replay_was_wanted(monkeypatch):
+    graph = clipping.program.step.Graph
+    traced, take_fastest = graph._traced, graph.take_fastest
+
+    def tampered(self, given):
+        right = traced(self, given)
+        return lambda *tensors: [3 * x for x in right(*tensors)]
+
+    monkeypatch.setattr(graph, "_traced", tampered)
+    monkeypatch.setattr(graph, "take_fastest", lambda self, _, *given: take_fastest(self, ["replayed"], *given))
+    model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.randint(3, (6,))
+    with (
+        load_backend("bk_mixed")(model, cross_entropy, compile=True, timing=False) as backend,
+        pytest.warns(RuntimeWarning, match="expected the step to run replayed"),
+        pytest.raises(WrongGradient, match="as a graph"),
+    ):
+        for _ in range(4):
+            backend(x, y)
