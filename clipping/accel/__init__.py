@@ -1,1 +1,1 @@
-"""What makes a step faster or smaller, and changes nothing else."""
+"""Kernels that save time or memory and compute the same results as the formulas of `clipping.rules`."""

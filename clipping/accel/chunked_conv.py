@@ -1,12 +1,12 @@
 """A convolution on a CPU that computes its input's gradient in pieces of the batch.
 
-oneDNN copies its operands into a layout of its own: while an input's gradient is computed, it takes twice its size, or
-three times with a stride. In pieces of a few samples it takes little more than its size. This is about as fast, and
-takes half the time where a copy would be 32 MiB or more, which the C library requests from the kernel each time, page
-by page. Each piece copies the weight, too: a weight that is large beside the images leaves one piece.
+oneDNN copies its operands into its own layout: computing an input's gradient takes twice the gradient's memory, or
+three times with a stride. In pieces of a few samples it takes little more than once. This is about as fast, and faster
+for copies of 32 MiB or more, which the C library requests from the operating system each time, page by page. Each piece
+also copies the weight, so a weight that is large compared with the images is not worth splitting.
 
-Only the tape's own backward pass, which requests no gradient of a parameter, uses pieces. Any other one is autograd's
-own, and can be differentiated again.
+Only the tape's own backward pass uses pieces; it requests no gradient of a parameter. In any other backward pass
+autograd's own operation runs, which can be differentiated again.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from clipping.core.dtypes import without_autocast
 from clipping.core.microbatching import each, in_parts
 
 PIECE = 2 * 2**20
-"""Bytes of the input or of the output that a piece may have."""
+"""Target bytes of a piece's input or output, whichever is larger."""
 LEAST = 4
-"""Pieces that are worth it: the result of all and a copy of each of two take no more than two whole ones."""
+"""Fewest pieces: the whole result and one piece's copies of two operands then take at most two whole results."""
 MOST = 8
-"""Pieces, unless they would be larger than `LARGEST`: to begin an operation takes time as well."""
+"""Most pieces, unless they would exceed `LARGEST`: starting an operation takes time."""
 LARGEST = 16 * 2**20
-"""Bytes of the input or of the output that a piece may have where a batch is large."""
+"""Most bytes of a piece's input or output in a large batch."""
 WEIGHTS = 0.25
-"""Of the bytes of input and output, what copies of the weight may have; with more, pieces take a sixth more time."""
+"""Most bytes of the weight's copies as a share of input and output; above it, pieces take a sixth more time."""
 
 
 class Share:
-    """What the gradient of a use tells the node that comes next: that only the input's gradient is wanted of it."""
+    """Tells the convolution's node that only the input's gradient is needed (`input_only`)."""
 
     def __init__(self) -> None:
         self.input_only = False
 
 
 class Pieces(torch.autograd.Function):
-    """convNd of an input that requires a gradient."""
+    """conv1d, conv2d or conv3d of an input that requires a gradient."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class Pieces(torch.autograd.Function):
 
 
 def pieces(x: Sequence[int], weight: Sequence[int], y: Sequence[int], size: int) -> int:
-    """Number of pieces of the batch in which to form an input's gradient; 1 if none are worth it.
+    """Number of pieces in which to compute an input's gradient; 1 if splitting does not pay.
 
     Args:
         x, weight, y: shapes of input, weight and output.
@@ -92,13 +92,13 @@ def pieces(x: Sequence[int], weight: Sequence[int], y: Sequence[int], size: int)
 
 
 def applies(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> bool:
-    """Whether a convolution of x is one to take apart: large, dense, on a CPU, and nobody transforms it.
+    """True if a convolution of x runs in pieces: large, contiguous, on a CPU, without autocast or torch.func.
 
     Args:
         x: [B, C, *size].
         weight: [p, C / groups, *kernel].
         stride, padding, dilation: one number a spatial dimension.
-        groups: of channels.
+        groups: as in torch.nn.Conv2d.
     """
     if not x.is_cpu or not x.requires_grad or x.dim() != weight.dim():
         return False

@@ -1,11 +1,11 @@
-"""Squared per-sample norms of a convolution's weight gradient by Gram matrices of its patches, by one Triton program.
+"""Squared per-sample norms of a convolution's weight gradient by Gram matrices of patches, in one Triton kernel.
 
     norms    Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖∂/∂W‖², a_t the patch of output position t     operations n T² (d + p)
 
-Patches are read where they lie in the image, of any strides. A program computes one tile of both Gram matrices and
-writes four numbers: its part of the squared norm, and what a reach is made of, as the Gram matrices' diagonals hold the
-squared norms of rows (see `clipping.numerics.rounding_bounds`). Operands are multiplied in the gradient's dtype and
-added up in float32; products of float32 are IEEE ones.
+The kernel reads patches from the image, without unfolding it. A program computes one tile of both Gram matrices and
+writes four numbers: its part of the squared norm and of the reach, as the diagonals hold the squared norms of rows
+(see `clipping.numerics.rounding_bounds`). Products use the gradient's dtype and accumulate in float32; products of
+float32 use IEEE arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clipping.numerics.traced_operations import operation
 from clipping.rules.pixel_gram import in_two_dimensions
 
 SIDE = 64
-"""Most positions of a tile's sides; twice as many where shared memory holds them."""
+"""Most positions along a tile's side; twice as many if shared memory holds them."""
 
 
 @operation
@@ -33,7 +33,7 @@ def norms(x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int, 
         g: [n, P, *output size], of any strides.
         geometry: kernel, stride, padding and dilation of the convolution, one number a spatial dimension.
         groups: as in torch.nn.Conv2d.
-        lost: what is made of the norms of rows.
+        lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
 
     Returns:
         [n · groups, 4] float32.
@@ -63,10 +63,12 @@ def norms(x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int, 
 
 
 def multiplications(positions: int, channels: int, outputs: int, offsets: int) -> int:
-    """What the program multiplies for one sample and group: whole tiles, half of the matrix and its diagonal.
+    """Multiplications for one sample and group: whole tiles of a triangle with its diagonal.
 
     Args:
-        positions, channels, outputs, offsets: T, those of a group, and entries of the kernel.
+        positions: T.
+        channels, outputs: of one group.
+        offsets: ∏ kernel.
     """
     side, (channels, outputs) = cuda._power(positions, SIDE), (-(-size // 16) * 16 for size in (channels, outputs))
     return _pairs(positions, side) * side**2 * (offsets * channels + outputs)
@@ -78,14 +80,14 @@ def _pairs(positions: int, side: int) -> int:
 
 
 def tiles_of(positions: int, channels: int, dtype: torch.dtype, generation: int, at_once: bool) -> cuda.Tiles:
-    """Tiles by sizes, dtype and layout alone.
+    """Choose tiles by sizes, dtype and layout.
 
     Args:
         positions: T.
-        channels: of a group.
+        channels: of one group.
         dtype: of the operands.
-        generation: first number of the device's compute capability.
-        at_once: what `cuda.rows_at_once` says; else fewer are read, by way of registers.
+        generation: major compute capability of the device.
+        at_once: result of `cuda.rows_at_once`; if False, tiles are shallower, as entries pass through registers.
     """
     half = dtype != torch.float32 and at_once
     large = half and generation in (9, 10)

@@ -1,24 +1,24 @@
-"""Squared per-sample norms by kernels in C, for CPUs: no Gram matrix of the batch is ever in memory.
+"""Squared per-sample norms on CPUs by kernels in C, which store no Gram matrix of the batch.
 
     gram_norm         Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
     pixel_norms       the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
-    sum_of_squares    ‖x_i‖² of what is instantiated                     reads it once
+    sum_of_squares    ‖x_i‖² of instantiated gradients                   reads them once
     column_norms      norms of pixels over their channels                reads them once
     scale_gradient    Σ_t g x̂ of a layer norm                            reads g and x once
     row_reach         Σ_t ‖a_t‖ ‖g_t‖ of a linear layer                  reads a and g once
     patch_reach       the same of a convolution, from norms of pixels    reads them once for each pixel of the kernel
 
-The libraries that torch multiplies by are made for large matrices; those of one sample are small, and symmetric. Here a
-tile of inner products stays in registers from the first feature to the last, only a triangle is formed, and an entry
-of one Gram matrix meets that of the other as soon as both are there. The sources need no library and no header of
-torch's: threads are torch's own, by `torch_parallel_for`.
+torch's matrix libraries are built for large matrices; the Gram matrices of one sample are small and symmetric. Here a
+tile of inner products stays in registers for all features, only a triangle is computed, and entries of the two Gram
+matrices are multiplied at once. The sources need no other library and no torch headers; threads are torch's own, by
+`torch_parallel_for`.
 
-**Compiled** on the machine, once, by $CC or cc, in a second (`clipping.native.library`). Where there is no folder to
-keep them, no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas
-of `clipping.rules` are the exact fallback.
+**Compiling** happens once on a machine, by $CC or cc (`clipping.native.library`). Without a writable folder, or a
+compiler that has `__builtin_shufflevector` (GCC 12 or later), `supported` returns False, and the formulas of
+`clipping.rules` are the exact fallback.
 
-**Exactness.** Inner products have the dtype of the tensors, float32 at least; rows of tiles are added up in float64.
-The same tensors give the same bits, whatever the number of threads.
+**Exactness.** Inner products have the dtype of the tensors, at least float32; rows of tiles are summed in float64. The
+same tensors give the same bits for any number of threads.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from clipping.native import library
 from clipping.numerics.traced_operations import operation
 
 REALS = {torch.float32: "float", torch.float64: "double"}
-"""dtype -> type of C."""
+"""dtype -> C type."""
 PART = 512
 """Positions of a sample that a thread takes at a time."""
 
 Phase = tuple[Tensor, Sequence[tuple[int, ...]]]
-"""An image x [n, C, *size], and how far (rows, columns) the pixels are that a position reads."""
+"""An image x [n, C, *size], and the offsets (rows, columns) of the pixels that a position reads."""
 
 
 def supported(*tensors: Tensor) -> bool:
-    """Whether the kernels can be handed these tensors: plain ones on a CPU, of real numbers, and there is a library."""
+    """True if there is a library and the tensors are floating-point, on a CPU, and not wrapped by torch.func."""
     for x in tensors:
         if type(x) not in (Tensor, Parameter, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
             return False
@@ -60,14 +60,14 @@ def supported(*tensors: Tensor) -> bool:
 
 @operation
 def gram_norm(a: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """Σ_g Σ_{t,s} (a_t · a_s)(g_t · g_s): the squared norms of linear layers of one input, added up.
+    """Σ_g Σ_{t,s} (a_t · a_s)(g_t · g_s): the sum of the squared norms of linear layers that share an input.
 
     Args:
         a: [n, T, d], of any strides.
-        gradients: of the layers' outputs, each [n, T, p] with a p of its own, of any strides; all of one dtype.
+        gradients: of each layer's output, [n, T, p] with its own p, of any strides; all of one dtype.
 
     Returns:
-        [n], float32 or wider. Rounding may leave a small negative number where a gradient vanishes.
+        [n], float32 or wider. Rounding may make the square of a vanishing gradient slightly negative.
     """
     return _gram(a, gradients, ())[0]
 
@@ -76,17 +76,17 @@ def gram_norm(a: Tensor, gradients: Sequence[Tensor]) -> Tensor:
 def gram_norm_and_reach(
     a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]
 ) -> tuple[Tensor, Tensor]:
-    """`gram_norm` [n], and `row_reach` of each layer [n, layers, 2], whose rows' norms the Gram matrices have.
+    """`gram_norm` [n], and `row_reach` of each layer [n, layers, 2] from the diagonals of the Gram matrices.
 
     Args:
         a, gradients: as in `gram_norm`.
-        lost: of each gradient, as `clipping.numerics.rounding_bounds.of_lost` gives it.
+        lost: of each gradient, from `clipping.numerics.rounding_bounds.of_lost`.
     """
     return _gram(a, gradients, lost)
 
 
 def _gram(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]) -> tuple[Tensor, Tensor]:
-    """Reaches are of no layer without `lost`."""
+    """`gram_norm_and_reach`; an empty `lost` gives no reaches."""
     dtype = norm_dtype(gradients[0].dtype)
     count, positions, inputs = a.shape
     parts = max(1, -(-positions // PART))
@@ -107,16 +107,17 @@ def _gram(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, fl
 
 @operation
 def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -> Tensor:
-    """‖∂/∂W‖² of each sample for a convolution of one group, in one or two dimensions; nothing is unfolded. And its
-    `patch_reach`, of the norms that the Gram matrices have on their diagonals.
+    """‖∂/∂W‖² and `patch_reach` of each sample, for a convolution of one group in one or two dimensions.
+
+    Nothing is unfolded. The reach comes from the diagonals of the Gram matrices.
 
     Args:
-        images: the phases of its input, one for a stride of 1. (`clipping.rules.pixel_gram`)
+        images: phases of the input (`clipping.rules.pixel_gram`); one if the stride is 1.
         g: [n, p, *output size].
         lost: as in `row_reach`.
 
     Returns:
-        [n, 3], float32 or wider: squared norms as of `gram_norm`, and both parts of reaches.
+        [n, 3], float32 or wider: squared norms as in `gram_norm`, and the two columns of the reach.
     """
     dtype = norm_dtype(g.dtype)
     found = g.new_empty(len(g), 3, dtype=dtype)
@@ -137,11 +138,10 @@ def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -
 
 @operation
 def sum_of_squares(x: Tensor) -> Tensor:
-    """[n, d] in one piece to [n], in parts that are added up in float64: what `clipping.numerics.gram` does in several
-    operations.
+    """Squared norms [n] of rows, with partial sums added in float64.
 
     Args:
-        x: float32 or float64, contiguous.
+        x: [n, d], float32 or float64, contiguous.
     """
     found = x.new_empty(len(x))
     if not isinstance(x, FakeTensor):
@@ -151,10 +151,10 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 @operation
 def column_norms(x: Tensor) -> Tensor:
-    """[n, C, *size] in one piece to [n, *size]: norms over C, where torch reduces one number at a time.
+    """Norms over channels, [n, *size]; torch reduces this dimension one number at a time.
 
     Args:
-        x: float32 or float64, contiguous.
+        x: [n, C, *size], float32 or float64, contiguous.
     """
     count, rows = x.shape[:2]
     found = x.new_empty(count, *x.shape[2:])
@@ -166,10 +166,10 @@ def column_norms(x: Tensor) -> Tensor:
 
 @operation
 def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
-    """Σ_t g (x - mean) rstd: per-sample gradients of a layer norm's γ, with x̂ nowhere in memory.
+    """Σ_t g (x - mean) rstd: per-sample gradients of a layer norm's γ, without storing x̂.
 
     Args:
-        x, g: [n, *, *normalized], in one piece and of one dtype.
+        x, g: [n, *, *normalized], contiguous, of one dtype.
         mean, rstd: of each position, likewise.
         features: ∏ normalized.
 
@@ -194,7 +194,7 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     Args:
         a: [n, T, d], float32 or float64.
         g: [n, T, p], of the same dtype.
-        lost: as `clipping.numerics.rounding_bounds.of_lost` gives it.
+        lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
     """
     a, g = _rows(a), _rows(g)
     found = g.new_empty(len(g), 2)
@@ -213,10 +213,10 @@ def patch_reach(
     """`row_reach` of the patches of a convolution in one or two dimensions, [n, 2].
 
     Args:
-        pixels: [n, *size], norms of the input's pixels, in one piece.
-        norms: [n, T], of the positions of the output's gradient, likewise.
-        geometry: kernel, stride, padding and dilation, a number for each dimension.
-        width: of the output, along its last dimension.
+        pixels: [n, *size], norms of the input's pixels, contiguous.
+        norms: [n, T], norms of the output gradient's positions, contiguous.
+        geometry: kernel, stride, padding and dilation, one number a spatial dimension.
+        width: size of the output's last dimension.
         lost: as in `row_reach`.
     """
     found = norms.new_empty(len(norms), 2)
@@ -232,19 +232,19 @@ def patch_reach(
 
 
 def in_one_piece(*tensors: Tensor) -> bool:
-    """Whether they are `supported`, each in one piece and all of one dtype, float32 or float64."""
+    """True if they are `supported`, contiguous, and all float32 or all float64."""
     dtype = tensors[0].dtype
     alike = dtype in REALS and all(x.dtype == dtype and x.is_contiguous() for x in tensors)
     return alike and supported(*tensors)
 
 
 def scratch_bytes(pixels: int, positions: int, features: int, samples: int, dtype: torch.dtype) -> int:
-    """About what `pixel_norms` takes for images of so many pixels, and so many features of a pixel or position.
+    """Approximate bytes that `pixel_norms` allocates.
 
     Args:
-        pixels: of an image.
-        positions: of the output.
-        features: of a pixel or a position, whichever has more.
+        pixels: number of pixels of an image.
+        positions: number of positions of the output.
+        features: the larger of the channels of a pixel and of an output position.
         samples: B.
         dtype: of the images.
     """
@@ -253,12 +253,12 @@ def scratch_bytes(pixels: int, positions: int, features: int, samples: int, dtyp
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[n, T, d] with features along memory."""
+    """[n, T, d] with contiguous rows."""
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
 def _source(x: Tensor) -> Sequence[int]:
-    """[n, C, *size] as `source` of `pixels.c`, in two dimensions."""
+    """The numbers of a two-dimensional `source` in `pixels.c`, from [n, C, *size]."""
     x = x if x.dim() == 4 else x.unsqueeze(2)
     return (0 if isinstance(x, FakeTensor) else x.data_ptr(), *x.shape[1:], *x.stride())
 
@@ -281,14 +281,14 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
 
 @functools.cache
 def _torch() -> ctypes.CDLL:
-    """torch's library of its CPU, for the two functions that start threads and tell them apart."""
+    """torch's CPU library, for the two functions that start threads and return a thread's index."""
     folder = Path(torch.__file__).parent / "lib"
     return ctypes.CDLL(str(next(folder.glob("libtorch_cpu.*"))))
 
 
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The kernels for float32 or float64, compiled if need be; None where that cannot be done."""
+    """The kernels for float32 or float64, compiled if necessary; None if they cannot be."""
     try:
         kernels = library.load(REALS[dtype]).kernels
         _torch().torch_parallel_for, _torch().torch_get_thread_idx

@@ -1,31 +1,29 @@
-"""Squared per-sample norms by Triton kernels, for CUDA: no Gram matrix and no per-sample gradient is ever in memory.
+"""Squared per-sample norms on CUDA by Triton kernels, which store no Gram matrices or per-sample gradients.
 
     gram_norm               Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²     operations 2 · n T² (d + p) / 2
     embedding_gram_norm     Σ_{t,s} [id_t = id_s] (g_t · g_s)           operations 2 · n T² p / 2
     instantiated_norm       ‖Σ_t g_t a_tᵀ‖²                             operations 2 · n T p d
-    convolution_norm        the same over the patches of an image, which are read where they lie
+    convolution_norm        the same over the patches of an image, without unfolding it
     row_reach               Σ_t ‖a_t‖ ‖g_t‖, and the rest of a reach (`clipping.numerics.rounding_bounds`)
 
-A program reduces one tile of the Gram matrices, or of the per-sample gradient, to one number while it is in registers.
-Beside the input and the output gradient, a norm takes 16 bytes a tile of 64 or 128 numbers squared, where there are so
-many. Gram matrices are symmetric: half of the tiles are computed. Their diagonal holds the squared norms of rows, so
-the first two find the reach in the same pass (`..._and_reach`); the third has programs that read rows, which the tiles
-beside them read as well.
+A program reduces one tile of the Gram matrices, or of the per-sample gradient, to one number in registers. A norm
+allocates 16 bytes for each tile of up to 128 × 128 numbers. Gram matrices are symmetric, so half of the tiles are
+computed. Their diagonals hold the squared norms of rows, so the first two kernels find the reach in the same pass
+(`..._and_reach`). The third launches extra programs that read rows.
 
-**Exactness.** Accumulators are float32 whatever the inputs; products of float32 are IEEE ones (`precision="ieee"`), not
-TF32, whatever torch.backends.cuda.matmul.allow_tf32 says of the rest. There are no atomic operations, and the tiles
-are chosen by sizes and dtype alone, not by timing: the same tensors give the same bits, in every run and process.
+**Exactness.** Accumulators are float32. Products of float32 use IEEE arithmetic (`precision="ieee"`), not TF32,
+whatever torch.backends.cuda.matmul.allow_tf32 says. There are no atomic operations, and tiles depend on sizes, layout
+and dtype, not on timing: the same tensors give the same bits in every run and process.
 
-**Launching** waits for nothing on the device: sizes and strides are known to the host, and there is no autotuning,
-which would have to time (and so synchronise) and could choose other tiles, hence other last bits, in the next run. Deep
-tiles are for rows that begin at multiples of 32 bytes: those are copied to shared memory past the registers. The
-first call with a new kind of sizes compiles, on the host. The very first question whether tensors are `supported` waits
-once, for a program whose result is looked at: where Triton cannot launch (it needs a C compiler, Python's headers and a
-folder to write to) that is said, and torch's operations remain. Tiles are such that nothing spills from registers for
-compute capabilities 8.0 and 9.0; `tiles` overrides them.
+**Launching** does not synchronise. There is no autotuning, which would have to time kernels and could choose other
+tiles, and so other last bits, in the next run. Deep tiles require rows that begin at multiples of 32 bytes, which are
+copied to shared memory without passing through registers. The first call with a new kind of sizes compiles on the host.
+The first call of `supported` runs one program and checks its result. If Triton cannot launch (it needs a C compiler,
+Python's headers and a writable folder), it warns, and torch's operations run instead. The default tiles spill no
+registers on compute capabilities 8.0 and 9.0; `tiles` overrides them.
 
-Importing this imports no Triton. Where `supported` says no, the formulas of `clipping.rules` are the exact fallback.
-Fake tensors of a CUDA device are given fake results, with the memory that a launch would take.
+Importing this module does not import Triton. If `supported` returns False, the formulas of `clipping.rules` are the
+exact fallback. Fake tensors of a CUDA device give fake results and allocate what a launch would.
 """
 
 from __future__ import annotations
@@ -60,18 +58,18 @@ CAPABILITY = (8, 0)
 ROWS, COLUMNS = 32, 16
 """Positions of a program that reads rows, and features that each of its warps reads at a time."""
 PROGRAMS = 2**31 - 1
-"""Programs in one launch: more samples than that are launched in turn."""
+"""Most programs in one launch; larger batches take several launches."""
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work: all powers of 2, at least 16.
+    """Tile sizes of a kernel: powers of 2, at least 16.
 
     Attributes:
         rows: positions t of a Gram tile, or outputs p of a gradient tile.
         columns: positions s (as many as rows), or inputs d.
-        depth: entries that are summed over at a time: features of a Gram tile, positions of a gradient tile.
-        warps: groups of 32 threads to a tile.
-        stages: how many depths are in shared memory at once.
+        depth: entries summed at a time: features of a Gram tile, positions of a gradient tile.
+        warps: groups of 32 threads for each tile.
+        stages: depths in shared memory at once.
     """
 
     rows: int
@@ -85,9 +83,9 @@ BY_ROWS = Tiles(ROWS, ROWS, ROWS, 8)
 
 
 def supported(*tensors: Tensor) -> bool:
-    """Whether the kernels can be handed these tensors: on one CUDA device (or anywhere under Triton's interpreter), of
-    a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps. Not on an AMD GPU: tiles are those
-    of NVIDIA's, and nothing has compiled or run there.
+    """True if the kernels accept these tensors: of `DTYPES` or `IDS`, not wrapped by torch.func, on one CUDA device.
+
+    Under Triton's interpreter a CPU will do. AMD GPUs are excluded: the tiles suit NVIDIA's, and are untested there.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not tensors or (tensors[0].is_cpu and not interpreted) or not _has_triton() or _is_rocm():
@@ -105,15 +103,15 @@ def supported(*tensors: Tensor) -> bool:
 
 @functools.cache
 def trouble(device: torch.device) -> str | None:
-    """Why no program of Triton's runs on a CUDA device that is new enough, in a line; None if one did, and was right.
+    """Run a small Triton program once in a process. Warn and return the reason if it fails, else return None.
 
-    Looked at once in a process, and warned of. Of a device that is not here, a fake tensor's, nothing is known.
+    Without a GPU (the device is a fake tensor's) nothing runs, and the result is None.
 
     Args:
-        device: of CUDA.
+        device: a CUDA device of sufficient compute capability.
 
     Raises:
-        torch.OutOfMemoryError: there is no memory to find out.
+        torch.OutOfMemoryError: there is too little memory to run it.
     """
     if not torch.cuda.is_available():
         return None
@@ -134,19 +132,19 @@ def trouble(device: torch.device) -> str | None:
 
 
 def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
-    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, by Gram matrices that are never in memory.
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, without storing Gram matrices.
 
     Args:
-        a: [n, T, d], of any strides; rounded to g's dtype, in which it was multiplied if autocast is on.
+        a: [n, T, d], of any strides; rounded to g's dtype, which autocast multiplied in.
         g: [n, T, p], of any strides.
-        precision: of products of float32: "tf32x3" and "tf32" are faster and not exact.
-        tiles: instead of those chosen by size.
+        precision: of float32 products: "tf32x3" and "tf32" are faster and not exact.
+        tiles: override the default tiles.
 
     Returns:
-        [n] float32. Rounding may leave a small negative number where a gradient vanishes.
+        [n] float32. Rounding may make the square of a vanishing gradient slightly negative.
 
     Raises:
-        ValueError: shapes that do not fit, or tensors that are not `supported`.
+        ValueError: shapes do not fit, or tensors are not `supported`.
     """
     return gram_norm_and_reach(a, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
 
@@ -191,7 +189,7 @@ def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee"
 def embedding_gram_norm_and_reach(
     ids: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
 ) -> Tensor:
-    """`embedding_gram_norm`, and the reach of rows a_t of norm 1: [n, 4] float32.
+    """`embedding_gram_norm` and the reach, with rows a_t of norm 1, in one pass: [n, 4] float32.
 
     Args:
         ids, g, precision, tiles: as those of `embedding_gram_norm`.
@@ -206,7 +204,7 @@ def embedding_gram_norm_and_reach(
 
 
 def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
-    """‖Σ_t g_t a_tᵀ‖² of each sample, by per-sample gradients [p, d] that are never in memory.
+    """‖Σ_t g_t a_tᵀ‖² of each sample, without storing its gradient [p, d].
 
     Returns and raises as `gram_norm`; the result is never negative.
 
@@ -233,7 +231,7 @@ def instantiated_norm_and_reach(
 
 
 def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, precision: Precision, lost: tuple[float, float]) -> Tensor:
-    """`instantiated_norm_and_reach` of what has been looked at."""
+    """`instantiated_norm_and_reach` without checking the tensors."""
     sizes = positions, inputs, outputs = *a.shape[1:], g.shape[2]
     each = math.ceil(positions / ROWS) + math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns)
     blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
@@ -247,10 +245,10 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
 
     Args:
         a, g: as those of `gram_norm`.
-        lost: what is made of the norms of rows: see `clipping.numerics.rounding_bounds.of_lost`.
+        lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
 
     Returns:
-        [n, 4] float32, of which the first column is 0.
+        [n, 4] float32, with a first column of 0.
 
     Raises:
         ValueError: as `gram_norm`.
@@ -270,7 +268,7 @@ def _with_reach(
     lost: tuple[float, float],
     constants: dict[str, Any],
 ) -> Tensor:
-    """[n, 4]: squared norms and the columns of a reach, from `each` programs to a sample; 0 where a size is 0."""
+    """Squared norms and the columns of a reach [n, 4], by `each` programs for each sample; 0 if a size is 0."""
 
     def numbers(x: Tensor, y: Tensor) -> tuple[float, ...]:
         return *sizes, *x.stride(), *y.stride(), *map(float, lost)
@@ -286,13 +284,13 @@ def _sizes(a: Tensor, g: Tensor) -> tuple[int, int, int]:
 
 
 def _pairs(positions: int, tiles: Tiles) -> int:
-    """Pairs of blocks of positions, each once."""
+    """Number of unordered pairs of blocks of positions."""
     blocks = math.ceil(positions / tiles.rows)
     return blocks * (blocks + 1) // 2
 
 
 def _is_dense(*tensors: Tensor) -> bool:
-    """Whether rows of features begin at multiples of 32 bytes, as far as sizes and strides tell, in one dtype of 2."""
+    """True if all have one 2-byte dtype, and sizes and strides allow rows to begin at multiples of 32 bytes."""
     return len({x.dtype for x in tensors}) == 1 and all(
         x.element_size() == 2 and x.stride(2) == 1 and not any(size % 16 for size in (x.shape[2], *x.stride()[:2]))
         for x in tensors
@@ -312,7 +310,7 @@ def convolution_norm(
     precision: Precision = "ieee",
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """‖∂/∂W‖² of each sample for a convolution in one or two dimensions; neither patches nor gradients are in memory.
+    """‖∂/∂W‖² of each sample for a convolution in one or two dimensions, without storing patches or gradients.
 
     Args:
         x: [n, C, *size], of any strides; rounded to g's dtype.
@@ -325,7 +323,7 @@ def convolution_norm(
         [n] float32.
 
     Raises:
-        ValueError: three spatial dimensions, shapes that do not fit, or tensors that are not `supported`.
+        ValueError: there are three spatial dimensions, shapes do not fit, or tensors are not `supported`.
     """
     _check("convolution_norm", x, g)
     spatial = len(kernel)
@@ -366,9 +364,7 @@ def _launch(
     columns: int = 0,
     **constants: Any,
 ) -> Tensor:
-    """One number from each of `each` programs to a sample, added up: [n]; or `columns` of them, [n, columns]. Nothing
-    is launched if `count` is 0.
-    """
+    """Launch `each` programs for each sample, none if `count` is 0, and sum their numbers: [n], or [n, columns]."""
     first, second = (x.detach() for x in tensors)
     several = (columns,) if columns else ()
     if not count:
@@ -388,7 +384,7 @@ def _launch(
 
 
 def _gram_tiles(positions: int, features: int, dtype: torch.dtype, generation: int, *, dense: bool = False) -> Tiles:
-    """128 positions where those of the last block are not more than with 64, or many blocks are before it."""
+    """Use 128 positions if that pads the last block no more than 64 would, or if there are many blocks."""
     depth, large = 64 if dense else 32, _has_room(dtype, generation)
     if large and (positions >= 640 or -positions % 128 < 64):
         return Tiles(128, 128, _power(features, depth), 8, 4)
@@ -410,9 +406,9 @@ def _gradient_tiles(
 
 
 def _patch_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype, generation: int) -> Tiles:
-    """Of a convolution: patches are read anew for each tile of outputs, and g for each tile of inputs. The rate of the
-    caches bounds the time, so tiles are as large as registers allow: where entries are read alone, by way of registers,
-    few.
+    """Tiles of a convolution, as large as registers allow; entries read one by one take more registers.
+
+    Each tile of outputs reads the patches again, and each tile of inputs g; cache bandwidth bounds the time.
     """
     if generation not in (9, 10) or dtype == torch.float32 or min(inputs, outputs) < 64:
         return _gradient_tiles(positions, inputs, outputs, dtype, generation)
@@ -421,7 +417,7 @@ def _patch_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype, 
 
 
 def rows_at_once(*images: Tensor) -> bool:
-    """Whether channels lie last, in rows of a multiple of 16 of them, of which 16 bytes are read at once.
+    """True if channels are last and strides are multiples of 16 entries, so that 16 bytes are read at once.
 
     Args:
         images: [n, C, *size].
@@ -430,24 +426,25 @@ def rows_at_once(*images: Tensor) -> bool:
 
 
 def _has_room(dtype: torch.dtype, generation: int) -> bool:
-    """Whether tiles of 128 by 128, or four stages, fit: a data centre's GPU from Hopper on has the shared memory. Large
-    tiles read half as much for each product.
+    """True if shared memory holds tiles of 128 by 128, or four stages: on data-centre GPUs since Hopper.
+
+    Large tiles read half as much for each product.
     """
     return generation in (9, 10) and dtype != torch.float32
 
 
 def _generation(x: Tensor) -> int:
-    """The first number of its device's compute capability; 0 on a CPU."""
+    """Major compute capability of the device; 0 on a CPU."""
     return _capability(x.device)[0] if x.is_cuda else 0
 
 
 def _power(size: int, most: int) -> int:
-    """The least power of 2 that holds `size`, within 16 (of which a matrix product is made) and `most`."""
+    """The least power of 2 that holds `size`, at least 16 (the smallest matrix product) and at most `most`."""
     return min(most, max(16, 1 << max(0, size - 1).bit_length()))
 
 
 def _warps(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """So many that a tile's accumulators stay in registers: 32 of them to a thread, half for float32."""
+    """Warps that hold a tile's accumulators in registers: 32 for each thread, 16 for float32."""
     return min(8, max(1, rows * columns // (512 if dtype == torch.float32 else 1024)))
 
 
@@ -474,7 +471,7 @@ def _programs() -> ModuleType:
 
 
 def _is_rocm() -> bool:
-    """Of a torch for AMD's GPUs, which calls them "cuda", too."""
+    """True for a torch built for AMD GPUs, which also calls them "cuda"."""
     return torch.version.hip is not None
 
 
@@ -485,5 +482,5 @@ def _has_triton() -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """(0, 0) where there is no such device: a fake tensor's."""
+    """Compute capability; (0, 0) for a missing GPU (of a fake tensor)."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)

@@ -1,19 +1,19 @@
-"""What takes torch's operations several launches on a GPU, and small ones, as one: Triton kernels.
+"""Fused Triton kernels for CUDA, each in place of several small launches of torch's operations.
 
-    shifted_norms     Σ_{t,u} A_tu G_tu from the Gram matrices of an image's pixels and of its output's gradient, where
-                      A adds up shifts of the former (see `clipping.rules.pixel_gram`), and what a reach is made of
-    reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
+    shifted_norms     Σ_{t,u} A_tu G_tu and the reach, from the Gram matrices of an image's pixels and of the output's
+                      gradient; A sums shifts of the former (see `clipping.rules.pixel_gram`)
+    reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels or input rows, and of gradient rows (see
                       `clipping.numerics.rounding_bounds`)
-    weighted_patches  Σ_i c_i g_i of a convolution's weight, from half precision that is never scaled or widened
+    weighted_patches  Σ_i c_i g_i of a convolution's weight in half precision, without scaled or wide copies
     turned            images with channels last, and the norms of their pixels
     added             the sum of portions, in float64 (see `clipping.numerics.chunked_sums`)
     scale_gradient    Σ_t g x̂ and Σ_t g of layer norm (see `clipping.rules.norm`), in one pass over g and x
-    weighted          Σ_i c_i g_iᵀ a_i of half precision (see `clipping.rules.linear`): the factors multiply sums in
-                      registers, so that no scaled copy is made, and nothing is rounded to half precision
+    weighted          Σ_i c_i g_iᵀ a_i in half precision (see `clipping.rules.linear`): the factors multiply float32
+                      sums in registers, so no scaled copy is allocated or rounded
 
-The first reads each Gram matrix once, and writes three numbers a tile; torch's operations go over them once for each
-of the kernel's sides, and write what they added up. All but `added` are float32, and
-all but `weighted` add up 4,096 products or fewer before torch adds up what they wrote.
+`shifted_norms` reads each Gram matrix once; torch's operations would read and write it once for each side of the
+kernel. All but `added` accumulate in float32. All but `weighted` sum at most 4,096 products before torch sums their
+results.
 """
 
 from __future__ import annotations
@@ -33,20 +33,18 @@ from clipping.accel import cuda
 from clipping.numerics.traced_operations import operation
 
 TILE = 64
-"""Positions of a tile's sides: 4,096 products, 16 to a thread."""
+"""Positions along a tile's side: 4,096 products, 16 for each thread."""
 LINE = 1024
-"""Positions that a program of `reach` takes at once, or entries that one of `added` does."""
+"""Positions in one program of `reach`, or entries in one of `added`."""
 WARPS = 8
-"""Groups of 32 threads to a program."""
+"""Groups of 32 threads in a program."""
 SIDE, DEPTHS, PROGRAMS = 128, (128, 64, 32, 16), 256
-"""Of `weighted`: a tile's sides, positions that it may read at a time, and programs that occupy a GPU twice."""
+"""For `weighted`: a tile's side, positions it may read at a time, and programs that occupy a GPU twice."""
 NAMES = ("KERNEL", "STRIDE", "PADDING", "DILATION")
 
 
 def runs(*tensors: Tensor) -> bool:
-    """Whether these go by a kernel: on a CUDA device that `cuda.supported` knows. A CPU's go by torch's operations,
-    under Triton's interpreter, too.
-    """
+    """True if a kernel takes these tensors: on CUDA, and `cuda.supported`. On a CPU torch's operations always run."""
     return tensors[0].is_cuda and cuda.supported(*tensors)
 
 
@@ -67,9 +65,9 @@ def shifted_norms(
         g: [n, T, T] float32, contiguous: the Gram matrix of the output's gradient.
         geometry: kernel, stride, padding and dilation of the convolution, two numbers each.
         grid: rows and columns of the N pixels.
-        phases: in each dimension as many as the stride, or one, which the kernel reads alone.
+        phases: number of phases in each dimension: the stride, or 1 if the kernel reads one phase only.
         width: columns of the output's T positions.
-        lost: what is made of the norms of rows.
+        lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
 
     Returns:
         [n, 4] float32.
@@ -93,15 +91,14 @@ def reach(
 ) -> Tensor:
     """Σ_t a_t g_t, Σ_t (a_t · lost[0] + g_t · lost[1]) and Σ_t a_t² g_t² of each sample.
 
-    a_t² is the sum of the squares that t reads.
+    For a convolution, a_t² is the sum of the squared norms of the pixels that position t reads.
 
     Args:
-        x: [n, rows, columns] float32: norms of an image's pixels; or [n, T] (or [n, 1], of all alike) of rows, a_t
-            themselves.
+        x: norms, float32: of an image's pixels [n, rows, columns]; or a_t of rows [n, T], or [n, 1] if all are equal.
         g: [n, T] float32: norms of rows.
-        lost: what is made of the norms of rows.
+        lost: as in `shifted_norms`.
         geometry: of a convolution, as in `shifted_norms`; None for rows.
-        width: columns of the output's T positions; not read for rows.
+        width: columns of the output's T positions; ignored for rows.
 
     Returns:
         [n, 3] float32.
@@ -118,7 +115,7 @@ def reach(
 
 @operation
 def turned(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Images with channels last, copied unless they are so already, and the norms of their pixels [n, *size], float32.
+    """Images with channels last, copied if necessary, and the float32 norms of their pixels [n, *size].
 
     Args:
         x: [n, C, *size], in two dimensions.
@@ -136,14 +133,14 @@ def turned(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @operation
 def weighted_patches(x: Tensor, g: Tensor, factors: Tensor, geometry: Sequence[Sequence[int]], portions: int) -> Tensor:
-    """Σ_i c_i g_i of a convolution's weight, by portions of equally many samples: [portions, P, C, *kernel] float32.
+    """Σ_i c_i g_i of a convolution's weight, in equal portions of the batch: [portions, P, C, *kernel] float32.
 
     Args:
         x: [n, C, *size], in two dimensions, of any strides.
         g: [n, P, *output size], of any strides, of x's dtype.
         factors: c [n], float32, contiguous.
         geometry: kernel, stride, padding and dilation of the convolution, two numbers each.
-        portions: the samples are a multiple of it.
+        portions: a divisor of n.
     """
     channels, outputs, kernel = x.shape[1], g.shape[1], geometry[0]
     positions, inputs = math.prod(g.shape[2:]), channels * math.prod(kernel)
@@ -169,7 +166,7 @@ def weighted_patches(x: Tensor, g: Tensor, factors: Tensor, geometry: Sequence[S
 
 @operation
 def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
-    """Σ over the first dimension of both, in float64: [count, *shape] float32, contiguous, to [*shape] float32.
+    """Sum both over their first dimension in float64: [*shape] float32.
 
     Args:
         parts: [count, *shape], float32, contiguous.
@@ -189,7 +186,7 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
     Args:
         x, g: [n, *, features], contiguous.
         mean, rstd: [n, *], one number for each position, contiguous.
-        features: of the scale.
+        features: entries of γ.
 
     Returns:
         [n, 2, features] float32.
@@ -203,7 +200,7 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
 
 
 def weighs(*tensors: Tensor) -> bool:
-    """Whether `weighted` takes these: of half precision, rows of 16 k entries, and so many positions that blocks fill.
+    """True if `weighted` takes these: half precision, rows of a multiple of 16 entries, and at least 16 positions.
 
     Args:
         tensors: [n, T, features] each.
@@ -212,13 +209,13 @@ def weighs(*tensors: Tensor) -> bool:
 
 
 def portion_of(count: int, most: int, inputs: int, outputs: int) -> int:
-    """Samples of a portion: a power of two, fewer where tiles are few.
+    """Samples in a portion: a power of two, smaller if the weight has few tiles.
 
-    Another record changes the last portion only, unless the batch size passes a power of two.
+    One more record changes the last portion only, unless the batch size passes a power of two.
 
     Args:
         count: B.
-        most: the most that rounding allows.
+        most: limit by rounding.
         inputs, outputs: d and p.
     """
     count = 1 << (max(1, count) - 1).bit_length()
@@ -233,10 +230,10 @@ def weighted(a: Tensor, g: Tensor, factors: Tensor, size: int) -> Tensor:
     """Σ_i c_i g_iᵀ a_i of each portion of `size` samples: [portions, p, d] float32.
 
     Args:
-        a: [n, T, d], which `weighs` knows.
+        a: [n, T, d], accepted by `weighs`.
         g: [n, T, p], likewise.
         factors: c [n], float32.
-        size: as of `portion_of`.
+        size: from `portion_of`.
     """
     count, positions, inputs = a.shape
     outputs = g.shape[2]
@@ -252,7 +249,7 @@ def weighted(a: Tensor, g: Tensor, factors: Tensor, size: int) -> Tensor:
 
 
 def _whole(parts: Tensor) -> Tensor:
-    """[n, parts, k] to [n, k]."""
+    """Sum parts: [n, parts, k] to [n, k]."""
     return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
 
 
@@ -265,7 +262,7 @@ def _named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:
 def _run(
     program: str, programs: int, tensors: Sequence[Tensor], numbers: Sequence[Any], results: int = 1, **constants: int
 ) -> None:
-    """One launch; of fake tensors none. The last `results` of the tensors are written."""
+    """Launch once; never for fake tensors. The last `results` tensors are written."""
     if programs and not isinstance(tensors[-1], FakeTensor):
         with torch.cuda.device_of(tensors[-1]):
             getattr(_programs(), program)[(programs,)](*tensors, *numbers, **{"num_warps": WARPS, **constants})

@@ -1,13 +1,12 @@
-"""Backward passes of activation functions that are written over the gradient they are handed.
+"""Activation functions that overwrite their incoming gradient in the backward pass.
 
-The gradient of y = f(x), entry by entry, is g f'(x): each number of g is read once. Written in its place it takes no
-memory, and on a CPU less time: a third of it where g is 16 MiB, a tenth above 32 MiB, which the C library takes from
-the kernel anew each time, page by page.
+The gradient of an elementwise function y = f(x) is g f'(x). Writing it over g allocates no memory. On a CPU it is also
+faster, most of all above 32 MiB: the C library requests such memory from the operating system each time, page by page.
 
 No other node may use that gradient. A convolution, a product or a normalisation allocates a fresh input gradient
-(`ANEW`); an addition passes on the one that it received, which a skip connection receives, too. The graph of the losses
-says which nodes pass a gradient to which (`clipping.tape.graph`): a node is `alone` only if all that lead to it are
-known to allocate, and only in a backward pass from the losses, in which no other node leads to it.
+(`ANEW`); an addition passes its own gradient to both inputs, for example to a skip connection. `clipping.tape.graph`
+finds which nodes pass gradients to which. A node is `alone` only if every node that passes it a gradient allocates
+that gradient, and only in a backward pass from the losses, as another pass may include other nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from clipping.accel.chunked_conv import Pieces
 from clipping.rules.rewritten import methods
 
 LEAST = 4 * 2**20
-"""Bytes of an activation: of smaller ones a node in Python takes more time than it saves."""
+"""Least bytes of an activation to overwrite; for smaller ones a Python node takes more time than it saves."""
 _least: ContextVar[int] = ContextVar("least", default=LEAST)
 _passes = threading.local()
 aten = torch.ops.aten
@@ -41,9 +40,9 @@ class Activation(NamedTuple):
 
     Attributes:
         forward: x, options -> y.
-        backward: (g, what was kept, *arguments, options) -> the gradient, with an overload into `grad_input`.
-        keeps_output: y is what was kept; else x.
-        arguments: of the backward pass.
+        backward: (g, saved tensor, *arguments, options) -> gradient, with an overload that writes to `grad_input`.
+        keeps_output: the saved tensor is y; else x.
+        arguments: further arguments of `backward`.
     """
 
     forward: Callable[..., Tensor]
@@ -68,7 +67,7 @@ IN_PLACE = methods("relu_")
 
 
 class Overwriting(torch.autograd.Function):
-    """An activation function. Its node is told whether it exclusively owns its incoming gradient (`alone`)."""
+    """An activation function. Its node overwrites the incoming gradient if it owns it exclusively (`alone`)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: Activation, options: dict[str, Any], in_place: bool) -> Tensor:
@@ -93,7 +92,7 @@ class Overwriting(torch.autograd.Function):
 
 
 def _alike(g: Tensor, x: Tensor) -> bool:
-    """True if each entry of g has memory of its own, in the order of x."""
+    """True if g is dense and has the layout of x."""
     dense = g.is_contiguous() or (g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last))
     return dense and g.shape == x.shape and g.stride() == x.stride() and g.dtype == x.dtype
 
@@ -103,10 +102,10 @@ _PIECES: Any = Pieces._backward_cls
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation of data alone; a large activation function as one that overwrites.
+    """Run an operation that reads no parameter; a large activation function becomes `Overwriting`.
 
     Args:
-        func, args, kwargs: the operation, and what it is called with.
+        func, args, kwargs: the operation and its arguments.
     """
     activation = ACTIVATIONS.get(func)
     if activation is None:
@@ -137,7 +136,7 @@ def _applies(x: Any) -> bool:
 
 @contextmanager
 def from_losses() -> Iterator[None]:
-    """In here backward passes start at the losses whose graph was looked at, in this thread."""
+    """Context in which this thread's backward passes start at the losses that `note_alone` was called for."""
     _passes.running = True
     try:
         yield
@@ -147,7 +146,7 @@ def from_losses() -> Iterator[None]:
 
 @contextmanager
 def of_any_size() -> Iterator[None]:
-    """In here small activations are treated as large ones, so that what is verified is what runs."""
+    """Context that treats small activations as large ones, so that verification runs the same code as training."""
     before = _least.set(0)
     try:
         yield
@@ -158,18 +157,15 @@ def of_any_size() -> Iterator[None]:
 PRODUCTS = {"Convolution", "MkldnnConvolution", "Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "Mul"}
 NORMS = {"NativeGroupNorm", "NativeLayerNorm", "NativeBatchNorm"}
 ANEW = {f"{name}Backward0" for name in PRODUCTS | NORMS | {"MaxPool2DWithIndices", "AvgPool2D"}}
-"""torch's nodes that make the gradient of each input anew, in memory that nobody else has.
-
-A number ends their names alone: the node of a custom function has none, whatever that is called.
-"""
+"""Names of torch's nodes that allocate fresh input gradients. A custom function's node has no number in its name."""
 MOVES = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Unsqueeze", "Squeeze", "Permute"}
 VIEWS = {f"{name}Backward{number}" for name in MOVES for number in range(3)}
-"""Its nodes that hand on a view of the gradient that they are handed."""
+"""Names of torch's nodes that pass on a view of their incoming gradient."""
 
 
 @functools.cache
 def makes_anew(kind: Any) -> bool:
-    """Whether nodes of this type make the gradients that they hand on anew.
+    """True if nodes of this type allocate fresh input gradients.
 
     Args:
         kind: the type of a node.
@@ -179,7 +175,7 @@ def makes_anew(kind: Any) -> bool:
 
 @functools.cache
 def is_followed(kind: Any) -> bool:
-    """Whether it matters of nodes of this type what hands them their gradient.
+    """True if `note_alone` must know the sources of gradients for nodes of this type.
 
     Args:
         kind: the type of a node.
@@ -191,7 +187,7 @@ def note_alone(leads: dict[Any, list[Any]]) -> None:
     """Mark nodes that exclusively own their incoming gradient.
 
     Args:
-        leads: of each node that is followed, the nodes that hand it its gradient.
+        leads: for each node that `is_followed`, the nodes that pass it a gradient.
     """
 
     def alone(node: Any) -> bool:
@@ -201,5 +197,5 @@ def note_alone(leads: dict[Any, list[Any]]) -> None:
     for node in leads:
         if type(node) is _NODE:
             output = node.output()
-            hooked = output is not None and bool(output._backward_hooks)  # which may keep what they are handed
+            hooked = output is not None and bool(output._backward_hooks)  # hooks may keep their gradient
             node.alone = not hooked and alone(node)
