@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""The Triton programs behind `clipping.accel`, which alone imports this module: it needs Triton.
+"""Triton programs of `clipping.accel.cuda`. Importing this module requires Triton.
 
-Each program reduces one tile to a number, or four, and writes them to a place of its own: no atomic operation, so that
-the same tensors give the same bits. The tiles of a sample are added up afterwards, by one sum of torch's. Positions are
-multiplied by strides in 64 bits: a batch may have more than 2³¹ entries. What is outside a tensor is read as zero.
+Each program reduces one tile to one or four numbers and writes them to its own place. There are no atomic operations,
+so the same tensors give the same bits. torch then sums the tiles of a sample. Offsets are 64-bit integers, as a batch
+may have more than 2³¹ entries. Reads outside a tensor give zero.
 """
 
 import triton
@@ -31,14 +31,12 @@ def gram(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Over a block of positions t and one of positions s: Σ (a_t · a_s)(g_t · g_s), and over t = s what a reach is made
-    of: out [n · pairs, 4].
-    """
+    """Σ (a_t · a_s)(g_t · g_s) over a block of positions t and one of s, and the reach over t = s: [n · pairs, 4]."""
     sample, first, second = _pair(positions, BLOCK_T)
     a += sample * a_sample
     g += sample * g_sample
     out += tl.program_id(0).to(tl.int64) * 4
-    dtype = g.dtype.element_ty  # under autocast a may be wider than what was multiplied
+    dtype = g.dtype.element_ty  # under autocast a may be wider than the dtype it was multiplied in
     if first == second:
         of_a = _products(
             a, first, first, positions, inputs, a_position, a_input, dtype, True, BLOCK_T, BLOCK_K, PRECISION, WIDEN
@@ -77,9 +75,7 @@ def embedding_gram(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Over a block of positions t and one of positions s: Σ [id_t = id_s] (g_t · g_s), and over t = s what a reach is
-    made of: out [n · pairs, 4].
-    """
+    """Σ [id_t = id_s] (g_t · g_s) over blocks of positions t and s, and the reach over t = s: [n · pairs, 4]."""
     sample, first, second = _pair(positions, BLOCK_T)
     ids += sample * ids_sample
     g += sample * g_sample
@@ -88,7 +84,7 @@ def embedding_gram(
     columns = (second * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     row_ids = tl.load(ids + rows * ids_position, mask=rows < positions, other=0)
     column_ids = tl.load(ids + columns * ids_position, mask=columns < positions, other=0)
-    same = row_ids[:, None] == column_ids[None, :]  # so are ids read outside to some, but their products are zero
+    same = row_ids[:, None] == column_ids[None, :]  # ids read outside may match, but their products are zero
     dtype = g.dtype.element_ty
     if first == second:
         of_g = _products(
@@ -127,8 +123,9 @@ def instantiated(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Σ (Σ_t g_tp a_td)² over a tile of (p, d), or what a reach is made of over a block of positions, which are the
-    first programs of a sample: out [n · (blocks + tiles), 4].
+    """Σ (Σ_t g_tp a_td)² over a tile of (p, d), or the reach over a block of positions: out [n · (blocks + tiles), 4].
+
+    The first programs of a sample compute the reach.
     """
     blocks = tl.cdiv(positions, ROWS)
     tiles_d = tl.cdiv(inputs, BLOCK_D)
@@ -180,7 +177,7 @@ def rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """What a reach is made of, over a block of positions: out [n · blocks, 4], of which the first is 0."""
+    """The reach over a block of positions: out [n · blocks, 4], with a first column of 0."""
     blocks = tl.cdiv(positions, ROWS)
     sample = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * ROWS
@@ -204,7 +201,7 @@ def _squares(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """‖x_t‖² of the positions from `first` on, of so many features at a time: [ROWS]."""
+    """‖x_t‖² of the positions from `first` on, summed over COLUMNS features at a time: [ROWS]."""
     t = first + tl.arange(0, ROWS)
     at = x + t.to(tl.int64)[:, None] * x_position
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -225,8 +222,9 @@ def _diagonal(x, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _store_reach(out, of_a, of_g, of_inputs, of_outputs):
-    """Σ_t ‖a_t‖ ‖g_t‖, Σ_t ‖a_t‖ · of_inputs + ‖g_t‖ · of_outputs and Σ_t ‖a_t‖² ‖g_t‖², of the squares ‖a_t‖² and
-    ‖g_t‖²: to out[1:4].
+    """Store Σ_t ‖a_t‖ ‖g_t‖, Σ_t ‖a_t‖ · of_inputs + ‖g_t‖ · of_outputs and Σ_t ‖a_t‖² ‖g_t‖² in out[1:4].
+
+    of_a and of_g are the squares ‖a_t‖² and ‖g_t‖².
     """
     a_norms, g_norms = tl.sqrt(of_a), tl.sqrt(of_g)
     tl.store(out + 1, tl.sum(a_norms * g_norms))
@@ -236,7 +234,7 @@ def _store_reach(out, of_a, of_g, of_inputs, of_outputs):
 
 @triton.jit
 def _store_alone(out, found):
-    """A squared norm, and no part of a reach: to out[0:4]."""
+    """Store a squared norm and zeros for the reach in out[0:4]."""
     tl.store(out, found)
     for i in tl.static_range(1, 4):
         tl.store(out + i, 0.0)
@@ -278,7 +276,7 @@ def convolution(
 ):
     """Σ (Σ_t g_tp patch_td)² over a tile of (p, d) of one group, d = (kernel row, kernel column, channel).
 
-    `channels` and `outputs` are those of a group: out [n · groups · tiles]. The patches are read where they lie in x.
+    `channels` and `outputs` are those of one group: out [n · groups · tiles]. Patches are read from x directly.
     """
     inputs = channels * KERNEL_H * KERNEL_W
     positions = out_height * out_width
@@ -320,10 +318,10 @@ def convolution(
 
 @triton.jit
 def _pair(positions, BLOCK_T: tl.constexpr):
-    """This program's sample and its two blocks of positions, of which the first is not before the second.
+    """This program's sample and its two blocks of positions, the first not before the second.
 
-    Each pair once: the other triangle of the matrix is the same. The triangle of B rows is a rectangle of B columns
-    where B is odd, else of B + 1: below its own diagonal lie, turned around, the rows that are left.
+    Each pair occurs once, as the matrix is symmetric. The triangle of B rows is folded into a rectangle of B columns
+    if B is odd, else of B + 1: the remaining rows, reversed, fill the space below its diagonal.
     """
     blocks = tl.cdiv(positions, BLOCK_T)
     pairs = blocks * (blocks + 1) // 2
@@ -353,8 +351,9 @@ def _products(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """x_t · x_s for positions t of the first block and s of the second: [BLOCK_T, BLOCK_T], float32. If they are the
-    `SAME`, it is loaded once.
+    """x_t · x_s for positions t of the first block and s of the second, [BLOCK_T, BLOCK_T], float32.
+
+    If they are the `SAME` block, it is loaded once.
     """
     total = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     rows = (first * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -375,8 +374,10 @@ def _products(
 
 @triton.jit
 def _dot(x, y, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """total + x @ y, accumulated in float32. The products of bfloat16 are exact in float32: to widen changes nothing
-    (for the interpreter, whose product of matrices reads the bits of a bfloat16 as an integer).
+    """total + x @ y, accumulated in float32.
+
+    Triton's interpreter reads a bfloat16 operand as an integer, so it widens. This changes nothing, as products of
+    bfloat16 are exact in float32.
     """
     if WIDEN:
         return tl.dot(x.to(tl.float32), y.to(tl.float32), total, input_precision=PRECISION)
@@ -385,4 +386,4 @@ def _dot(x, y, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 
 INTERPRETED = not isinstance(gram, triton.JITFunction)
-"""TRITON_INTERPRET=1 was set before Triton was imported (its own functions are then the interpreter's as well)."""
+"""True if TRITON_INTERPRET=1 was set before Triton was imported, so that its own functions are interpreted as well."""

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""The Triton programs behind `clipping.accel.fused` and `convolution_gram`; the former alone imports this: it needs
-Triton.
+"""Triton programs of `clipping.accel.fused` and `convolution_gram`. Importing this module requires Triton.
 
-A program writes to a place of its own: no atomic operation, so that the same tensors give the same bits. What lies
-outside of a tensor is read as zero. Squares are clamped at 0 before their root is taken: a Gram matrix's diagonal may
-be a rounding below.
+Each program writes to its own place. There are no atomic operations, so the same tensors give the same bits. Reads
+outside a tensor give zero. Diagonals of Gram matrices are clamped at 0 before the square root, as rounding may make
+them negative.
 """
 
 import triton
@@ -37,14 +36,14 @@ def shifted(
     PHASES_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Over a block of positions t and one of positions u: Σ A_tu G_tu, and over t = u what a reach is made of.
+    """Σ A_tu G_tu over a block of positions t and one of u, and the reach over t = u.
 
-    A is Σ over the kernel's offsets of shifts of x [n, phases, pixels, pixels], G is g [n, positions, positions]:
-    out [n · pairs, 4], of which the last three are Σ_t √A_tt √G_tt, Σ_t √G_tt · of_outputs + √A_tt · of_inputs and
+    A sums shifts of x [n, phases, pixels, pixels] over the kernel's offsets; G is g [n, positions, positions]. The
+    columns of out [n · pairs, 4] are this sum, Σ_t √A_tt √G_tt, Σ_t √G_tt · of_outputs + √A_tt · of_inputs and
     Σ_t A_tt G_tt.
     """
     blocks = tl.cdiv(positions, BLOCK)
-    distances = blocks // 2 + 1  # half of the pairs of blocks, as in `programs._pair`
+    distances = blocks // 2 + 1  # the cyclic distance of any two blocks is at most blocks // 2
     sample = (tl.program_id(0) // (blocks * distances)).to(tl.int64)
     pair = tl.program_id(0) % (blocks * distances)
     first = pair // distances
@@ -81,8 +80,8 @@ def shifted(
 
 @triton.jit
 def _read(k, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, PHASES: tl.constexpr):
-    """Which phase offset k of the kernel reads, and how far from a position there."""
-    at = k * DILATION - PADDING + STRIDE * PADDING  # not negative: a remainder is what it is in Python
+    """The phase that offset k of the kernel reads, and the distance from the position within it."""
+    at = k * DILATION - PADDING + STRIDE * PADDING  # not negative, so that the remainder is Python's
     phase = at % STRIDE if PHASES > 1 else 0
     return phase, at // STRIDE - PADDING
 
@@ -122,10 +121,10 @@ def convolution_gram(
     BLOCK_K: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Over a block of positions t and one of positions u: Σ A_tu G_tu, and over t = u what a reach is made of.
+    """Σ A_tu G_tu over a block of positions t and one of u, and the reach over t = u.
 
-    A and G are the inner products of patches, and those of the output's gradient, of one sample and group; `channels`
-    and `outputs` are those of a group: out [n · groups · tiles, 4], as in `shifted`. ALONE: there is one block.
+    A and G are the inner products of patches and of gradient rows, of one sample and group. `channels` and `outputs`
+    are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is True if there is one block.
     """
     positions = out_height * out_width
     blocks = tl.cdiv(positions, BLOCK)
@@ -134,7 +133,7 @@ def convolution_gram(
     sample = (tl.program_id(0) // tiles // groups).to(tl.int64)
     x += sample * x_sample + group * channels * x_channel
     g += sample * g_sample + group * outputs * g_channel
-    # the triangle's rows of i + 1 and of the others' tiles stand beside one another: a rectangle
+    # a long and a short row of the triangle together fill one line of a rectangle
     odd = blocks % 2
     columns = blocks + 1 - odd
     line = tl.program_id(0) % tiles // columns
@@ -144,10 +143,10 @@ def convolution_gram(
     second = tl.where(at <= last, at, at - last - 1)
     t = first * BLOCK + tl.arange(0, BLOCK)
     u = second * BLOCK + tl.arange(0, BLOCK)
-    # what lies outside of the output is read outside of the image, as zero
+    # positions beyond the output are read outside the image, as zero
     t_row, t_column = tl.where(t < positions, t // out_width, out_height), t % out_width
     u_row, u_column = tl.where(u < positions, u // out_width, out_height), u % out_width
-    dtype = g.dtype.element_ty  # under autocast x may be wider than what was multiplied
+    dtype = g.dtype.element_ty  # under autocast x may be wider than the dtype it was multiplied in
     of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
     for start in range(0, outputs, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -217,8 +216,8 @@ def weighted_patches(
 ):
     """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d) of a portion of `each` samples: out [n / each, p, d].
 
-    d is (channel, kernel row, kernel column) there, and tiles have the channel last. The factor scales products of the
-    operands as they are, in float32.
+    In out, d is (channel, kernel row, kernel column); tiles have the channel last. The factor scales float32 sums of
+    unscaled operands.
     """
     inputs = channels * KERNEL_H * KERNEL_W
     positions = out_height * out_width
@@ -256,7 +255,7 @@ def weighted_patches(
 
 @triton.jit
 def _pixels(x, rows, columns, height, width, k, channels, x_row, x_column, x_channel):
-    """Pixels of an image [channels, height, width] in some channels k, zero outside of it: [len(rows), len(k)]."""
+    """Pixels of an image [channels, height, width] in channels k, zero outside the image: [len(rows), len(k)]."""
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
     at = rows.to(tl.int64) * x_row + columns.to(tl.int64) * x_column
     there = inside[:, None] & (k < channels)[None, :]
@@ -265,7 +264,7 @@ def _pixels(x, rows, columns, height, width, k, channels, x_row, x_column, x_cha
 
 @triton.jit
 def turned(x, out, norms, channels, pixels, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Over a block of pixels of a sample: x [n, channels, pixels] to out [n, pixels, channels]; norms [n, pixels]."""
+    """Transpose a block of pixels of x [n, channels, pixels] to out [n, pixels, channels]; write norms [n, pixels]."""
     blocks = tl.cdiv(pixels, BLOCK_N)
     sample = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -308,11 +307,10 @@ def reach(
     DILATION_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Over a block of positions: Σ_t a_t g_t, Σ_t g_t · of_outputs + a_t · of_inputs and Σ_t a_t² g_t².
+    """Σ_t a_t g_t, Σ_t g_t · of_outputs + a_t · of_inputs and Σ_t a_t² g_t² over a block of positions: [n · blocks, 3].
 
-    out is [n · blocks, 3].
-    x are the norms of pixels [n, rows, columns], of which a_t² adds up the squares that position t reads; g [n,
-    positions] are norms of rows.
+    x [n, rows, columns] holds norms of pixels, and a_t² sums the squares of those that position t reads. g
+    [n, positions] holds norms of rows.
     """
     blocks = tl.cdiv(positions, BLOCK)
     sample = (tl.program_id(0) // blocks).to(tl.int64)
@@ -358,8 +356,9 @@ def added(parts, rest, out, entries, COUNT: tl.constexpr, RESTS: tl.constexpr, B
 
 @triton.jit
 def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Over a block of positions t of one sample, for a block of features: Σ_t g (x - mean) rstd and Σ_t g, out [n ·
-    blocks, 2, features]. All are contiguous: x and g [n, positions, features], mean and rstd [n, positions].
+    """Σ_t g (x - mean) rstd and Σ_t g over a block of positions and of features: out [n · blocks, 2, features].
+
+    All are contiguous: x and g [n, positions, features], mean and rstd [n, positions].
     """
     columns = tl.cdiv(features, BLOCK_N)
     blocks = tl.cdiv(positions, BLOCK_T)
@@ -401,9 +400,10 @@ def weighted(
     BLOCK_P: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Over a tile of (p, d), of the `each` samples i of one portion: Σ_i c_i Σ_t g_itp a_itd, out [portions, outputs,
-    inputs]. a and g have features last. A block of positions is of one sample: its sum, exact products added up in
-    float32, is multiplied by the factor in registers.
+    """Σ_i c_i Σ_t g_itp a_itd over a tile of (p, d), for the `each` samples i of one portion.
+
+    out is [portions, outputs, inputs]; a and g have contiguous features. A block of positions belongs to one sample.
+    Its products are exact, its sum is float32, and the factor scales the sum in registers.
     """
     tiles_d = tl.cdiv(inputs, BLOCK_D)
     tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
