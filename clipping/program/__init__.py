@@ -1,1 +1,1 @@
-"""A step as one program: captured, traced, compared, and then only run."""
+"""Capture and trace the private step as a graph, compare it with the eager step, and run it."""

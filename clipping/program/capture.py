@@ -1,9 +1,8 @@
-"""What a caller's Python does with a batch becomes a graph of torch's operations, with guards: TorchDynamo's work.
+"""Capture the caller's forward pass and loss as a guarded graph of torch's operations, with TorchDynamo.
 
-The guards hold all that the graph depends on and does not read: numbers and modules in Python, closures, buffers and
-parameters that are put in others' places, hooks, modes, dtypes, shapes. Where one fails, the code is captured anew.
-Parameters, buffers and the batch are arguments of the graph, and what Python changes (a counter, a buffer that is bound
-anew) is changed by Dynamo after the graph has run.
+Parameters, buffers and the batch are arguments of the graph. Guards check everything else that it depends on: Python
+numbers and modules, closures, replaced buffers and parameters, hooks, modes, dtypes, shapes. If a guard fails, the code
+is captured again. Dynamo applies Python side effects (a counter, a reassigned buffer) after the graph has run.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Captured:
     """A graph that Dynamo has captured.
 
     Attributes:
-        graph: of torch's functions: arguments -> outputs. The losses are among these, and what Python is to change.
-        losses: which of the outputs are the losses.
-        notes: the owner's.
+        graph: torch functions: arguments -> outputs, which include the losses and new values for Python variables.
+        losses: index of the losses among the outputs.
+        notes: free for the owner's use.
     """
 
     graph: GraphModule
@@ -47,20 +46,20 @@ Instead = Callable[[Captured, Sequence[Any]], Sequence[Any]]
 
 
 class NotCaptured(Exception):
-    """Dynamo cannot capture the code whole, in words."""
+    """Raised if Dynamo cannot capture the code as one graph; the message says why."""
 
 
 class TooMany(Exception):
-    """Another graph is needed, and there are as many as are kept."""
+    """Raised if another graph is needed beyond the limit."""
 
 
 class Capture:
-    """A function (inputs, targets) -> losses that runs `instead` where its graph would.
+    """A function (inputs, targets) -> losses that runs `instead` in place of its graph.
 
     Args:
-        losses_of: what is captured.
+        losses_of: function to capture.
         instead: (captured, arguments) -> outputs, in place of the graph.
-        most: graphs at most.
+        most: maximum number of graphs.
     """
 
     def __init__(self, losses_of: LossesOf, instead: Instead, most: int) -> None:
@@ -73,31 +72,31 @@ class Capture:
             accumulated_recompile_limit=1024,
             skip_nnmodule_hook_guards=False,
             allow_rnn=True,
-            use_numpy_random_stream=True,  # else NumPy's random functions become torch's, of another stream
+            use_numpy_random_stream=True,  # else torch's random functions, with another stream, replace NumPy's
         )
         self._instead = instead
         self._checkpoint = torch.ops.higher_order.tag_activation_checkpoint
         marked = dynamo.allow_in_graph(_marked)
 
         def losses(inputs: Any, targets: Any) -> Tensor:
-            if not torch.compiler.is_dynamo_compiling():  # before anything of the caller's has run
+            if not torch.compiler.is_dynamo_compiling():  # before any of the caller's code has run
                 raise NotCaptured("torch.compile is disabled, or its stance is eager")
             found: Tensor = marked(losses_of(inputs, targets))
             return found
 
-        # Dynamo keeps graphs by code object, and would count those of other captures among this one's
+        # Dynamo stores graphs by code object: without an own one it would count other captures' graphs, too
         own: Any = types.FunctionType(losses.__code__.replace(), losses.__globals__, closure=losses.__closure__)
         self._losses = torch.compile(own, backend=self._captured, fullgraph=True, dynamic=False)
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
-        """ℓ [B], as `instead` gave them.
+        """Return the losses ℓ [B] that `instead` computed.
 
         Args:
             inputs, targets: the batch.
 
         Raises:
-            NotCaptured: the code has no graph.
-            TooMany: a further graph is needed. The graphs that are kept still run.
+            NotCaptured: the code cannot be captured.
+            TooMany: another graph is needed. Existing graphs still run.
         """
         with ExitStack() as stack:
             stack.enter_context(_capturing)
@@ -106,14 +105,14 @@ class Capture:
                 return self._losses(inputs, targets)
             except self._full as error:
                 raise TooMany from error
-            except self._failed as error:  # in `_captured`
+            except self._failed as error:  # raised in `_captured`
                 raise NotCaptured(str(error.inner_exception)) from error
             except self._errors as error:
                 raise NotCaptured(_first_line(error)) from error
 
     def _captured(self, graph: GraphModule, example: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         sources = (getattr(node.meta.get("grapharg"), "source", None) for node in graph.graph.nodes)
-        if any(isinstance(source, self._drawn) for source in sources):  # drawn even where the graph does not run then
+        if any(isinstance(source, self._drawn) for source in sources):  # Dynamo draws even if the graph does not run
             raise NotCaptured(DRAWS)
         for node in graph.graph.nodes:
             if node.target is self._checkpoint and _SELECTIVE not in getattr(graph, node.args[0].target).meta:
@@ -126,11 +125,11 @@ class Capture:
 
 
 _SELECTIVE = "_checkpoint_context_fn"
-"""In the meta of a checkpointed part: it keeps some of what it computes."""
+"""In the meta of a checkpointed part that keeps some of its activations."""
 
 
 class _Capturing:
-    """Whether code runs, or is traced, for a graph of its own."""
+    """Records whether a `Capture` is running or tracing code."""
 
     now = False
 
@@ -145,21 +144,21 @@ _capturing = _Capturing()
 
 
 def is_captured() -> bool:
-    """Is this call part of a step that runs as a graph? Hooks that record a model's forward pass do nothing then."""
+    """True within a step that runs as a graph. Hooks that record a model's forward pass do nothing then."""
     return _capturing.now
 
 
 def computed_again(part: GraphModule, *args: Any) -> Any:
-    """A checkpointed part of a captured graph, which a traced step computes again, too.
+    """Run a checkpointed part of a captured graph so that a traced step recomputes it, too.
 
-    torch's own operator keeps everything while it is traced.
+    torch's own operator keeps all activations while it is traced.
 
     Args:
-        part: what is checkpointed.
+        part: the checkpointed graph.
         args: its arguments.
 
     Raises:
-        NotCaptured: it draws random numbers while it is traced, and would draw others when it is computed again.
+        NotCaptured: it draws random numbers while it is traced; recomputing it would draw others.
     """
     mode = get_proxy_mode()
     if mode is None:
@@ -174,7 +173,7 @@ def computed_again(part: GraphModule, *args: Any) -> Any:
 
 
 def _marked(losses: Tensor) -> Tensor:
-    """The losses, for their output to be found by."""
+    """Return the losses by a call that marks their output in the graph."""
     return losses.view_as(losses)
 
 

@@ -1,4 +1,4 @@
-"""A function of tensors as a CUDA graph: its kernels are launched by one call."""
+"""Record a function of tensors as a CUDA graph, which launches all its kernels by one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 WARM = 3
-"""Runs before it is recorded, in which libraries choose their kernels and allocate their workspaces."""
+"""Runs before recording, in which libraries choose their kernels and allocate their workspaces."""
 
 
 class Pool:
@@ -39,17 +39,16 @@ class Pool:
 
 
 class Replayed:
-    """(tensors) -> new tensors, as `step` gives.
+    """`step` as a CUDA graph: (tensors) -> new tensors.
 
-    Parameters and buffers are read, and written to, where they lie. The batch is copied to memory of the graph's own,
-    and so is, once it has been given at another address, a buffer that is bound anew in each step. Random numbers
-    advance as they do without a graph.
+    The graph reads and writes parameters and buffers in place. It copies the batch to its own memory, and likewise a
+    buffer whose address has changed between calls. Random numbers advance as they do without a graph.
 
     Args:
-        step: reads nothing back from the device.
-        given: its arguments, on one CUDA device; their numbers change as in a few steps.
-        moving: the places of those that are another tensor in each call.
-        pool: where its activations and outputs lie; a call copies the outputs before another graph may overwrite them.
+        step: a function that reads nothing back from the device.
+        given: its arguments, on one CUDA device; recording runs the step several times, which may change them.
+        moving: indices of the arguments that are another tensor in each call.
+        pool: memory of activations and outputs; each call copies the outputs before another graph may overwrite them.
     """
 
     def __init__(

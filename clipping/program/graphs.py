@@ -1,24 +1,24 @@
-"""The whole step as one program: captured with guards, traced once, compared, and run in the way that is fastest here.
+"""Run the whole step as one graph: capture it with guards, trace it once, compare it, and take the fastest way.
 
-    captured   what the caller's Python does is a graph of torch's functions (`clipping.program.capture`), made anew
-               where a guard of it fails, or what this library decides is another: the threshold, or the batch size
-    traced     the private step of that graph decides by shapes alone. So it runs once on fake tensors, which have no
-               numbers, under `make_fx`, which writes down all operations: forward pass, gradients of activations,
-               norms, factors and weighted sums, without autograd, without hooks, kernels in it (`clipping.accel`)
+    captured   forward pass and loss are a graph of torch's functions (`clipping.program.capture`), captured again if a
+               guard fails or a decision of this library changes: the threshold, or the batch size
+    traced     the private step of that graph depends on shapes only. So it runs once on fake tensors under `make_fx`,
+               which records all operations: forward pass, gradients of activations, norms, factors and weighted sums,
+               with the kernels of `clipping.accel`, without autograd and hooks
 
-A step is some thousand operations, and between them the Python of autograd and of the tape, which is most of what a
-small model pays, or any on a GPU. What is traced runs in one of these ways:
+A step has about a thousand operations. The Python of autograd and of the tape between them takes most of the time of a
+small model, or of any model on a GPU. A graph runs in one of these ways:
 
     eager      the step as the caller wrote it
-    traced     the graph's operations, one after the other: the same ones, and so the same bits, but where a library
-               lays a result out in another way than a fake tensor has it (attention: the last bit of a product)
-    replayed   these as a CUDA graph: one launch
-    compiled   the graph by TorchInductor, which fuses what is between products; equal to rounding; on a GPU replayed
+    traced     the graph's operations one by one: the same bits, unless a library's result has another layout than the
+               fake tensor's (attention: the last bit of a product)
+    replayed   these operations as a CUDA graph: one launch
+    compiled   the graph by TorchInductor, which fuses operations between products; equal to rounding; replayed on a GPU
 
-Each is compared with the eager step and timed when the graph is new, and the fastest is taken: on a CPU Inductor makes
-a ViT faster, and a ResNet slower, ordinary training's as well as ours. Each step reads parameters, buffers and the
-random numbers of dropout. Only the caller's Python may change where TorchDynamo has no guard: in a program's second
-step, and in one of 200 later ones, that Python runs, too, and its losses are compared.
+A new graph is compared with the eager step and timed in each way, and the fastest is taken: on a CPU Inductor makes a
+ViT faster and a ResNet slower, also without privacy. Each step reads parameters, buffers and the random numbers of
+dropout. The caller's Python may depend on things that TorchDynamo does not guard. So it also runs in a graph's second
+step and in one of 200 later ones, and its losses are compared.
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ from clipping.program.step import Batch, Graph, StepOf, Way, no_graph, places_of
 
 _LOG = logging.getLogger(__name__)
 Compile = bool | Literal["auto"] | None
-"""True: refuse what is no program. "auto": run it eagerly. None: "auto" on a CUDA device, else False."""
+"""True: refuse a step that has no graph. "auto": run it eagerly. None: "auto" on a CUDA device, else False."""
 GLOBAL_HOOKS = (
     modules._global_forward_hooks,
     modules._global_forward_pre_hooks,
     modules._global_backward_hooks,
     modules._global_backward_pre_hooks,
 )
-"""Of all modules: Dynamo's guards leave them out, and functions of a module's class."""
+"""Hooks of all modules, which Dynamo does not guard."""
 BEFORE, MOST = 2, 12
-"""Eager steps before a graph, in which routes are planned and timed; and graphs in all."""
+"""Eager steps before a graph, in which routes are planned and timed; and most graphs."""
 RATE = 1 / 200
-"""Share of a program's steps, besides its second one, in which the caller's code computes the losses, too."""
+"""Share of a graph's steps, besides its second one, in which the caller's code also computes the losses."""
 
 
 class _AsItIs(Exception):
-    """The step is to run as the caller wrote it."""
+    """Raised to run the step as the caller wrote it."""
 
 
 class Graphs:
-    """The programs of one model and one loss.
+    """The graphs of one model and one loss.
 
     Args:
         name: of the backend.
         losses_of: (inputs, targets) -> ℓ [B]: forward pass and loss, as the caller wrote them.
-        step: what is made of the losses.
-        moving: what a step of the model's writes to.
-        version: told when what `step` decides may have changed: graphs are traced anew.
+        step: computes the clipped gradient from the losses.
+        moving: state that a forward pass of the model changes.
+        version: returns another value if decisions of `step` may have changed; graphs are then traced again.
         timing: take the fastest way; else `replayed` on a CUDA device and `traced` on a CPU, so that results do not
-            depend on how long anything took.
-        strict: refuse what is no graph; else it runs eagerly, and nothing is compiled on a CPU, which takes a minute.
+            depend on timings.
+        strict: refuse a step that has no graph; else run it eagerly, and do not compile on a CPU, which takes a minute.
 
     Attributes:
-        steps: that ran as graphs.
-        is_new: the last step was of code that was captured for it.
+        steps: number of steps that ran as graphs.
+        is_new: True if the last step captured new code.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Graphs:
         self._captures = 0
         self._graphs: list[Graph] = []
         self._resumed: dict[str, Way] = {}
-        self._why = ""  # steps run eagerly
+        self._why = ""  # why steps run eagerly
         self._told = False
         self._pool = Pool()
         self._random, self._was_used = random.Random(0), False
@@ -116,31 +116,31 @@ class Graphs:
         return next((graph.way for graph in reversed(self._graphs)), "eager")
 
     def settle(self) -> dict[str, str]:
-        """Which way each graph takes, for `resume`; from now on nothing is timed."""
+        """Return each graph's way, for `resume`, and stop timing."""
         self._timing = False
         return {**self._resumed, **{graph.kind: graph.way for graph in self._graphs}}
 
     def resume(self, settled: Mapping[str, Any]) -> None:
-        """Take the ways of those that were settled.
+        """Adopt settled ways, such as those of a checkpoint.
 
         Args:
-            settled: what `settle` gave.
+            settled: result of `settle`.
         """
         self._timing, self._resumed, self._capture = False, dict(settled), None
         self._graphs.clear()
 
     def __call__(self, batch: Batch) -> ClippedGradient | None:
-        """Σ_i c_i g_i of a batch; None: run the step as the caller wrote it, nothing has run yet.
+        """Return Σ_i c_i g_i of a batch, or None if the caller must run the step eagerly (nothing has run yet).
 
         Args:
             batch: of at least one sample.
 
         Raises:
-            UnsupportedModel: if strict, the step is no graph: it decides by numbers in tensors, for one.
-            WrongGradient: what was traced is not the step.
+            UnsupportedModel: if strict, the step has no graph, for example because it branches on a tensor's values.
+            WrongGradient: the traced step computes another gradient.
         """
         self.is_new, self._found, self._batch = False, None, batch
-        if self._why or torch._C._len_torch_dispatch_stack():  # Dynamo captures nothing beneath a dispatch mode
+        if self._why or torch._C._len_torch_dispatch_stack():  # Dynamo captures nothing under a dispatch mode
             return None
         unguarded = self._read_unguarded()
         if self._capture is None or unguarded != self._unguarded:
@@ -170,7 +170,7 @@ class Graphs:
         if isinstance(error, UnsupportedModel):
             raise error
         with torch.no_grad(), self._moving.repeated(Draws()):
-            self._losses_of(batch.inputs, batch.targets)  # raises what the model itself raises
+            self._losses_of(batch.inputs, batch.targets)  # raises the model's own error, if any
         raise no_graph(self._name, "it cannot be captured", error) from error
 
     def _tell(self) -> None:
@@ -184,11 +184,11 @@ class Graphs:
         self._told = True
 
     def _read_unguarded(self, *, again: bool = False) -> object:
-        """What TorchDynamo has no guard for: functions of the modules' classes, and hooks of all modules."""
+        """Read the state that TorchDynamo does not guard: functions of the modules' classes, and global hooks."""
         return self._moving.functions(again=again), tuple(map(tuple, GLOBAL_HOOKS))
 
     def _instead(self, captured: Captured, given: Sequence[Any]) -> Sequence[Any]:
-        """The private step in place of the captured graph; the outputs of that."""
+        """Run the private step in place of the captured graph, and return that graph's outputs."""
         assert self._batch is not None
         self.is_new = not captured.notes
         if self.is_new:

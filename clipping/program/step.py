@@ -1,6 +1,6 @@
-"""The step of one captured graph: traced once, compared with the eager step, and run in the way that is fastest.
+"""Trace the step of one captured graph, compare it with the eager step, and run it in the fastest way.
 
-Gradients are of the parameters that the graph reads; `clipping.program.graphs` says which ways there are.
+`clipping.program.graphs` describes the ways.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from clipping.program.cuda_graph import Pool, Replayed
 
 _LOG = logging.getLogger(__name__)
 TURNS = 5
-"""Of the timing."""
+"""Rounds of timing."""
 SUMS = 61
-"""A prime, so that no sum is over a dimension, along which a gradient may cancel."""
+"""Stride of the sums in `_sketched`: a prime, so that none runs along a dimension, where a gradient may cancel."""
 REMEDY = "compile=False"
 
 Way = Literal["eager", "traced", "replayed", "compiled"]
 StepOf = Callable[[Callable[[], Tensor], Parameters, Sequence[Tensor], int], ClippedGradient]
-"""A step: of what gives the losses [B], the trainable parameters by name, the tensors of the batch, and B."""
+"""(function that returns the losses [B], trainable parameters by name, tensors of the batch, B) -> result."""
 Run = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is of.
+    """The arguments of a step.
 
     Attributes:
-        parameters: the trainable ones by name.
+        parameters: trainable parameters by name.
         inputs, targets: of B samples.
         size: B.
     """
@@ -66,22 +66,22 @@ class Graph:
 
     Args:
         name, step, moving, losses_of: as for `Graphs`.
-        captured: forward pass and loss.
-        given: its arguments.
-        batch: which is among these, as parameters are.
-        version: what this library has decided, and `places_of` the parameters.
+        captured: graph of forward pass and loss.
+        given: its arguments, which include the batch and the parameters.
+        batch: the batch.
+        version: decisions of this library, and `places_of` the parameters.
         pool: device memory of its CUDA graphs, shared with other graphs.
 
     Attributes:
-        kind: the same for the same step in another process.
-        way: how it is run.
-        shapes: of the batch, in words.
+        kind: a hash, equal for the same step in another process.
+        way: how the step runs.
+        shapes: of the batch, as text.
         device: of the batch.
     """
 
     way: Way = "traced"
     steps = 0
-    """Number of steps that it has run."""
+    """Number of steps run so far."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Graph:
         at = {id(x): i for i, x in enumerate(given)}
         tensors = list(tensors_of((batch.inputs, batch.targets)))
         self._own = {name: at[id(p)] for name, p in batch.parameters.items() if id(p) in at}
-        self._parameters = batch.parameters  # all of them: per-layer clipping also counts layers without a gradient
+        self._parameters = batch.parameters  # all, as per-layer clipping also counts layers without a gradient
         self._data = [at[id(x)] for x in tensors if id(x) in at]
         self.shapes = "; ".join(" x ".join(map(str, x.shape)) or "()" for x in tensors)
         self.device = tensors[0].device
@@ -116,11 +116,11 @@ class Graph:
         self._step: Run = self._traced(given)
 
     def __call__(self, given: Sequence[Tensor], parameters: Parameters) -> tuple[ClippedGradient, Sequence[Tensor]]:
-        """The step, and the outputs of the captured graph.
+        """Run the step; return its result and the outputs of the captured graph.
 
         Args:
             given: arguments of the captured graph.
-            parameters: the trainable ones by name; gradients of those that are not read are 0.
+            parameters: trainable parameters by name; unused ones get a gradient of 0.
         """
         with torch.no_grad(), without_autocast(self.device):
             outputs, norms, grads = self._parted(self._step(*(x.detach() for x in given)))
@@ -129,12 +129,14 @@ class Graph:
         return ClippedGradient(with_zeros(found, parameters), norms, outputs[self._captured.losses]), outputs
 
     def take_fastest(self, ways: Iterable[Way], given: Sequence[Tensor], parameters: Parameters) -> None:
-        """Compare with the eager step those of `ways` that can be had, and take the fastest.
+        """Compare each available way with the eager step, and take the fastest.
+
+        The state of the random number generators and buffers is restored.
 
         Args:
             ways: at least one.
-            given: arguments of the captured graph. Random numbers are not used up, and buffers stay as they are.
-            parameters: the trainable ones by name.
+            given: arguments of the captured graph.
+            parameters: trainable parameters by name.
         """
         draws, traced, steps = Draws(), self._step, dict[Way, Run]()
 
@@ -162,7 +164,7 @@ class Graph:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             else:
                 steps[way] = self._step
-        if not steps:  # what a checkpoint was made with, or without timing would be taken, cannot be had here
+        if not steps:  # the only way is not available here
             self._step = steps["traced"] = traced
             with self._repeated(given, draws):
                 self._compare(self._first_time(by_graph), expected, given)
@@ -182,7 +184,7 @@ class Graph:
 
     @contextmanager
     def _repeated(self, given: Sequence[Tensor], draws: Draws) -> Iterator[None]:
-        """What runs inside has the random numbers that came after `draws`, and leaves model and `given` as they are."""
+        """Context that starts from the random state `draws`, and restores the model and `given` afterwards."""
         free = [x for x in given if not isinstance(x, nn.Parameter) and not x.is_inference()]
         kept = [(x, x.detach().clone(), x._version) for x in free]
         with self._moving.repeated(draws):
@@ -192,14 +194,14 @@ class Graph:
                 put_back(kept)
 
     def require_same_losses(self, given: Sequence[Tensor], batch: Batch) -> None:
-        """Compare the graph's losses with those of the caller's code, run once more.
+        """Compare the graph's losses with those of the caller's code, which runs once more.
 
-        TorchDynamo computes some things once (`random.shuffle`), does not guard others (a generator's next item, an
-        environment variable), and code may ask whether it is compiled.
+        TorchDynamo computes some things once (`random.shuffle`) and does not guard others (a generator's next item, an
+        environment variable). Code may also check whether it is being compiled.
 
         Args:
             given: arguments of the captured graph.
-            batch: the same, as the caller has it.
+            batch: the caller's batch.
 
         Raises:
             UnsupportedModel: they differ, or the code draws random numbers outside torch.
@@ -212,19 +214,19 @@ class Graph:
         with self._repeated(given, draws):
             found = self._captured.graph(*given)[self._captured.losses].detach()
         limit = of_other_kernels(expected, coarsest([expected, *given], TOLERANCE))
-        finite = bool(expected.isfinite().all())  # what is no number is refused by others
+        finite = bool(expected.isfinite().all())  # other checks reject NaN and infinity
         if finite and not torch.allclose(found, expected, rtol=0, atol=limit * float(expected.abs().max())):
             error = NotCaptured("its losses are not the captured graph's: they depend on what TorchDynamo cannot guard")
             raise no_graph(self._name, "it cannot be captured", error)
 
     def _parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        """Of what a traced step gives: outputs of the captured graph, norms, gradients."""
+        """Split a traced step's results into the captured graph's outputs, norms and gradients."""
         grads = len(tensors) - len(self._own)
         outputs = grads - self._has_norms
         return list(tensors[:outputs]), tensors[outputs] if self._has_norms else None, list(tensors[grads:])
 
     def _eager(self, given: Sequence[Tensor]) -> tuple[ClippedGradient, list[Tensor]]:
-        """The step of the captured graph under the tape, and the outputs of the graph."""
+        """Run the captured graph's step under the tape; return its result and the graph's outputs."""
         outputs: list[Tensor] = []
 
         def losses() -> Tensor:
@@ -243,16 +245,16 @@ class Graph:
             raise no_graph(self._name, "what was traced does not run", error) from error
 
     def _compare(self, found: ClippedGradient, expected: ClippedGradient, given: Sequence[Tensor]) -> None:
-        """Of two that are `_sketched`."""
+        """Raise WrongGradient if two `_sketched` results differ."""
         if not all(bool(x.isfinite().all()) for x in (expected.losses, *expected.grads.values())):
-            return  # of what is not a number nothing can be told, and others refuse it
+            return  # NaN and infinity cannot be compared; other checks reject them
         dtypes = {x.dtype for x in (expected.losses, *given) if x.is_floating_point()}
         limit, agreement = limit_of(dtypes), compare(found, expected)
         if not agreement.within(limit):
             raise WrongGradient(f"{self._name}, as a graph ({REMEDY} runs it without),", agreement, limit)
 
     def _traced(self, given: Sequence[Tensor]) -> GraphModule:
-        """The graph: arguments of the captured one -> its outputs, norms, gradients."""
+        """Trace the step: arguments of the captured graph -> its outputs, norms, gradients."""
 
         def step(*tensors: Tensor) -> list[Tensor]:
             found, outputs = self._eager(tensors)
@@ -261,7 +263,7 @@ class Graph:
             outputs = [x.detach() for x in outputs]
             return [*outputs, *norms, *(found.grads[name] for name in self._own)]
 
-        # gradients on a CUDA device are computed in another thread, which no tracer follows
+        # autograd uses another thread for a CUDA device, which a tracer does not follow
         in_one_thread = torch.autograd.set_multithreading_enabled(False)
         try:
             with torch.enable_grad(), in_one_thread, tracing(), self._repeated(given, Draws()):
@@ -272,7 +274,7 @@ class Graph:
         except Exception as error:
             raise no_graph(self._name, "something in it depends on more than shapes", error) from error
         for node in graph.graph.nodes:
-            if node.target is torch.ops.aten.view.default:  # of a layout that is another one on this device
+            if node.target is torch.ops.aten.view.default:  # the layout may differ on this device
                 node.target = torch.ops.aten.reshape.default
         graph.graph.eliminate_dead_code()
         graph.graph.set_codegen(CodeGen())
@@ -280,13 +282,13 @@ class Graph:
         return graph
 
     def _made(self, way: Way, given: Sequence[Tensor], draws: Draws) -> Run:
-        """The traced step by TorchInductor, or as a CUDA graph, or both."""
+        """Compile the traced step by TorchInductor, or record it as a CUDA graph, or both."""
         step, given = self._step, [x.detach() for x in given]
         try:
             with torch.no_grad(), without_autocast(self.device):
                 if way == "compiled":
                     inductor: Any = importlib.import_module("torch._inductor")  # takes a second
-                    # dropout draws what it draws in an eager step
+                    # dropout must draw the same numbers as in an eager step
                     step = inductor.compile(step, given, options={"fallback_random": True})
                 if self.device.type != "cuda":
                     return step
@@ -297,7 +299,7 @@ class Graph:
 
 
 def places_of(parameters: Parameters, given: Sequence[Any]) -> tuple[int | None, ...]:
-    """Where each parameter is among the arguments of a captured graph: a list of layers may be in another order.
+    """Index of each parameter among a captured graph's arguments; it changes if a list of layers is reordered.
 
     Args:
         parameters: by name.
@@ -308,19 +310,19 @@ def places_of(parameters: Parameters, given: Sequence[Any]) -> tuple[int | None,
 
 
 def no_graph(name: str, why: str, error: Exception) -> UnsupportedModel:
-    """The refusal of a step that is no graph.
+    """Return the error for a step that has no graph.
 
     Args:
         name: of the backend.
         why: in words.
-        error: that says more.
+        error: the cause.
     """
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return UnsupportedModel(name, [Problem("model", f"its step is no graph, for {why}: {said}", REMEDY)])
 
 
 def _sketched(of: ClippedGradient) -> ClippedGradient:
-    """The same with sums of each gradient, of every 61st entry: two whole ones are never in memory at once."""
+    """Replace each gradient by 61 sums of every 61st entry, so that two whole gradients are never in memory at once."""
 
     def sums(gradient: Tensor) -> Tensor:
         flat = gradient.flatten()
