@@ -30,13 +30,13 @@ TURNS = 9
 """Rounds of timing both libraries. One disturbed moment must not send every product to the slower one."""
 
 ALIGNED, PADDED = 8, 16
-"""Entries of a row. Half precision is loaded fast where rows begin at multiples of 16 bytes, by Triton of 32."""
+"""Entries of a row: half precision loads fast if rows begin at multiples of 16 bytes (32 bytes for Triton)."""
 OTHERS, PADS_FROM = 128, 2**30
-"""Rows of the other operand, and multiplications, from which on padding pays."""
+"""Least rows of the other operand, and least multiplications, for padding to pay."""
 
 
 def on_gpu(x: Tensor) -> bool:
-    """True for a tensor of a CUDA device, or of none ("meta"), which stands for one where a step is counted.
+    """True for a tensor on a CUDA device, or on "meta", which stands for CUDA when a step's operations are counted.
 
     Args:
         x: an operand.
@@ -45,12 +45,12 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def padding(shape: Sequence[int], dtype: torch.dtype, others: int) -> int:
-    """Entries to add to each row of an operand of a product on a GPU, so that it is fast; 0 if that does not pay.
+    """Entries to add to each row of an operand so that a product on a GPU is fast; 0 if that does not pay.
 
-    By sizes alone. A product of K·M·N multiplications whose rows of M half-precision entries start anywhere ran at a
-    fifth of the speed of aligned ones on an H200 (GPT-2's head, M = 50,257: 4.27 ms for 0.91): it takes 1.1e-14 s more
-    a multiplication. Copying takes 4·K·M bytes, 1.3e-12 s·K·M. So it pays where N is above 128, and the product so
-    large that what it saves exceeds a launch: a head of ten classes for images is too small.
+    The choice depends on sizes only. Take a product of K·M·N multiplications with unaligned rows of M half-precision
+    entries. On an H200 it ran at a fifth of the aligned speed (GPT-2's head, M = 50,257: 4.27 ms instead of 0.91): a
+    multiplication took 1.1e-14 s more. Copying moves 4·K·M bytes in 1.3e-12 s·K·M. So padding pays if N is above 128
+    and the product is large enough to save more than a launch; an image model's head of ten classes is not.
 
     Args:
         shape, dtype: [*, M], of the operand.
@@ -78,7 +78,7 @@ def aligned(x: Tensor, others: int) -> Tensor:
 
 
 def products(x: Tensor, y: Tensor) -> Tensor:
-    """x_i y_iᵀ for each i: [n, M, K] and [n, N, K] to [n, M, N]. Any strides; x is best contiguous.
+    """x_i y_iᵀ for each i: [n, M, N]. Any strides are allowed; a contiguous x is fastest.
 
     Half precision is multiplied exactly and accumulated in float32. float32 never uses TF32.
 
@@ -104,7 +104,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """xᵀ y: [K, M] and [K, N] to [M, N], or a batch of such. One operand is float32, the other may be half precision.
+    """xᵀ y, or a batch of such products: [M, N] or [n, M, N]. One operand is float32, the other may be half precision.
 
     With one bfloat16 operand on CUDA, the other is split into two bfloat16 halves, so that tensor cores can multiply.
 
@@ -135,7 +135,7 @@ def _halves(x: Tensor) -> list[Tensor]:
 
 @contextmanager
 def full_precision(*, convolutions: bool = False) -> Iterator[None]:
-    """Context in which float32 products on CUDA do not use TF32, whatever the caller allows.
+    """Context in which float32 products on CUDA do not use TF32, even if the caller allows it.
 
     Args:
         convolutions: also for convolutions.
@@ -216,8 +216,8 @@ def _ratio(run: Callable[[], object], other: Callable[[], object]) -> float:
 def _onednn(x: Tensor, y: Tensor) -> Tensor:
     """x yᵀ, by the operation of a compiled model's linear layers; the result may be a transposed view.
 
-    It copies a non-contiguous first operand, so the smaller one goes first. The second operand must be dense: for a
-    part of a matrix a far slower reference implementation would run.
+    It copies a non-contiguous first operand, so the smaller one goes first. The second operand must be dense, as a far
+    slower reference implementation would otherwise run.
     """
     if not x.is_contiguous() and y.shape[0] * (x.shape[0] + x.shape[1]) < x.numel():
         return _onednn(y, x).t()

@@ -1,15 +1,14 @@
-"""Rules: the per-sample gradient that one use of one parameter contributes.
+"""Rules: compute the per-sample gradient that one use of one parameter contributes.
 
-Every parameter enters an operation in one of a few ways, and each has a `Rule`. The forward pass makes the rule, which
-keeps what it needs of the operation's input. In the backward pass it receives the gradient g of the operation's output.
+A `Rule` describes one way in which parameters enter operations. The forward pass creates the rule, which keeps the
+input that it needs. In the backward pass the rule receives the gradient g of the operation's output.
 Layouts: B samples first; T positions, d inputs, p outputs per group, as in arXiv:2205.10683 §4.
 
     instantiate    the per-sample gradient itself, [B, *shape]:          time 2BTpd,       space Bpd
     ghost          its squared norm from two Gram matrices, [B]:         time 2BT²(p + d), space 2BT²
 
-Each may have several *ways* to compute it, all exact; the fastest depends on shape and device. A `Route` states the
-choice. Both process the batch in blocks of samples of at most `Rule.workspace` bytes (or of one sample, if it needs
-more).
+Each may have several *ways*, all exact; the fastest depends on shape and device. A `Route` states the choice. Both
+process the batch in blocks of at most `Rule.workspace` bytes, or of one sample if it needs more.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
 from clipping.numerics.squares import sum_of_squares
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
-"""Bytes that one norm, or a copy for a sum, may always use besides the operation's own input and output gradient. They
-fit a CPU's caches, and keep a GPU busy, which may use more (`SHARE`)."""
+"""Bytes that one norm, or a copy for a sum, may always use besides the operation's input and output gradient. They fit
+a CPU's caches and keep a GPU busy. A GPU may use more (`SHARE`)."""
 SHARE = 128
-"""The share of a GPU's memory that is always available: blocks of 64 MiB are a thousand launches in a large batch."""
+"""A norm may also use 1/128 of a GPU's memory; blocks of 64 MiB would take a thousand launches in a large batch."""
 
 
 @functools.cache
@@ -54,7 +53,7 @@ class Route:
 
     Attributes:
         ghost: True for Gram matrices, False for the instantiated gradient.
-        way: one of the rule's ways; "" for the one that its formulas prefer.
+        way: one of the rule's ways; "" for the one with the lowest predicted time.
         block: samples at a time; 0 for as many as the workspace holds.
         kept: keep the instantiated gradients until the factors are known, instead of the input and output gradient.
     """
@@ -90,23 +89,23 @@ class Work(NamedTuple):
 
 RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12), "cuda, half": (2.8e14, 2e12)}
 """Rough multiplications and bytes a second of each kind of device. Only ratios matter, and timings override them.
-In half precision those of an H200's `bmm` into float32."""
+Half precision: `bmm` into float32 on an H200."""
 
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
 """Ways of `clipping.accel` for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""
 COMPILED = "compiled"
 """The way of `clipping.accel.cpu`, also by Gram tiles."""
 KERNELS = (GRAM_KERNEL, NORM_KERNEL, COMPILED)
-"""Ways that not every machine has. The first step uses them only if nothing will ever be timed."""
+"""Ways that some machines lack. The first step uses them only if nothing will be timed."""
 
 
 Gradient = tuple[Any, ...]
-"""(parameter or None, class of the rule, further arguments): a rule not made yet. It keeps no more of the forward pass
-alive than the rule will."""
+"""(parameter or None, class of the rule, further arguments): a rule to create later. It keeps no more of the forward
+pass alive than the rule will."""
 
 
 def made(gradient: Gradient) -> Rule:
-    """Make the rule.
+    """Create the rule.
 
     Args:
         gradient: (parameter, class of the rule, further arguments).
@@ -159,25 +158,26 @@ class Rule(ABC):
 
     Methods take:
         g, samples: the output's gradient, [B·fold, ...] (or its `Spec`), and a slice of the batch.
-        way, block: one of `ghosts` or `instantiations`; samples at once. "" and 0 are the formulas' choice.
+        way, block: one of `ghosts` or `instantiations`, and samples at once; "" and 0 choose by predicted time.
         other, other_g, others: other uses, and their outputs' gradients.
-        route, factors, ghost, kept: the chosen route; c [B]; by Gram matrices; kept gradients form the sum.
+        route, factors: the chosen route, and c [B].
+        ghost, kept: True for Gram matrices; True if kept gradients form the sum.
         fold, count: rows for each sample; number of samples.
-        slower: how much slower than libraries a way multiplies.
+        slower: factor by which a way multiplies more slowly than libraries.
     """
 
     ghosts: tuple[str, ...] = ()
-    """Ways to compute the norm without the gradient in memory, mostly by Gram matrices; may be empty."""
+    """Ways to compute the norm without storing the gradient, mostly by Gram matrices; may be empty."""
     instantiations: tuple[str, ...] = ("direct",)
     """Ways to form the per-sample gradient."""
     is_fallback = False
     aligned = False
-    """True if the tensor has one row for each row of the output, which uses it."""
+    """True if each row of the output uses its own row of the tensor."""
     library = ""  # library of the product Σ_i c_i g_i on CUDA, which may round its operands: cublas, cudnn or none
     fold = 1
     """Output rows for each sample: more than one where windows or tokens were folded into the batch."""
     share: Any = None
-    """Called if only the gradient of the operation's input is needed, if the operation can use that."""
+    """Told if only the gradient of the operation's input is needed; None if the operation cannot use that."""
 
     def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
         self.parameter = parameter
@@ -192,15 +192,15 @@ class Rule(ABC):
         return Regrouped(self, fold)
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
-        """Inner products [B] of two uses' per-sample gradients of the same parameter, or None without a short way."""
+        """Inner products [B] of two uses' per-sample gradients of one parameter, or None without a fast way."""
         return None
 
     def reach(self, g: Tensor) -> Reach | None:
-        """Size of the terms that the gradient sums (`numerics.rounding_bounds`); None if unknown."""
+        """Size of the terms in the gradient's sum (`numerics.rounding_bounds`); None if unknown."""
         return None
 
     def features(self, route: Route) -> int:
-        """Length of the longest rows multiplied in a Gram matrix by this route."""
+        """Length of the longest rows that this route multiplies in a Gram matrix."""
         return max(self.inputs, self.outputs)
 
     def _reach_of_rows(self, g: Tensor, of_block: Callable[[slice], Reach], size: int) -> Reach:
@@ -213,9 +213,9 @@ class Rule(ABC):
         return id(self)
 
     def squared_norms(self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()) -> Tensor:
-        """‖per-sample gradient‖² [B], float32 or wider; rounding may make it slightly negative by Gram matrices.
+        """‖per-sample gradient‖² [B], float32 or wider; with Gram matrices rounding may make it slightly negative.
 
-        With `others`, its companions and their output gradients, the sum of all their squared norms.
+        With `others` (companions and their output gradients), return the sum of all squared norms.
         """
         way = route.way or self.best_way(g, ghost=route.ghost)
 
@@ -242,7 +242,7 @@ class Rule(ABC):
         return added(weighted, self.blocks(g, way))
 
     def instantiate_all(self, g: Tensor, route: Route) -> Tensor:
-        """Per-sample gradients [B, *shape], by the way and in the blocks of the route if it instantiates them."""
+        """Per-sample gradients [B, *shape], in the way and blocks of the route if it instantiates them."""
         way = "" if route.ghost else route.way
         several = self.blocks(g, way, route.block) if way else [slice(0, self.samples(g))]
         return concatenated(lambda samples: self.instantiate(g, samples, way), several)
@@ -252,7 +252,7 @@ class Rule(ABC):
         return None
 
     def padded(self, g: Tensor) -> Tensor:
-        """Return the output's gradient in the layout that norm and sum read fastest: g, or one copy for both."""
+        """Return the output's gradient in the fastest layout for norm and sum: g, or one copy for both."""
         return g
 
     def shapes(self) -> tuple[object, ...]:
@@ -260,7 +260,7 @@ class Rule(ABC):
         return tuple(self.parameter.shape), self.positions, self.inputs, self.outputs, self.groups
 
     def offer_kernels(self, *ways: str) -> None:
-        """Add Triton's kernels as ways of the norm, where they run: they write neither Gram matrices nor gradients."""
+        """Add Triton's kernels as ways of the norm, if supported; they store neither Gram matrices nor gradients."""
         if kernels.cuda.supported(self.parameter):
             self.ghosts = (*self.ghosts, *ways)
 
@@ -287,7 +287,7 @@ class Rule(ABC):
         return blocks(self.samples(g), 1, available)
 
     def workspace(self, g: Tensor | Spec) -> int:
-        """Bytes that a norm may use: a quarter of the output's gradient or more, so that block counts stay bounded."""
+        """Bytes that a norm may use: at least a quarter of the output's gradient, which bounds the number of blocks."""
         return max(self.room(), g.numel() * g.element_size() // 4)
 
     def room(self) -> int:
@@ -323,7 +323,7 @@ class Rule(ABC):
         return min(bytes_, self.workspace(g)) if way in self.ghosts else bytes_  # large Gram matrices use blocks
 
     def best_way(self, g: Tensor | Spec, *, ghost: bool) -> str:
-        """Return the way that the formulas prefer; kernels must be timed first."""
+        """Return the way with the lowest predicted time; kernels must be timed first."""
         ways = [way for way in (self.ghosts if ghost else self.instantiations) if way not in KERNELS]
         return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self.seconds(g, way))
 

@@ -1,10 +1,10 @@
-"""Convolutions in one, two and three dimensions, with stride, padding, dilation and groups.
+"""Rules of convolutions in one, two and three dimensions, with stride, padding, dilation and groups.
 
-With the patches of the padded input, A [B, groups, T, d], where T = ∏ output size and d = C/groups · ∏ kernel size, a
-convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d]. (arXiv:2205.10683, equation 2.5)
+Let A [B, groups, T, d] be the patches of the padded input, with T = ∏ output size and d = C/groups · ∏ kernel size.
+Then a convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d] (arXiv:2205.10683, equation 2.5).
 
-The per-sample gradient needs no patches: with the batch folded into the groups, the library's kernel for the weight
-gradient of a convolution returns one gradient for each sample. (Rochette et al. 2019, arXiv:1912.06015)
+The per-sample gradient needs no patches. With the batch folded into the groups, the library's kernel for a
+convolution's weight gradient returns one gradient for each sample (Rochette et al. 2019, arXiv:1912.06015).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from clipping.rules.pixel_gram import (
 from clipping.rules.weight import Bilinear
 
 BUSY = 2**23
-"""Entries of portions that a GPU sums together: 512 tiles of 128 by 128, a few for each processor."""
+"""Least entries of all portions together that keep a GPU busy: 512 tiles of 128 by 128, a few for each processor."""
 MOST_PIXELS = 1024
 """Most pixels of an image for the compiled way; each thread holds the whole Gram matrix of one sample's pixels."""
 
@@ -55,7 +55,7 @@ class ConvolutionWeight(Bilinear):
         output_size: spatial size of the output.
         stride, padding, dilation: one number a spatial dimension.
         groups: as in torch.nn.Conv2d.
-        share: called with the node of the convolution, if the node listens.
+        share: `chunked_conv.Share` of the convolution's node, or None.
     """
 
     ghosts: tuple[str, ...] = ("pixels", "patches")
@@ -108,7 +108,7 @@ class ConvolutionWeight(Bilinear):
         return self._weight_gradient(folded_x, folded_g, count).view(count, *self.parameter.shape)
 
     def _by_shifts(self, x: Tensor, g: Tensor) -> Tensor:
-        """Depthwise, [b, C, 1, *kernel]: for each kernel offset the sum of g · x where both exist."""
+        """Depthwise gradients [b, C, 1, *kernel]: for each kernel offset, sum g · x where both exist."""
         found = g.new_zeros(*g.shape[:2], 1, *self.kernel)
         for remainders, offsets in phases(self._geometry()):
             phase = every(x, remainders, self.stride)
@@ -126,7 +126,7 @@ class ConvolutionWeight(Bilinear):
         return found
 
     def _by_pairs(self, x: Tensor, g: Tensor) -> Tensor:
-        """Depthwise, for small images: all products g_t x_n, then for each kernel offset the sum of its pairs."""
+        """Depthwise gradients for small images: form all products g_t x_n, then sum the pairs of each kernel offset."""
         pixels = x[0, 0].numel()
         each = torch.eye(pixels, dtype=x.dtype, device=x.device).view(pixels, 1, *x.shape[2:])
         # [n, offset, t]: 1 where t reads n
@@ -135,7 +135,7 @@ class ConvolutionWeight(Bilinear):
         return (products.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)).view(*g.shape[:2], 1, *self.kernel)
 
     def reach(self, g: Tensor) -> Reach:
-        """Reach from norms of pixels; the squared norm of a patch is their sum over the kernel's offsets."""
+        """Reach from norms of pixels; a patch's squared norm sums their squares over the kernel's offsets."""
 
         def of_block(samples: slice) -> Reach:
             x, of = self.operands(g, samples)
@@ -195,7 +195,7 @@ class ConvolutionWeight(Bilinear):
         return fits and len(self.kernel) <= 2 and kernels.fused.runs(self.parameter) and g.dtype in kernels.cuda.DTYPES
 
     def _turns(self, g: Tensor | Spec) -> bool:
-        """True if GPU kernels get copies with channels last: else they read each entry alone, and several times."""
+        """True if GPU kernels get copies with channels last; otherwise they would read single entries several times."""
         if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1 or self.groups > 1:
             return False
         known = [y for y in (self.x, g) if isinstance(y, Tensor)]  # a gradient may not exist yet
@@ -231,7 +231,7 @@ class ConvolutionWeight(Bilinear):
         return ours and kernels.fused.runs(self.parameter)
 
     def _kernel_portions(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Samples in a portion, of which there are enough to keep a GPU busy, and samples at once."""
+        """Samples in a portion, few enough for many portions to keep a GPU busy, and samples at once."""
         most = min(self._most(g), max(1, self.samples(g) * self.parameter.numel() // BUSY))
         copied = sum(self._each(g)) if self._turns(g) else 1
         return most, max(1, self.room() // copied)
@@ -240,7 +240,7 @@ class ConvolutionWeight(Bilinear):
         return self.gradients(x, g, 1)[0]
 
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
-        """Fold portions into the groups: sample i is in portion i mod `count`, so that this is a view."""
+        """Fold portions into the groups. Sample i goes to portion i mod `count`, so that this is a view."""
         x, g = (y.to(wide_dtype(y.dtype)) for y in (x, g))
         if count > 1:
             x, g = (y.reshape(len(y) // count, count * y.shape[1], *y.shape[2:]) for y in (x, g))
@@ -259,7 +259,7 @@ class ConvolutionWeight(Bilinear):
         return x if x.dtype == g.dtype else x.to(g.dtype), g
 
     def _weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
-        """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times the groups."""
+        """The library's weight gradient [fold · outputs, ...] of a convolution with `fold` times as many groups."""
         weight = self.parameter
         if fold == 1 and self._by_rows(len(g)):
             a, g = (y.transpose(1, 2).flatten(0, 1) for y in self._positions(x, g))
@@ -281,7 +281,7 @@ class ConvolutionWeight(Bilinear):
         )[1]
 
     def _by_rows(self, samples: int) -> bool:
-        """True for few pixels and a large weight, which a CPU's library would copy to another layout."""
+        """True for few pixels and a large weight, which the CPU library would copy to another layout."""
         few = samples * self.positions * (self.inputs + self.outputs) <= self.inputs * self.outputs
         return few and self.parameter.device.type == "cpu" and self._reads_one_pixel()
 

@@ -1,4 +1,4 @@
-"""Linear layers y = a Wᵀ + b: W [p, d], a [B, *, d], y [B, *, p]; dimensions between are positions."""
+"""Rules of linear layers y = a Wᵀ + b: W [p, d], a [B, *, d], y [B, *, p]; the middle dimensions are positions."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ class LinearWeight(Bilinear):
         return squares, [Reach.of_columns(of) for of in reaches.unbind(1)]
 
     def _finds_reach(self, g: Tensor, way: str) -> bool:
-        """True of every kernel, and on a GPU where one sample's whole Gram matrices fit the workspace."""
+        """True for kernels, and on a GPU if one sample's Gram matrices fit the workspace."""
         return way != "gram" or (kernels.fused.runs(self.a, g) and self.work(g, way).workspace <= self.workspace(g))
 
     def _with_reach(
         self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Squared norms [b], those of companions added, and for each use the columns of its reach [b, uses, k]."""
+        """Squared norms [b], summed over companions, and the columns of each use's reach [b, uses, k]."""
         uses = [(self, g), *((rule, h) for rule, h in others if isinstance(rule, LinearWeight))]
         lost = [of_lost(h.dtype, rule.inputs, rule.outputs) for rule, h in uses]
         a, gradients = self._together_with(others, g, samples)
@@ -106,14 +106,14 @@ class LinearWeight(Bilinear):
         if not self._weighs(g):
             return super().weighted(g, factors)
         a, of = self.operands(g, slice(0, self.samples(g)))
-        if not kernels.fused.weighs(a, of):  # rows that are parts of others
+        if not kernels.fused.weighs(a, of):  # e.g. rows are slices of longer rows
             return super().weighted(g, factors)
         a, of = (of, a) if self.transposed else (a, of)
         parts = kernels.fused.weighted(a, of, factors.to(torch.float32), self._portion(g))
         return self._sliced(kernels.fused.added(parts) if len(parts) > 1 else parts[0])
 
     def _weighs(self, g: Tensor | Spec) -> bool:
-        """Whether a kernel multiplies by the factors: of half precision, of sizes whose rows are or will be aligned."""
+        """True if a kernel applies the factors: in half precision, with rows that are aligned or will be padded."""
         rows, sizes = self.samples(g) * self.positions, (self.inputs, self.outputs)
         aligned = all(
             size % PADDED == 0 or padding((rows, size), g.dtype, other)
@@ -165,9 +165,9 @@ class LinearWeight(Bilinear):
         return a, [g, *(rule.operands(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight))]
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """a [b, T, d] and g [b, T, p], of g's dtype; under autocast the layer's own input may be wider.
+        """a [b, T, d] and g [b, T, p] in g's dtype, which under autocast may be narrower than the input's.
 
-        With zeros at the end of their rows where these make products faster (`products.padding`).
+        Rows are padded with zeros if that makes products faster (`products.padding`).
         """
         rows = self.rows(samples)
         a, g = part(self.a, rows), self.padded(part(g, rows))
@@ -180,11 +180,11 @@ class LinearWeight(Bilinear):
 
 
 def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Tensor:
-    """<gᵀa, hᵀb> = Σ_{t,s} (a_t · b_s)(g_t · h_s): a [n, T, d], g [n, T, p], b [n, S, d], h [n, S, p] to [n].
+    """<gᵀa, hᵀb> = Σ_{t,s} (a_t · b_s)(g_t · h_s) of each sample, [n].
 
     Args:
-        a, g: input and output gradient of one use.
-        b, h: those of the other use.
+        a, g: input [n, T, d] and output gradient [n, T, p] of one use.
+        b, h: input [n, S, d] and output gradient [n, S, p] of the other use.
         available: bytes that Gram matrices may take.
     """
     a, g, b, h = (x.to(g.dtype) for x in (a, g, b, h))
@@ -217,9 +217,9 @@ def matmul(input: Tensor, other: Tensor) -> tuple[Tensor, Sequence[Gradient]]:
 
 
 def _as_multiplied(x: Tensor) -> Tensor:
-    """Cast as autocast on CUDA does before the product: norm and sum then read what autograd holds.
+    """On CUDA, cast x as autocast would, so that norm and sum read the copy that autograd holds.
 
-    Else each of them casts x, which is held beside what autograd holds. On a CPU layers that share an input share its
-    Gram matrix, and a product of half precision reads float32.
+    Otherwise x would be held besides that copy, and each of them would cast it. On a CPU nothing is cast: layers that
+    share an input share its Gram matrix, and half-precision products read float32.
     """
     return as_autocast(x) if x.is_cuda else x

@@ -1,8 +1,7 @@
-"""Layer, group, instance and RMS norm: y = γ x̂ + β with x̂ = (x - mean)·rstd, statistics of one sample only.
+"""Rules of layer, group, instance and RMS norm: y = γ x̂ + β with x̂ = (x - mean)·rstd, by statistics of one sample.
 
-The per-sample gradient of γ is Σ_t g x̂, that of β is Σ_t g. Group and instance norm run such that the kernel's own
-backward pass computes them. For layer norm we keep the mean and rstd of the forward kernel, so that x̂ needs no second
-normalisation.
+The per-sample gradients are Σ_t g x̂ of γ and Σ_t g of β. Group and instance norm run so that the kernel's own backward
+pass computes them. Layer norm keeps the forward kernel's mean and rstd, so that x̂ needs no second normalisation.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from clipping.rules.base import Gradient, Refused, Rule
 
 
 class _Scale(Rule):
-    """γ of a normalisation: Σ over positions of g x̂, in blocks of samples, as g x̂ is as large as the activation."""
+    """γ of a normalisation: Σ_t g x̂, in blocks of samples, as g x̂ is as large as the activation."""
 
     @abstractmethod
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
         """Return x̂ of some samples in a fresh tensor."""
 
     def sizes(self, at: slice, dtype: torch.dtype) -> Tensor:
-        """Return the size of the terms whose difference is x̂, in a fresh tensor."""
+        """Return |x| rstd + |mean| rstd, the size of the terms in x̂, in a fresh tensor."""
         return self.normalised(at, dtype)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
@@ -61,7 +60,7 @@ class LayerNormWeight(_Scale):
 
     Args:
         weight, x, mean, rstd: of the operation.
-        shift: takes the gradients of β, if a kernel forms both.
+        shift: stores the gradients of β if a kernel computes both.
     """
 
     def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, shift: _Shift) -> None:
@@ -89,7 +88,7 @@ class LayerNormWeight(_Scale):
 
 
 class RecomputedNormWeight(_Scale):
-    """γ of a normalisation whose kernel keeps no statistics: recomputes x̂ = normalise(x).
+    """γ of a normalisation without kept statistics: recompute x̂ = normalise(x).
 
     Args:
         weight: γ.
@@ -106,7 +105,7 @@ class RecomputedNormWeight(_Scale):
 
 
 def _sum_positions(x: Tensor, parameter: Tensor) -> Tensor:
-    """[b, ..., *parameter's shape] to [b, *parameter's shape]: the sum over positions, in float32 or wider."""
+    """Sum over positions in float32 or wider: [b, ..., *parameter's shape] to [b, *parameter's shape]."""
     positions = tuple(range(1, x.dim() - parameter.dim()))
     return x.sum(positions, dtype=norm_dtype(x.dtype)) if positions else x
 
@@ -125,17 +124,17 @@ def layer_norm(
 
 
 class _Shift:
-    """Per-sample gradients of β that a kernel has formed with those of γ, until they are asked for."""
+    """Holds per-sample gradients of β, which a kernel computed with those of γ, until they are requested."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, weakref.ref[Tensor], int, slice]] = []
 
     def keep(self, found: Tensor, g: Tensor, samples: slice) -> None:
-        """Keep those of some samples, of the output's gradient g as it is now."""
+        """Keep the gradients of some samples, computed from the present value of g."""
         self._kept = [(found, weakref.ref(g), g._version, samples)]
 
     def take(self, g: Tensor, samples: slice) -> Tensor | None:
-        """Those of these samples and of this g, if they are kept."""
+        """Return the gradients of these samples, if kept and g is unchanged; keep nothing afterwards."""
         kept, self._kept = self._kept, []
         return next((found for found, of, *at in kept if of() is g and at == [g._version, samples]), None)
 
@@ -168,10 +167,10 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch.nn.functional.group_norm, run as that of one sample with B·C channels in B·G groups.
+    """torch.nn.functional.group_norm, run on one sample with B·C channels in B·G groups.
 
-    The result is the same, and no slower. Each sample then has its own channels, and so its own γ and β. The kernel
-    computes their gradients anyway, which are the per-sample ones: no second pass over g and x is needed.
+    The result is the same, and it is no slower. Each sample has its own channels, and so its own γ and β. The kernel
+    computes their gradients anyway; these are the per-sample gradients, without a second pass over g and x.
     """
     batch, channels = input.shape[:2]
     scale, shift = (None if p is None else each(p, batch) for p in (weight, bias))
@@ -184,7 +183,7 @@ def group_norm(
     counts = [samples.stop - samples.start for samples in blocks(batch, num_groups, most_groups(input))]
     if len(counts) == 1:
         return normalised(input, scale, shift)
-    # split joins the portions once in its backward pass; views would each add zeros for the whole batch
+    # the backward pass of split joins the portions once; each view would allocate a gradient of the whole batch
     of_channels = [count * channels for count in counts]
     own = ([None] * len(counts) if p is None else p.split(of_channels) for p in (scale, shift))
     return torch.cat([normalised(*each) for each in zip(input.split(counts), *own, strict=True)])
@@ -232,7 +231,7 @@ def instance_norm(
 
 
 def _as_own(folded: Tensor, x: Tensor) -> Tensor:
-    """Reshape to the shape of x as a tensor that is not a view, so that a ReLU may change it in place.
+    """Reshape to the shape of x without marking the result as a view, so that a ReLU may change it in place cheaply.
 
     For in-place operations on a view, autograd copies the whole gradient. Hiding the view is safe: nothing else refers
     to `folded`, and no norm's backward pass reads its own output.

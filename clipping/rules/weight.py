@@ -1,4 +1,4 @@
-"""Rules of weights that multiply the operation's input: the clipped sum, in portions of the batch."""
+"""Base rule of weights that multiply the operation's input; it forms the clipped sum in portions of the batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from clipping.rules.base import Rule, Spec
 
 
 class Bilinear(Rule):
-    """A weight whose gradient is linear in the input and in the output's gradient; the factors scale the smaller one.
+    """A weight with a gradient that is linear in the input and in the output's gradient.
 
-    The scaled copy is as large as that tensor, and the library may make further copies. Where copies are large, the sum
-    is formed in portions of the batch, one after the other: memory peaks when a step's sums begin.
+    The clipping factors scale a copy of the smaller of the two, and the library may copy more. If copies are large, the
+    sum is formed in portions of the batch, one after the other, because memory peaks when a step's sums begin.
 
     Methods take:
         x: input of some samples, as from `operands`.
@@ -31,11 +31,11 @@ class Bilinear(Rule):
 
     @abstractmethod
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """Return input and output gradient of some samples, in g's dtype, samples first, in equally many dimensions."""
+        """Return input and output gradient of some samples in g's dtype, samples first, with equal numbers of dims."""
 
     @abstractmethod
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        """Σ_i g_i of such operands, one possibly wider; of the shape of `parameter`, in float32 or wider."""
+        """Σ_i g_i from `operands`, one possibly wider: of the parameter's shape, in float32 or wider."""
 
     @abstractmethod
     def copied(self, g: Tensor | Spec) -> int:
@@ -43,7 +43,7 @@ class Bilinear(Rule):
 
     @abstractmethod
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
-        """`gradient` of `count` equal portions, samples in any order: [count, *shape]."""
+        """`gradient` of `count` equal portions, with samples in any order: [count, *shape]."""
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         factors = factors.to(wide_dtype(g.dtype))
@@ -56,7 +56,7 @@ class Bilinear(Rule):
         return added(lambda samples: self.gradient(*self._scaled(g, factors, samples)), self._portions(g))
 
     def _scaled(self, g: Tensor, factors: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """Scale one operand. For half precision the copy is wide: rounding it would lose the digits that cancel."""
+        """Scale the smaller operand. A half-precision copy is widened, as rounding would lose digits that cancel."""
         x, g = self.operands(g, samples)
         factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
         return (x * factors, g) if x.numel() < g.numel() else (x, g * factors)
