@@ -1,4 +1,4 @@
-"""A report's figure drawn from records, and where its texts are: none on another, none beyond the edge."""
+"""Draw a report's figure from records, and check that no text overlaps another or is cut off."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from dpbench.report.data.select import read
 
 
 def draw(run, figure):
-    """(the figure's table, the figure, the texts in it with their boxes)."""
+    """Return the figure's table, the figure, and its visible texts with their boxes."""
     kind = FIGURES[figure]
     records = [record for record in read(run.path.parent) if record.kind in kind.kinds]
     left_out = LeftOut()
@@ -25,7 +25,7 @@ def draw(run, figure):
 
 
 def out_of_sight(axes):
-    """Labels of ticks beyond the ends of an axis, which are there and are not drawn."""
+    """Labels of ticks beyond the ends of an axis, which exist but are not drawn."""
     for axis, ends in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
         room = 1e-9 * (max(ends) - min(ends))
         for tick in axis.get_major_ticks():
@@ -34,7 +34,7 @@ def out_of_sight(axes):
 
 
 def assert_apart(drawn, boxes):
-    """But for marks of failures (✕), no text lies on another; none is cut off."""
+    """Assert that no text is cut off, and that none but marks of failures (✕) overlap."""
     for (text, box), (other, beside) in itertools.combinations(boxes, 2):
         apart = box.x1 <= beside.x0 + 1 or beside.x1 <= box.x0 + 1 or box.y1 <= beside.y0 + 1 or beside.y1 <= box.y0 + 1
         assert apart or "✕" in text + other, f"{text!r} lies on {other!r}"

@@ -1,7 +1,7 @@
-"""Trials of a command in this process, for tests of what a command says: none waits for a server to import torch.
+"""Run a command's trials in this process, so that tests of its output do not wait for a server to import torch.
 
-Timeouts, output and crashes belong to a process of its own: tests/process has them, and each command has a test that
-starts it as a person does.
+Timeouts, output and crashes need a separate process: tests/process covers them. Each command also has a test that
+starts it as a user does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpbench.trials import Trial
 
 @contextlib.contextmanager
 def answered_here() -> Iterator[None]:
-    """Run each trial that an `Isolation` is handed at once; however it ends becomes its answer, as in a process."""
+    """Context in which `Isolation` runs each submitted trial at once; its outcome becomes the answer."""
     found: list[Answer] = []
 
     def submit(self: Isolation, trial: Trial, until: float | None = None) -> int:

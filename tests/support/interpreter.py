@@ -1,7 +1,7 @@
-"""Triton where there is no GPU: its interpreter in a process of its own, and programs compiled for GPUs.
+"""Test Triton programs without a GPU: run them in its interpreter, in a separate process, and compile them for GPUs.
 
-Triton 3.6, which belongs to torch 2.11, reads the bound of a loop by `int` of an array of one dimension. numpy 2.5
-takes only those of none; Triton 3.7 does. So `mend` reads the bound by `item`, which means the same in all of them.
+Triton 3.6, the version for torch 2.11, reads a loop's bound by `int` of a one-dimensional array. numpy 2.5 accepts only
+zero-dimensional ones, which Triton 3.7 uses. So `mend` reads the bound by `item`, which works in all versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def results(script: str, *arguments: str, **variables: str) -> dict[str, str | None]:
-    """What a script beside this one has found: the interpreter must be chosen before Triton is imported."""
+    """Run a script of this folder in a process, as the interpreter must be chosen before Triton is imported."""
     command = [sys.executable, str(HERE / script), *arguments]
     environment = {**os.environ, **variables, "PYTHONPATH": str(HERE.parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -31,7 +31,7 @@ def results(script: str, *arguments: str, **variables: str) -> dict[str, str | N
 
 
 def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
-    """What went wrong, or None."""
+    """Return the error of a check as text, or None."""
     try:
         torch.manual_seed(0)
         check(*arguments)
@@ -41,14 +41,14 @@ def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
 
 
 def interpreted(checks: dict[str, Callable[[str], None]]) -> dict[str, str | None]:
-    """The outcome of each check on the CPU."""
+    """Run each check on the CPU and return its outcome."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "expected TRITON_INTERPRET=1"
     mend()
     return {name: outcome(check, "cpu") for name, check in checks.items()}
 
 
 def assert_in_registers(binary: Any, most: int = 255) -> None:
-    """Of a compiled program a thread has `most` registers at most, and nothing spills from them to the stack."""
+    """Assert that a compiled program uses at most `most` registers a thread and spills none to the stack."""
     import triton  # may be missing where nothing is compiled
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -61,7 +61,7 @@ def assert_in_registers(binary: Any, most: int = 255) -> None:
 
 
 def mend() -> None:
-    """Patch the interpreter, before a program first runs in it."""
+    """Patch the interpreter; call this before a program first runs in it."""
     from triton.runtime import interpreter  # may be missing if no program runs
 
     own = interpreter._patch_lang_tensor

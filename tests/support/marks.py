@@ -1,4 +1,4 @@
-"""Which of a test's parameters are `slow`, and what each is called."""
+"""Mark a test's parameters as `slow`, and name them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 
 
 def slow_unless(quick: Callable[..., bool], values: Iterable[Any]) -> list[Any]:
-    """The values, of which those that are not `quick` are `slow`; a tuple is of several arguments."""
-    given = [value if type(value) is tuple else (value,) for value in values]  # a case may be a named one
+    """Return the values as parameters, marked `slow` unless `quick`; a tuple holds several arguments."""
+    given = [value if type(value) is tuple else (value,) for value in values]  # a named tuple is one argument
     return [pytest.param(*value, marks=() if quick(*value) else pytest.mark.slow) for value in given]
 
 
 def name_of(value: Any) -> str:
-    """Of a case or a function its name; a text is one."""
+    """Name of a case or function; a string is its own name."""
     return value if isinstance(value, str) else getattr(value, "name", None) or value.__name__

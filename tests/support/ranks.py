@@ -1,4 +1,4 @@
-"""Several processes of one training, as torchrun would start them: forked by one, as importing torch takes seconds."""
+"""Start the processes of one training as torchrun would, forked from one process that has imported torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dpbench.process.linux import die_with_parent
 
 
 def ranks(folder: Path, script: Path, *words: str, processes: int = 2) -> list[Any]:
-    """What `main(folder, *words)` of the module `script` returns in each of `processes`."""
+    """Run `main(folder, *words)` of the module `script` in each process, and return the results by rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     known = {
-        # a script may import its test, and so all that a test may
+        # a script may import its test, and so everything that tests import
         "PYTHONPATH": os.pathsep.join([str(script.parent), *filter(None, sys.path)]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -36,15 +36,15 @@ def ranks(folder: Path, script: Path, *words: str, processes: int = 2) -> list[A
 
 
 def end_of_rank(found: Any, folder: str) -> NoReturn:
-    """Save what a process has found, and leave."""
+    """Save a process's result and exit."""
     torch.save(found, f"{folder}/{os.environ['RANK']}.pt")
-    torch.distributed.barrier()  # or the first to end takes its store away from the others
+    torch.distributed.barrier()  # the first process to exit would close the others' store
     torch.distributed.destroy_process_group()
-    os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
+    os._exit(0)  # skips the interpreter's shutdown, in which gloo's threads sometimes abort the process
 
 
 def fork(folder: str, name: str, *words: str) -> None:
-    """Import the module, and run its `main` in as many processes as WORLD_SIZE says."""
+    """Import the module and run its `main` in WORLD_SIZE processes."""
     module, parent, children = importlib.import_module(name), os.getpid(), []
     for rank in range(int(os.environ["WORLD_SIZE"])):
         if child := os.fork():
