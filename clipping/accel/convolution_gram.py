@@ -28,15 +28,14 @@ SIDE = 64
 def norms(x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int, lost: tuple[float, float]) -> Tensor:
     """Squared norm, Σ_t ‖a_t‖ ‖g_t‖, Σ_t (‖a_t‖ · lost[0] + ‖g_t‖ · lost[1]) and Σ_t ‖a_t‖² ‖g_t‖² of each group.
 
+    The result is [n · groups, 4] float32.
+
     Args:
         x: [n, C, *size], of any strides, in one or two dimensions; rounded to g's dtype.
         g: [n, P, *output size], of any strides.
         geometry: kernel, stride, padding and dilation of the convolution, one number a spatial dimension.
         groups: as in torch.nn.Conv2d.
         lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
-
-    Returns:
-        [n · groups, 4] float32.
     """
     x, g, options = in_two_dimensions(x, g, geometry)
     channels, outputs, positions = x.shape[1] // groups, g.shape[1] // groups, g.shape[2] * g.shape[3]

@@ -19,6 +19,11 @@ compiler that has `__builtin_shufflevector` (GCC 12 or later), `supported` retur
 
 **Exactness.** Inner products have the dtype of the tensors, at least float32; rows of tiles are summed in float64. The
 same tensors give the same bits for any number of threads.
+
+Functions take:
+    a: [n, T, d], of any strides.
+    gradients: of each layer's output, [n, T, p] with its own p, of any strides; all of one dtype.
+    lost: factors of the rows' norms (of each gradient), from `clipping.numerics.rounding_bounds.of_lost`.
 """
 
 from __future__ import annotations
@@ -60,14 +65,9 @@ def supported(*tensors: Tensor) -> bool:
 
 @operation
 def gram_norm(a: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """Σ_g Σ_{t,s} (a_t · a_s)(g_t · g_s): the sum of the squared norms of linear layers that share an input.
+    """Σ_g Σ_{t,s} (a_t · a_s)(g_t · g_s), [n]: the sum of the squared norms of linear layers that share an input.
 
-    Args:
-        a: [n, T, d], of any strides.
-        gradients: of each layer's output, [n, T, p] with its own p, of any strides; all of one dtype.
-
-    Returns:
-        [n], float32 or wider. Rounding may make the square of a vanishing gradient slightly negative.
+    It is float32 or wider. Rounding may make the square of a vanishing gradient slightly negative.
     """
     return _gram(a, gradients, ())[0]
 
@@ -76,12 +76,7 @@ def gram_norm(a: Tensor, gradients: Sequence[Tensor]) -> Tensor:
 def gram_norm_and_reach(
     a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]
 ) -> tuple[Tensor, Tensor]:
-    """`gram_norm` [n], and `row_reach` of each layer [n, layers, 2] from the diagonals of the Gram matrices.
-
-    Args:
-        a, gradients: as in `gram_norm`.
-        lost: of each gradient, from `clipping.numerics.rounding_bounds.of_lost`.
-    """
+    """`gram_norm` [n], and `row_reach` of each layer [n, layers, 2] from the diagonals of the Gram matrices."""
     return _gram(a, gradients, lost)
 
 
@@ -114,7 +109,6 @@ def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -
     Args:
         images: phases of the input (`clipping.rules.pixel_gram`); one if the stride is 1.
         g: [n, p, *output size].
-        lost: as in `row_reach`.
 
     Returns:
         [n, 3], float32 or wider: squared norms as in `gram_norm`, and the two columns of the reach.
@@ -166,15 +160,12 @@ def column_norms(x: Tensor) -> Tensor:
 
 @operation
 def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
-    """Σ_t g (x - mean) rstd: per-sample gradients of a layer norm's γ, without storing x̂.
+    """Σ_t g (x - mean) rstd: per-sample gradients [n, features] of a layer norm's γ, without storing x̂.
 
     Args:
         x, g: [n, *, *normalized], contiguous, of one dtype.
         mean, rstd: of each position, likewise.
         features: ∏ normalized.
-
-    Returns:
-        [n, features].
     """
     count = len(x)
     found = x.new_empty(count, features)
@@ -194,7 +185,6 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     Args:
         a: [n, T, d], float32 or float64.
         g: [n, T, p], of the same dtype.
-        lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
     """
     a, g = _rows(a), _rows(g)
     found = g.new_empty(len(g), 2)
@@ -217,7 +207,6 @@ def patch_reach(
         norms: [n, T], norms of the output gradient's positions, contiguous.
         geometry: kernel, stride, padding and dilation, one number a spatial dimension.
         width: size of the output's last dimension.
-        lost: as in `row_reach`.
     """
     found = norms.new_empty(len(norms), 2)
     if found.numel() and not isinstance(found, FakeTensor):

@@ -16,7 +16,7 @@ whatever torch.backends.cuda.matmul.allow_tf32 says. There are no atomic operati
 and dtype, not on timing: the same tensors give the same bits in every run and process.
 
 **Launching** does not synchronise. There is no autotuning, which would have to time kernels and could choose other
-tiles, and so other last bits, in the next run. Deep tiles require rows that begin at multiples of 32 bytes, which are
+tiles, and so other last bits, in the next run. Rows that begin at multiples of 32 bytes get deep tiles, as they are
 copied to shared memory without passing through registers. The first call with a new kind of sizes compiles on the host.
 The first call of `supported` runs one program and checks its result. If Triton cannot launch (it needs a C compiler,
 Python's headers and a writable folder), it warns, and torch's operations run instead. The default tiles spill no
@@ -24,6 +24,16 @@ registers on compute capabilities 8.0 and 9.0; `tiles` overrides them.
 
 Importing this module does not import Triton. If `supported` returns False, the formulas of `clipping.rules` are the
 exact fallback. Fake tensors of a CUDA device give fake results and allocate what a launch would.
+
+Norms raise ValueError if shapes do not fit or tensors are not `supported`.
+
+Functions take:
+    a: [n, T, d], of any strides; rounded to g's dtype, as autocast rounds it.
+    g: [n, T, p], of any strides.
+    ids: [n, T] integers, of any strides.
+    lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
+    precision: of float32 products: "tf32x3" and "tf32" are faster and not exact.
+    tiles: override the default tiles.
 """
 
 from __future__ import annotations
@@ -132,19 +142,9 @@ def trouble(device: torch.device) -> str | None:
 
 
 def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
-    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, without storing Gram matrices.
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, [n] float32, without storing Gram matrices.
 
-    Args:
-        a: [n, T, d], of any strides; rounded to g's dtype, which autocast multiplied in.
-        g: [n, T, p], of any strides.
-        precision: of float32 products: "tf32x3" and "tf32" are faster and not exact.
-        tiles: override the default tiles.
-
-    Returns:
-        [n] float32. Rounding may make the square of a vanishing gradient slightly negative.
-
-    Raises:
-        ValueError: shapes do not fit, or tensors are not `supported`.
+    Rounding may make the square of a vanishing gradient slightly negative.
     """
     return gram_norm_and_reach(a, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
 
@@ -153,12 +153,7 @@ def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Til
 def gram_norm_and_reach(
     a: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
 ) -> Tensor:
-    """`gram_norm` and `row_reach` in one pass: [n, 4] float32.
-
-    Args:
-        a, g, precision, tiles: as those of `gram_norm`.
-        lost: as of `row_reach`.
-    """
+    """`gram_norm` and `row_reach` in one pass: [n, 4] float32."""
     _check("gram_norm", a, g)
     sizes = _sizes(a, g)
     positions, inputs, outputs = sizes
@@ -169,18 +164,9 @@ def gram_norm_and_reach(
 
 
 def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
-    """Σ_{t,s} [id_t = id_s] (g_t · g_s) of each sample: ‖∂/∂W‖² of an embedding.
+    """Σ_{t,s} [id_t = id_s] (g_t · g_s) of each sample, [n] float32: ‖∂/∂W‖² of an embedding.
 
-    Args:
-        ids: [n, T] integers, of any strides.
-        g: [n, T, p], of any strides; zero where the padding row was read.
-        precision, tiles: as in `gram_norm`.
-
-    Returns:
-        [n] float32.
-
-    Raises:
-        ValueError: as `gram_norm`.
+    g must be zero where the padding row was read.
     """
     return embedding_gram_norm_and_reach(ids, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
 
@@ -189,12 +175,7 @@ def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee"
 def embedding_gram_norm_and_reach(
     ids: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
 ) -> Tensor:
-    """`embedding_gram_norm` and the reach, with rows a_t of norm 1, in one pass: [n, 4] float32.
-
-    Args:
-        ids, g, precision, tiles: as those of `embedding_gram_norm`.
-        lost: as of `row_reach`.
-    """
+    """`embedding_gram_norm` and the reach, with rows a_t of norm 1, in one pass: [n, 4] float32."""
     _check("embedding_gram_norm", g, ids=ids)
     _same("ids [n, T] and g [n, T, p]", ids.dim() == 2 and g.dim() == 3 and ids.shape == g.shape[:2], ids, g)
     _, positions, outputs = g.shape
@@ -204,13 +185,7 @@ def embedding_gram_norm_and_reach(
 
 
 def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
-    """‖Σ_t g_t a_tᵀ‖² of each sample, without storing its gradient [p, d].
-
-    Returns and raises as `gram_norm`; the result is never negative.
-
-    Args:
-        a, g, precision, tiles: as those of `gram_norm`.
-    """
+    """‖Σ_t g_t a_tᵀ‖² of each sample, [n] float32, never negative, without storing its gradient [p, d]."""
     return instantiated_norm_and_reach(a, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
 
 
@@ -218,12 +193,7 @@ def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", ti
 def instantiated_norm_and_reach(
     a: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
 ) -> Tensor:
-    """`instantiated_norm` and `row_reach` in one launch: [n, 4] float32.
-
-    Args:
-        a, g, precision, tiles: as those of `gram_norm`.
-        lost: as of `row_reach`.
-    """
+    """`instantiated_norm` and `row_reach` in one launch: [n, 4] float32."""
     _check("instantiated_norm", a, g)
     positions, inputs, outputs = _sizes(a, g)
     tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), dense=_is_dense(a, g))
@@ -243,15 +213,7 @@ def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, precision: Precision, lost
 def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     """Σ_t ‖a_t‖ ‖g_t‖, Σ_t ‖a_t‖ · lost[0] + ‖g_t‖ · lost[1] and Σ_t ‖a_t‖² ‖g_t‖² of each sample, in one pass.
 
-    Args:
-        a, g: as those of `gram_norm`.
-        lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
-
-    Returns:
-        [n, 4] float32, with a first column of 0.
-
-    Raises:
-        ValueError: as `gram_norm`.
+    The result is [n, 4] float32, with a first column of 0.
     """
     _check("row_reach", a, g)
     sizes = positions, *_ = _sizes(a, g)
@@ -310,20 +272,13 @@ def convolution_norm(
     precision: Precision = "ieee",
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """‖∂/∂W‖² of each sample for a convolution in one or two dimensions, without storing patches or gradients.
+    """‖∂/∂W‖² of each sample, [n] float32, for a convolution, without storing patches or gradients.
 
     Args:
-        x: [n, C, *size], of any strides; rounded to g's dtype.
+        x: [n, C, *size] with one or two spatial dimensions, of any strides; rounded to g's dtype.
         g: [n, P, *output size], of any strides.
         kernel, stride, padding, dilation: one number a spatial dimension; the same padding on both sides.
         groups: as in torch.nn.Conv2d.
-        precision, tiles: as in `instantiated_norm`.
-
-    Returns:
-        [n] float32.
-
-    Raises:
-        ValueError: there are three spatial dimensions, shapes do not fit, or tensors are not `supported`.
     """
     _check("convolution_norm", x, g)
     spatial = len(kernel)

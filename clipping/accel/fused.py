@@ -14,6 +14,11 @@
 `shifted_norms` reads each Gram matrix once; torch's operations would read and write it once for each side of the
 kernel. All but `added` accumulate in float32. All but `weighted` sum at most 4,096 products before torch sums their
 results.
+
+Functions take:
+    geometry: kernel, stride, padding and dilation of a convolution, two numbers each; in `reach` None for rows.
+    width: columns of the output's T positions; `reach` ignores it for rows.
+    lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
 """
 
 from __future__ import annotations
@@ -58,19 +63,13 @@ def shifted_norms(
     width: int,
     lost: tuple[float, float],
 ) -> Tensor:
-    """Squared norm, Σ_t √A_tt √G_tt, Σ_t (√A_tt · lost[0] + √G_tt · lost[1]) and Σ_t A_tt G_tt of each sample.
+    """Squared norm, Σ_t √A_tt √G_tt, Σ_t (√A_tt · lost[0] + √G_tt · lost[1]) and Σ_t A_tt G_tt: [n, 4] float32.
 
     Args:
         x: [n, ∏ phases, N, N] float32, contiguous: Gram matrices of the pixels of each phase of an image.
         g: [n, T, T] float32, contiguous: the Gram matrix of the output's gradient.
-        geometry: kernel, stride, padding and dilation of the convolution, two numbers each.
         grid: rows and columns of the N pixels.
         phases: number of phases in each dimension: the stride, or 1 if the kernel reads one phase only.
-        width: columns of the output's T positions.
-        lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
-
-    Returns:
-        [n, 4] float32.
     """
     count, positions, _ = g.shape
     block = cuda._power(positions, TILE)
@@ -89,19 +88,13 @@ def shifted_norms(
 def reach(
     x: Tensor, g: Tensor, lost: tuple[float, float], geometry: Sequence[Sequence[int]] | None = None, width: int = 0
 ) -> Tensor:
-    """Σ_t a_t g_t, Σ_t (a_t · lost[0] + g_t · lost[1]) and Σ_t a_t² g_t² of each sample.
+    """Σ_t a_t g_t, Σ_t (a_t · lost[0] + g_t · lost[1]) and Σ_t a_t² g_t² of each sample: [n, 3] float32.
 
     For a convolution, a_t² is the sum of the squared norms of the pixels that position t reads.
 
     Args:
         x: norms, float32: of an image's pixels [n, rows, columns]; or a_t of rows [n, T], or [n, 1] if all are equal.
         g: [n, T] float32: norms of rows.
-        lost: as in `shifted_norms`.
-        geometry: of a convolution, as in `shifted_norms`; None for rows.
-        width: columns of the output's T positions; ignored for rows.
-
-    Returns:
-        [n, 3] float32.
     """
     count, positions = g.shape
     if geometry is None:
@@ -139,7 +132,6 @@ def weighted_patches(x: Tensor, g: Tensor, factors: Tensor, geometry: Sequence[S
         x: [n, C, *size], in two dimensions, of any strides.
         g: [n, P, *output size], of any strides, of x's dtype.
         factors: c [n], float32, contiguous.
-        geometry: kernel, stride, padding and dilation of the convolution, two numbers each.
         portions: a divisor of n.
     """
     channels, outputs, kernel = x.shape[1], g.shape[1], geometry[0]
@@ -181,15 +173,12 @@ def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
 
 @operation
 def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
-    """Σ_t g (x - mean) rstd and Σ_t g of each sample.
+    """Σ_t g (x - mean) rstd and Σ_t g of each sample: [n, 2, features] float32.
 
     Args:
         x, g: [n, *, features], contiguous.
         mean, rstd: [n, *], one number for each position, contiguous.
         features: entries of γ.
-
-    Returns:
-        [n, 2, features] float32.
     """
     count, positions = len(x), mean.numel() // max(1, len(x))
     block = cuda._power(positions, TILE)

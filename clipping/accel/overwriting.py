@@ -7,6 +7,9 @@ No other node may use that gradient. A convolution, a product or a normalisation
 (`ANEW`); an addition passes its own gradient to both inputs, for example to a skip connection. `clipping.tape.graph`
 finds which nodes pass gradients to which. A node is `alone` only if every node that passes it a gradient allocates
 that gradient, and only in a backward pass from the losses, as another pass may include other nodes.
+
+Functions take:
+    kind: the type of a node.
 """
 
 from __future__ import annotations
@@ -165,21 +168,13 @@ VIEWS = {f"{name}Backward{number}" for name in MOVES for number in range(3)}
 
 @functools.cache
 def makes_anew(kind: Any) -> bool:
-    """True if nodes of this type allocate fresh input gradients.
-
-    Args:
-        kind: the type of a node.
-    """
+    """True if nodes of this type allocate fresh input gradients."""
     return kind in (_NODE, _PIECES) or kind.__name__ in ANEW
 
 
 @functools.cache
 def is_followed(kind: Any) -> bool:
-    """True if `note_alone` must know the sources of gradients for nodes of this type.
-
-    Args:
-        kind: the type of a node.
-    """
+    """True if `note_alone` must know which nodes pass a gradient to nodes of this type."""
     return kind is _NODE or kind.__name__ in VIEWS
 
 

@@ -77,6 +77,10 @@ class Graph:
         way: how the step runs.
         shapes: of the batch, as text.
         device: of the batch.
+
+    Methods take:
+        given: arguments of the captured graph.
+        parameters: trainable parameters by name; unused ones get a gradient of 0.
     """
 
     way: Way = "traced"
@@ -116,12 +120,7 @@ class Graph:
         self._step: Run = self._traced(given)
 
     def __call__(self, given: Sequence[Tensor], parameters: Parameters) -> tuple[ClippedGradient, Sequence[Tensor]]:
-        """Run the step; return its result and the outputs of the captured graph.
-
-        Args:
-            given: arguments of the captured graph.
-            parameters: trainable parameters by name; unused ones get a gradient of 0.
-        """
+        """Run the step; return its result and the outputs of the captured graph."""
         with torch.no_grad(), without_autocast(self.device):
             outputs, norms, grads = self._parted(self._step(*(x.detach() for x in given)))
         names = {id(p): name for name, p in parameters.items()}
@@ -135,8 +134,6 @@ class Graph:
 
         Args:
             ways: at least one.
-            given: arguments of the captured graph.
-            parameters: trainable parameters by name.
         """
         draws, traced, steps = Draws(), self._step, dict[Way, Run]()
 
@@ -200,7 +197,6 @@ class Graph:
         environment variable). Code may also check whether it is being compiled.
 
         Args:
-            given: arguments of the captured graph.
             batch: the caller's batch.
 
         Raises:
