@@ -56,7 +56,7 @@ accountants count an epoch as one Gaussian step.
 ## Is the claim true?
 
 An accountant trusts the code to do what it says. `python -m dpbench run audit` attacks runs with canaries and
-certifies a lower bound on ε. It refutes none of 100 honest runs, and finds 22 of 22 seeded faults.
+certifies a lower bound on ε. It refutes none of 120 honest runs, and finds 22 of 22 seeded faults.
 
 ## One of your own
 
