@@ -120,7 +120,7 @@ class EmbeddingWeight(Rule):
             return within(same, h.shape[1], columns, self.workspace(g))
         if not isinstance(other, LinearWeight) or other.transposed:
             return None
-        a, h = other.operands(other_g, everyone)
+        a, h = other.unpadded(other_g)
 
         def read(rows: slice) -> Tensor:
             at_ids = h[:, rows].gather(2, ids[:, None, :].expand(-1, h[:, rows].shape[1], -1))  # [B, rows, T]

@@ -115,11 +115,11 @@ class LinearWeight(Bilinear):
     def _weighs(self, g: Tensor | Spec) -> bool:
         """True if a kernel applies the factors: in half precision, with rows that are aligned or will be padded."""
         rows, sizes = self.samples(g) * self.positions, (self.inputs, self.outputs)
-        aligned = all(
+        loaded_fast = all(
             size % PADDED == 0 or padding((rows, size), g.dtype, other)
             for size, other in zip(sizes, sizes[::-1], strict=True)
         )
-        return g.dtype in HALF and self.positions >= PADDED and aligned and kernels.fused.runs(self.a)
+        return g.dtype in HALF and self.positions >= PADDED and loaded_fast and kernels.fused.runs(self.a)
 
     def _portion(self, g: Tensor | Spec) -> int:
         return kernels.fused.portion_of(self.samples(g), self._most(g), self.inputs, self.outputs)
@@ -136,9 +136,13 @@ class LinearWeight(Bilinear):
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:
             return None
-        everyone = slice(0, self.samples(g))
-        (a, g), (b, h) = self.operands(g, everyone), other.operands(other_g, everyone)
+        (a, g), (b, h) = self.unpadded(g), other.unpadded(other_g)
         return cross_gram(a, g, b, h, self.workspace(g))
+
+    def unpadded(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """`operands` of all samples without the zeros, which two uses of a weight may have differently many of."""
+        a, g = self.operands(g, slice(0, self.samples(g)))
+        return part(a, slice(0, self.inputs), -1), part(g, slice(0, self.outputs), -1)
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         return self._ghosts_together(g, samples, way, ())

@@ -13,6 +13,7 @@ from clipping.numerics import products
 from clipping.numerics.products import aligned, padding
 from clipping.rules import linear
 from clipping.rules.base import Route, Spec
+from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight, cross_gram
 from dpbench.measure.launches import Launches, as_on_a_gpu
 from dpbench.models.loading import load_workload
@@ -75,6 +76,33 @@ def test_norms_and_sums_are_exact(padded, inputs, outputs, fold, transposed):
             cross_gram(*rule.operands(of, slice(0, 4)), *rule.operands(g, slice(0, 4)), 2**20).double(),
             each.square().sum((1, 2)), rtol=1e-5, atol=0,
         )  # fmt: skip
+
+
+def of_two_uses(rule, g, other, other_g) -> None:
+    expected = (rule.instantiate_all(g, Route()).double() * other.instantiate_all(other_g, Route()).double()).flatten(1)
+    found = rule.inner(g, other, other_g)
+    torch.testing.assert_close(found.double(), expected.sum(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 19), (19, 24), (13, 19)])
+def test_cross_terms_of_uses_of_which_one_is_padded_are_exact(padded, monkeypatch, inputs, outputs, transposed):
+    monkeypatch.setattr(products, "PADS_FROM", 4 * 4 * inputs * outputs)  # few positions are not padded
+    weight = torch.empty((inputs, outputs) if transposed else (outputs, inputs))
+    a, g, b, h = (torch.randn(4, t, size).to(torch.bfloat16) for t in (5, 2) for size in (inputs, outputs))
+    rule, other = (LinearWeight(weight, x, transposed) for x in (a, b))
+    assert [rule.operands(g, slice(0, 4))[i].shape[2] % 8 for i in (0, 1)] == [0, 0] and other.padded(h) is h
+    of_two_uses(rule, rule.padded(g), other, h)
+    of_two_uses(other, h, rule, g)
+
+
+@pytest.mark.parametrize(("hidden", "tokens"), [(19, 24), (24, 19), (19, 21)])
+def test_cross_terms_of_a_tied_embedding_and_a_padded_head_are_exact(padded, hidden, tokens):
+    weight = torch.empty(tokens, hidden)
+    a, g, h = (torch.randn(4, 5, size).to(torch.bfloat16) for size in (hidden, hidden, tokens))
+    rule, head = EmbeddingWeight(weight, torch.randint(tokens, (4, 5))), LinearWeight(weight, a)
+    for at_arrival in (h, head.padded(h)):
+        of_two_uses(rule, g, head, at_arrival)
 
 
 def test_the_bytes_of_the_copy_are_stated():
