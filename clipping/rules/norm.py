@@ -126,12 +126,18 @@ def layer_norm(
 class _Shift:
     """Holds per-sample gradients of β, which a kernel computed with those of γ, until they are requested."""
 
+    wanted = False
+    """True if β is trained."""
+
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, weakref.ref[Tensor], int, slice]] = []
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"  # rules that differ in tensors' values alone are alike
+
     def keep(self, found: Tensor, g: Tensor, samples: slice) -> None:
-        """Keep the gradients of some samples, computed from the present value of g."""
-        self._kept = [(found, weakref.ref(g), g._version, samples)]
+        """Keep the gradients of some samples, computed from the present value of g, if they are wanted."""
+        self._kept = [(found, weakref.ref(g), g._version, samples)] if self.wanted else []
 
     def take(self, g: Tensor, samples: slice) -> Tensor | None:
         """Return the gradients of these samples, if kept and g is unchanged; keep nothing afterwards."""
@@ -144,7 +150,7 @@ class _LayerNormBias(Rule):
 
     def __init__(self, bias: Tensor, shift: _Shift) -> None:
         super().__init__(bias)
-        self.shift = shift
+        self.shift, shift.wanted = shift, True
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         if (found := self.shift.take(g, samples)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from clipping import UnsupportedModel, load_backend
+from clipping.backends.tape import MixedGhost
 from clipping.core.batches import map_tensors
+from clipping.explain.parameter_use import likeness, record
 from clipping.explain.routes import Cost, Row, explain
 from clipping.planning.planner import Planner
 from clipping.rules.base import Rule
@@ -364,3 +367,11 @@ def test_the_model_is_left_as_it_was():
     explain(model, cross_entropy, x, torch.zeros(BATCH, dtype=torch.long))
     assert [(p.requires_grad, sorted(vars(p))) for p in model.parameters()] == before
     assert all(p.grad is None for p in model.parameters()) and not vars(x)
+
+
+def test_layer_norms_that_differ_in_values_alone_are_alike():
+    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.LayerNorm(6))
+    planner = Planner(file=False)
+    readings, _ = record(MixedGhost(model, total, verify=False), torch.randn(BATCH, 4, 5), torch.zeros(BATCH), planner)
+    kinds = Counter(likeness(reading) for reading in readings)
+    assert sorted(kinds.values()) == [1, 1, 2, 2]  # weights and biases of the linear layer, and of both norms
