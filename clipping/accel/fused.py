@@ -12,8 +12,8 @@
                       sums in registers, so no scaled copy is allocated or rounded
 
 `shifted_norms` reads each Gram matrix once; torch's operations would read and write it once for each side of the
-kernel. All but `added` accumulate in float32. All but `weighted` sum at most 4,096 products before torch sums their
-results.
+kernel. All but `added` accumulate in float32. All but `weighted` and `weighted_patches`, which sum a
+portion's, sum at most 4,096 products before torch sums their results.
 
 Functions take:
     geometry: kernel, stride, padding and dilation of a convolution, two numbers each; in `reach` None for rows.
@@ -106,7 +106,6 @@ def reach(
     return _whole(out)
 
 
-@operation
 def turned(x: Tensor) -> tuple[Tensor, Tensor]:
     """Images with channels last, copied if necessary, and the float32 norms of their pixels [n, *size].
 
@@ -115,6 +114,11 @@ def turned(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.is_contiguous(memory_format=torch.channels_last):
         return x, torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+    return _turned(x)
+
+
+@operation
+def _turned(x: Tensor) -> tuple[Tensor, Tensor]:
     x, channels, pixels = x.contiguous(), x.shape[1], math.prod(x.shape[2:])
     out = torch.empty_like(x, memory_format=torch.channels_last)
     norms = x.new_empty(len(x), *x.shape[2:], dtype=torch.float32)
@@ -204,7 +208,7 @@ def portion_of(count: int, most: int, inputs: int, outputs: int) -> int:
 
     Args:
         count: B.
-        most: limit by rounding.
+        most: limit by rounding, for any batch size up to the next power of two.
         inputs, outputs: d and p.
     """
     count = 1 << (max(1, count) - 1).bit_length()

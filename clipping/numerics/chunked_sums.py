@@ -42,9 +42,20 @@ def added_at_once(form: Form, batch_size: int, most: int, together: int) -> Tens
         most: largest number of samples in a portion.
         together: samples whose portions may be formed at once.
     """
-    first, *others = of_one_size(batch_size, most, together)
+    return added_in(form, of_one_size(batch_size, most, together))
+
+
+def added_in(form: Form, blocks: list[tuple[slice, int]]) -> Tensor:
+    """The sum over blocks of samples, each formed at once: [*shape], in float32 or wider.
+
+    Args:
+        form: forms the sums of a block's portions.
+        blocks: samples and number of portions of each, at least one.
+    """
+    first, *others = blocks
     parts = form(*first)
-    # only the remainder can have another size
+    if not others and len(parts) == 1:
+        return parts[0].to(wide_dtype(parts.dtype))
     if len(others) < 2 and parts.dtype == torch.float32 and kernels.fused.runs(parts):
         return kernels.fused.added(parts.contiguous(), *(form(*each).contiguous() for each in others))
     total = parts.sum(0, dtype=sum_dtype(parts))
@@ -69,7 +80,7 @@ def of_one_size(batch_size: int, most: int, together: int) -> list[tuple[slice, 
     step, whole = max(1, together // size) * size, batch_size // size * size
     found = [slice(start, min(start + step, whole)) for start in range(0, whole, step)]
     divided = [(samples, (samples.stop - samples.start) // size) for samples in found]
-    return [*divided, (slice(whole, batch_size), 1)] if whole < batch_size else divided
+    return [*divided, (slice(whole, batch_size), 1)] if whole < batch_size or not divided else divided
 
 
 def weighted_at_once(factors: Tensor, rows: Tensor, most: int) -> Tensor:

@@ -42,7 +42,8 @@ and |(G a_t)_j| ≤ ‖G‖ ‖a_t‖. An ordinary record has R of about ‖G‖
 2 κ u_o (6e-3), and n̂ is raised where κ u_o R exceeds that share: n̂ ≥ (√(Σ N) + √(Σ (κ u_o R)²)) / (1 + 2 κ u_o).
 Ordinary records keep their factors to the last bit. Gradients that a convolution instantiates without keeping them
 also have such errors in the norm: √2 κ. With bfloat16 operands only the product with the factor is rounded, to 16 bits
-(`clipping.numerics.products`): 2^-16 U, as part of γ_G U. No switch rounds products of float64.
+(`clipping.numerics.products`): 2^-16 U, as part of γ_G U. Kernels that multiply by the factor themselves do so in
+float32, and have this bound as well. No switch rounds products of float64.
 
 **Other records** must keep their factors. So routes do not depend on the number of records (`chosen_for` of a tape
 backend), and the bound holds for two batches on the same routes. A timed plan changes routes once, in its second step.
@@ -263,12 +264,12 @@ def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
     """b: number of samples whose share of a sum is formed in one portion, before accumulation in float64.
 
     Args:
-        samples: B.
+        samples: B; it counts as the next power of two, so that few records more leave portions as they are.
         positions: T.
         dtype: of the operands.
     """
-    wider = 2.0**-24 / unit(dtype)
-    return max(1, int(wider * PORTION / math.sqrt(max(1, samples * positions))))
+    wider, count = 2.0**-24 / unit(dtype), 1 << (max(1, samples) - 1).bit_length()
+    return max(1, int(wider * PORTION / math.sqrt(count * max(1, positions))))
 
 
 def excess(

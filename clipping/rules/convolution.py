@@ -162,9 +162,10 @@ class ConvolutionWeight(Bilinear):
         way = route.way or self.best_way(g, ghost=route.ghost)
         if not route.ghost or not self._finds_reach(g, way):
             return super().squares_and_reach(g, route, others)
+        turns = self._turns(g)
 
         def found(samples: slice) -> Tensor:
-            return self._with_reach(*self.operands(g, samples), way)
+            return self._with_reach(*self.operands(g, samples), way, turns)
 
         made = concatenated(found, self.blocks(g, way, route.block))
         squares, reach = made[:, 0], Reach.of_columns(made[:, 1:]).of_groups(self.groups)
@@ -175,11 +176,14 @@ class ConvolutionWeight(Bilinear):
             return self._turns(g)
         return way in (COMPILED, GRAM_KERNEL) or (way == "pixels" and self._whole(g))
 
-    def _with_reach(self, x: Tensor, g: Tensor, way: str) -> Tensor:
-        """[b·groups, 1 + k]: squared norms, and the columns for `Reach.of_columns`."""
+    def _with_reach(self, x: Tensor, g: Tensor, way: str, turns: bool) -> Tensor:
+        """[b·groups, 1 + k]: squared norms, and the columns for `Reach.of_columns`.
+
+        `turns` is `_turns` of the whole batch: a block of one sample may have channels last where the batch has not.
+        """
         if way in (GRAM_KERNEL, NORM_KERNEL):
             geometry, least = self._geometry(), self._least(g)
-            turned = [kernels.fused.turned(y) for y in (x, g)] if self._turns(g) else []
+            turned = [kernels.fused.turned(y) for y in (x, g)] if turns else []
             (x, g), *norms = zip(*turned, strict=True) if turned else [(x, g)]
             if way == GRAM_KERNEL:
                 return kernels.convolution_gram.norms(x, g, geometry, self.groups, least)
@@ -199,8 +203,7 @@ class ConvolutionWeight(Bilinear):
         if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1 or self.groups > 1:
             return False
         known = [y for y in (self.x, g) if isinstance(y, Tensor)]  # a gradient may not exist yet
-        last = all(y.is_contiguous(memory_format=torch.channels_last) for y in known)
-        return not (last or self.x.shape[1] % 16 or g.shape[1] % 16)
+        return not (all(map(_is_last, known)) or self.x.shape[1] % 16 or g.shape[1] % 16)
 
     def _least(self, g: Tensor) -> tuple[float, float]:
         return of_lost(g.dtype, self.inputs, self.outputs)
@@ -215,12 +218,12 @@ class ConvolutionWeight(Bilinear):
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         if not self._sums_by_kernel(g):
             return super().weighted(g, factors)
-        factors, geometry = factors.to(torch.float32).contiguous(), self._geometry()
+        factors, geometry, turns = factors.to(torch.float32).contiguous(), self._geometry(), self._turns(g)
 
         def sums(samples: slice, count: int) -> Tensor:
             x, of = self.operands(g, samples)
-            if self._turns(g):
-                x, of = (kernels.fused.turned(y)[0] for y in (x, of))
+            if turns:
+                x, of = (y if _is_last(y) else kernels.fused.turned(y)[0] for y in (x, of))
             return kernels.fused.weighted_patches(x, of, part(factors, samples), geometry, count)
 
         return added_at_once(sums, self.samples(g), *self._kernel_portions(g))
@@ -231,10 +234,16 @@ class ConvolutionWeight(Bilinear):
         return ours and kernels.fused.runs(self.parameter)
 
     def _kernel_portions(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Samples in a portion, few enough for many portions to keep a GPU busy, and samples at once."""
-        most = min(self._most(g), max(1, self.samples(g) * self.parameter.numel() // BUSY))
+        """Samples in a portion, of which there are enough to keep a GPU busy, and samples at once.
+
+        As in `rounding_bounds.portion`, the batch size counts as the next power of two.
+        """
+        count, entries = 1 << (max(1, self.samples(g)) - 1).bit_length(), self.parameter.numel()
+        most = min(self._most(g), max(1, count * entries // BUSY))
+        most = 1 << most.bit_length() - 1
         copied = sum(self._each(g)) if self._turns(g) else 1
-        return most, max(1, self.room() // copied)
+        portions = max(1, self.room() // (2 * 4 * entries))  # two blocks may be added up at once
+        return most, max(1, min(self.room() // copied, most * portions))
 
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         return self.gradients(x, g, 1)[0]
@@ -351,11 +360,11 @@ class ConvolutionWeight(Bilinear):
         return spare + folded.weight_gradient()
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        available = self.workspace(g)
+        available, finds_reach, turns = self.workspace(g), self._finds_reach(g, way), self._turns(g)
         x, g = self.operands(g, samples)
         count, groups = x.shape[0], self.groups
-        if self._finds_reach(g, way):
-            found = self._with_reach(x, g, way)[:, 0]
+        if finds_reach:
+            found = self._with_reach(x, g, way, turns)[:, 0]
         elif way == NORM_KERNEL:
             return kernels.cuda.convolution_norm(x, g, *self._geometry(), groups)
         elif way == "pixels":
@@ -412,6 +421,11 @@ def convolution(
     else:
         output = function(input, weight, bias, *geometry)
     return output, ((weight, ConvolutionWeight, input, output.shape[2:], *geometry, share), (bias, Bias, 1))
+
+
+def _is_last(x: Tensor) -> bool:
+    """True for images that have channels last."""
+    return x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from clipping.core.dtypes import HALF, as_autocast
 from clipping.core.microbatching import each
 from clipping.numerics import kernels
+from clipping.numerics.chunked_sums import added_in
 from clipping.numerics.gram import gram_norms_and_reach, gram_product, part, within
 from clipping.numerics.products import PADDED, aligned, on_gpu, padding, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands
@@ -109,8 +110,16 @@ class LinearWeight(Bilinear):
         if not kernels.fused.weighs(a, of):  # e.g. rows are slices of longer rows
             return super().weighted(g, factors)
         a, of = (of, a) if self.transposed else (a, of)
-        parts = kernels.fused.weighted(a, of, factors.to(torch.float32), self._portion(g))
-        return self._sliced(kernels.fused.added(parts) if len(parts) > 1 else parts[0])
+        factors, size, count = factors.to(torch.float32), self._portion(g), len(a)
+
+        def sums(samples: slice, _: int) -> Tensor:
+            return kernels.fused.weighted(*(part(x, samples) for x in (a, of, factors)), size)
+
+        step = size * max(1, self.room() // (2 * 4 * a.shape[2] * of.shape[2]))  # two blocks may be added up at once
+        several = [slice(start, min(start + step, count)) for start in range(0, max(1, count), step)]
+        return self._sliced(
+            added_in(sums, [(samples, -(-(samples.stop - samples.start) // size)) for samples in several])
+        )
 
     def _weighs(self, g: Tensor | Spec) -> bool:
         """True if a kernel applies the factors: in half precision, with rows that are aligned or will be padded."""

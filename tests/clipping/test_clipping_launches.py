@@ -17,15 +17,18 @@ from interpreter import outcome, results
 from marks import slow_unless
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, load_backend
-from clipping.accel import cuda
+from clipping.accel import cuda, fused
 from clipping.numerics import chunked_sums as portions
 from clipping.numerics.chunked_sums import added_at_once, of_one_size, weighted_at_once
+from clipping.numerics.rounding_bounds import portion
+from clipping.numerics.traced_operations import tracing
 from clipping.planning.costs import predicted
 from clipping.planning.planner import UNTIMED
-from clipping.rules import base, weight
+from clipping.rules import base, norm, weight
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.linear import LinearWeight
@@ -161,6 +164,29 @@ def test_a_transposed_convolution_is_planned_before_its_gradient_exists():
         assert rule.work(output, GRAM_KERNEL).workspace == 4096 + copied
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_shifts_of_a_layer_norm_are_kept_until_they_are_taken_and_only_if_trained(trained, monkeypatch):
+    shifts, kept = [], Counter[bool]()
+
+    class Shift(norm._Shift):
+        def __init__(self):
+            super().__init__()
+            shifts.append(self)
+
+        def keep(self, *given):
+            super().keep(*given)
+            kept[bool(self._kept)] += 1
+
+    monkeypatch.setattr(norm, "_Shift", Shift)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.LayerNorm(16)).to("meta")
+    model[1].bias.requires_grad_(trained)
+    x, targets = torch.empty(5, 9, 8, device="meta"), torch.empty(5, device="meta")
+    made = load_backend("bk_ghost")(model, lambda y, _: y.square().sum((1, 2)), verify=False)
+    with made as backend, as_on_a_gpu(Launches()):
+        backend(x, targets)
+    assert kept.keys() == {trained} and not any(shift._kept for shift in shifts)
+
+
 def test_scale_and_shift_of_a_layer_norm_take_one_launch_and_no_pass_of_torchs(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.LayerNorm(16)).to("meta")
     x, targets = torch.empty(5, 9, 8, device="meta"), torch.empty(5, device="meta")
@@ -233,6 +259,72 @@ def test_a_weighted_sum_of_half_precision_makes_no_scaled_copy(transposed, batch
     with as_on_a_gpu(Launches(), triton=False) as copies:
         rule.weighted(g, torch.empty(batch_size, device="meta"))
     assert copies.flops == 2 * products and copies.found["mul"] == 1 and copies.bytes_read > 2 * launches.bytes_read
+
+
+def of_half(*shape: int, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta", memory_format=layout)
+
+
+def large_sums(batch_size: int) -> tuple[weight.Bilinear, ...]:
+    """Of few positions, whose portions are large, and whose output gradient is their input."""
+    image = of_half(batch_size, 512, 4, 4, layout=torch.channels_last)
+    geometry = [[1, 1], [1, 1], [1, 1], 1]
+    convolution = ConvolutionWeight(of_half(512, 512, 3, 3), image, image.shape[2:], *geometry)
+    return LinearWeight(of_half(4096, 4096), of_half(batch_size, 16, 4096)), convolution
+
+
+@pytest.mark.parametrize(("which", "program"), [(0, "weighted"), (1, "weighted_patches")])
+def test_portions_that_a_kernel_sums_at_once_stay_within_the_room(which, program, monkeypatch):
+    formed, form = [], getattr(fused, program)
+
+    def formed_at_once(*given):
+        formed.append(form(*given))
+        return formed[-1]
+
+    monkeypatch.setattr(fused, program, formed_at_once)
+    with as_on_a_gpu(Launches()) as launches:
+        rule = large_sums(2**14)[which]
+        g, room = rule.held_input(), rule.room()
+        assert rule.weighted(g, torch.empty(2**14, device="meta")).shape == rule.parameter.shape
+    assert launches.found[program] == len(formed) > 2
+    assert all(2 * each.nbytes <= room for each in formed)
+    assert 3 * sum(each.nbytes for each in formed) > room * len(formed)  # and fill it
+
+
+@pytest.mark.parametrize(("fewer", "more"), [(495, 496), (513, 1024), (257, 511)])
+def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
+    """T = 197 allows 63 samples of 495, and 64 of fewer."""
+    assert portion(fewer, 197, torch.float32) == portion(more, 197, torch.float32)
+    sizes = []
+    with as_on_a_gpu(Launches()):
+        for batch_size in (fewer, more):
+            linear, convolution = large_sums(batch_size)
+            vit = LinearWeight(of_half(768, 768), of_half(batch_size, 197, 768))
+            small = ConvolutionWeight(of_half(64, 512, 3, 3), convolution.x, [4, 4], [1, 1], [1, 1], [1, 1], 1)
+            of_linear = [rule._portion(rule.a) for rule in (linear, vit)]
+            sizes.append([*of_linear, *(rule._kernel_portions(rule.x)[0] for rule in (convolution, small))])
+    assert sizes[0] == sizes[1]
+
+
+def test_channels_of_a_block_do_not_decide_how_the_batch_is_read():
+    """A block of one sample has channels last where the batch has gaps."""
+    x, gaps = (of_half(n, 32, 6, 6, layout=torch.channels_last) for n in (3, 6))
+    with as_on_a_gpu(Launches()):
+        rule, g = ConvolutionWeight(of_half(32, 32, 3, 3), x, x.shape[2:], [1, 1], [1, 1], [1, 1], 1), gaps[::2]
+        assert rule._turns(g) and not rule._turns(g[:1])
+        for way in (NORM_KERNEL, GRAM_KERNEL):
+            squares, (reach,) = rule.squares_and_reach(g, Route(True, way, block=1))
+            assert squares.shape == reach.terms.shape == (3,)
+            assert rule.squared_norms(g, Route(True, way, block=1)).shape == (3,)
+
+
+@pytest.mark.parametrize(("layout", "kernels"), [(torch.channels_last, 0), (torch.contiguous_format, 1)])
+def test_images_that_have_channels_last_pass_no_kernel_of_a_graph(layout, kernels):
+    """An operation of a graph may not return its operand."""
+    x = torch.empty(2, 16, 3, 3, dtype=torch.bfloat16).contiguous(memory_format=layout)
+    with tracing():
+        graph = make_fx(fused.turned, tracing_mode="fake")(x).graph
+    assert sum(node.target is torch.ops.dpbench.kernel.default for node in graph.nodes) == kernels
 
 
 def test_gram_matrices_that_do_not_fit_the_workspace_are_never_whole():
