@@ -149,7 +149,11 @@ class LinearWeight(Bilinear):
         return cross_gram(a, g, b, h, self.workspace(g))
 
     def unpadded(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """`operands` of all samples without the zeros, which two uses of a weight may have differently many of."""
+        """`operands` of all samples without the zeros, of which two uses of a weight may have different numbers.
+
+        Args:
+            g: of this use's output.
+        """
         a, g = self.operands(g, slice(0, self.samples(g)))
         return part(a, slice(0, self.inputs), -1), part(g, slice(0, self.outputs), -1)
 
