@@ -65,7 +65,7 @@ class Capture:
     def __init__(self, losses_of: LossesOf, instead: Instead, most: int) -> None:
         import torch._dynamo as dynamo  # takes a second
 
-        self._errors, self._full = dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit
+        self._full = dynamo.exc.FailOnRecompileLimitHit
         self._failed, self._drawn = dynamo.exc.BackendCompilerFailed, dynamo.source.RandomValueSource
         self._patched = dynamo.config.patch(
             recompile_limit=most,
@@ -75,6 +75,7 @@ class Capture:
             use_numpy_random_stream=True,  # else torch's random functions, with another stream, replace NumPy's
         )
         self._instead = instead
+        self._raised: Exception | None = None
         self._checkpoint = torch.ops.higher_order.tag_activation_checkpoint
         marked = dynamo.allow_in_graph(_marked)
 
@@ -107,7 +108,11 @@ class Capture:
                 raise TooMany from error
             except self._failed as error:  # raised in `_captured`
                 raise NotCaptured(str(error.inner_exception)) from error
-            except self._errors as error:
+            except NotCaptured:
+                raise
+            except Exception as error:  # Dynamo raises errors of any type
+                if error is self._raised:  # by `instead`
+                    raise
                 raise NotCaptured(_first_line(error)) from error
 
     def _captured(self, graph: GraphModule, example: Sequence[Any]) -> Callable[..., Sequence[Any]]:
@@ -121,7 +126,15 @@ class Capture:
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         place = next(i for i, node in enumerate(outputs) if getattr(node, "target", None) is _marked)
         captured = Captured(graph, place)
-        return lambda *given: self._instead(captured, given)
+
+        def run(*given: Any) -> Sequence[Any]:
+            try:
+                return self._instead(captured, given)
+            except Exception as error:
+                self._raised = error
+                raise
+
+        return run
 
 
 _SELECTIVE = "_checkpoint_context_fn"
