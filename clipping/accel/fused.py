@@ -35,6 +35,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.accel import cuda
+from clipping.core.microbatching import power_of_two
 from clipping.numerics.traced_operations import operation
 
 TILE = 64
@@ -211,7 +212,7 @@ def portion_of(count: int, most: int, inputs: int, outputs: int) -> int:
         most: limit by rounding, for any batch size up to the next power of two.
         inputs, outputs: d and p.
     """
-    count = 1 << (max(1, count) - 1).bit_length()
+    count = power_of_two(count)
     size, tiles = min(count, 1 << (most.bit_length() - 1)), -(-inputs // SIDE) * -(-outputs // SIDE)
     while size > 1 and count // size * tiles < PROGRAMS:
         size //= 2

@@ -30,6 +30,7 @@ from clipping.checks.sample_independence import Occasions, mixed_rows
 from clipping.core.batches import forward, losses_of
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import norm_dtype, without_autocast
+from clipping.core.microbatching import power_of_two
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed.fsdp import norms_of
@@ -92,7 +93,7 @@ class TapeBackend(Backend):
         """
         if batch_size > 2 * self.chosen_for:
             likely = self.expected if batch_size <= 2 * self.expected < 4 * batch_size else batch_size
-            self.chosen_for = 1 << (likely - 1).bit_length()
+            self.chosen_for = power_of_two(likely)
 
     def settle(self) -> dict[str, Any]:
         return super().settle() | {"chosen_for": self.chosen_for}

@@ -337,7 +337,7 @@ class Moving:
 
     @contextmanager
     def repeated(self, draws: Draws) -> Iterator[None]:
-        """Inside, random numbers are those that followed `draws`; afterwards the model is restored.
+        """Draw the random numbers that followed `draws`, and restore the model on exit.
 
         Args:
             draws: the state of the generators to begin from.

@@ -41,6 +41,15 @@ def in_parts(batch_size: int, count: int) -> list[slice]:
     return [slice(i * batch_size // count, (i + 1) * batch_size // count) for i in range(count)]
 
 
+def power_of_two(count: int) -> int:
+    """The least power of two that is at least `count`, and at least 1.
+
+    Args:
+        count: number of samples or rows.
+    """
+    return 1 << (max(1, count) - 1).bit_length()
+
+
 def sum_dtype(part: Tensor) -> torch.dtype:
     """The dtype to accumulate in: float64, so that number and order of parts do not matter; MPS has no float64.
 

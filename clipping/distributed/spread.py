@@ -101,7 +101,7 @@ class StandIns:
         """The name of the parameter, or None for any other tensor."""
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_sharded(tensor):
             return None
-        if id(tensor) not in self._known:  # FSDP reads it before the model has it: keep those that the model has
+        if id(tensor) not in self._known:  # FSDP reads it before it is in the model: keep the known ones
             here = {id(p): (p, name) for name, p in self._model.named_parameters() if not is_sharded(p)}
             self._known |= here
         return self._known[id(tensor)][1] if id(tensor) in self._known else None

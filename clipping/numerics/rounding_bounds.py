@@ -74,6 +74,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype, smallest
+from clipping.core.microbatching import power_of_two
 from clipping.numerics import kernels
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
@@ -268,7 +269,7 @@ def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
         positions: T.
         dtype: of the operands.
     """
-    wider, count = 2.0**-24 / unit(dtype), 1 << (max(1, samples) - 1).bit_length()
+    wider, count = 2.0**-24 / unit(dtype), power_of_two(samples)
     return max(1, int(wider * PORTION / math.sqrt(count * max(1, positions))))
 
 

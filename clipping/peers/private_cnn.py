@@ -1,7 +1,7 @@
 """Adapter of private_CNN: mixed ghost clipping (arXiv:2205.10683), as published by its authors.
 
-Two backward passes, both of which compute every weight gradient; ghost norm for linear layers and embeddings, the mixed
-rule for convolutions. The clipping function is ours.
+It runs two backward passes, and computes every weight gradient in both. Linear layers and embeddings have ghost norms,
+convolutions the mixed rule. The clipping function is ours.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def formula_route(source: Source, rule: Rule, output: Spec, count: int) -> Route
 
 
 def choices_of(rule: Rule, output: Spec, costs: Costs) -> list[Choice]:
-    """Return the choices of a use: of each kind the fastest first, then those that take less memory.
+    """Return the choices of a use. Within each kind the fastest comes first, then routes that take less memory.
 
     Args:
         rule: of the use.

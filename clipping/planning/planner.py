@@ -90,7 +90,7 @@ class Planner:
         self._resumed: dict[str, list[Route]] = {}
 
     def settle(self) -> dict[str, list[list[object]]]:
-        """The plans so far, kind of step -> a route for each rule. From now on none is timed."""
+        """Return the plans so far: kind of step -> a route for each rule. Later plans are not timed."""
         self.timing = False
         made = {repr(step): plan.routes for step, plan in self._plans.items()}
         return {
@@ -99,17 +99,17 @@ class Planner:
         }
 
     def resume(self, settled: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Plan as the planner that was settled, whatever this one has found: the same steps give the same bits.
+        """Adopt the plans of another planner, so that the same steps give the same bits.
 
         Args:
-            settled: what `settled` of that planner gave.
+            settled: result of that planner's `settle`.
         """
         self.timing = False
         self._plans.clear()
         self._resumed = {step: [Route(*route) for route in routes] for step, routes in settled.items()}
 
     def plan(self, tape: Tape, losses: Tensor, count: int = 0) -> Plan:
-        """The plan for what was recorded, made anew only for a kind of step that was not seen before.
+        """Return the plan of a recorded step. Only a new kind of step is planned.
 
         Args:
             tape: after the forward pass.
@@ -176,7 +176,7 @@ class Planner:
         losses: Tensor,
         may_time: bool,
     ) -> dict[Kind, Costs]:
-        """By kind of use: those on record, else timed if they may be, else predicted."""
+        """Costs by kind of use: recorded ones, else measured if `may_time`, else predicted."""
         if not self._times(losses):
             cpu, pairs = losses.device.type == "cpu", zip(readings, kinds, strict=True)
             return {
@@ -186,7 +186,7 @@ class Planner:
         cache = self._cache(losses.device)
         costs: dict[Kind, Costs] = {}
         new: dict[str, Costs] = {}
-        with torch.no_grad(), Draws().again():  # what is timed draws no number that the caller would have
+        with torch.no_grad(), Draws().again():  # timing leaves the caller's random numbers alone
             for (use, source, rule), what in zip(readings, kinds, strict=True):
                 if what in costs or not has_choice(source, rule, counts):
                     continue
@@ -214,7 +214,7 @@ class Planner:
 
 
 def kind(rule: Rule, output: Spec, count: int) -> Kind:
-    """All that the costs of a use depend on; of the number of samples what they are timed on, to a power of two.
+    """Return everything that the costs of a use depend on, with the number of samples to a power of two.
 
     Args:
         rule: of a use.

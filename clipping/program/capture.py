@@ -114,6 +114,8 @@ class Capture:
                 if error is self._raised:  # by `instead`
                     raise
                 raise NotCaptured(_first_line(error)) from error
+            finally:
+                self._raised = None  # its traceback holds the step's tensors
 
     def _captured(self, graph: GraphModule, example: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         sources = (getattr(node.meta.get("grapharg"), "source", None) for node in graph.graph.nodes)

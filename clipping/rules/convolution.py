@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import HALF, as_autocast, norm_dtype, wide_dtype
-from clipping.core.microbatching import concatenated
+from clipping.core.microbatching import concatenated, power_of_two
 from clipping.numerics import kernels
 from clipping.numerics.chunked_sums import added_at_once
 from clipping.numerics.convolution_memory import Convolution
@@ -234,11 +234,11 @@ class ConvolutionWeight(Bilinear):
         return ours and kernels.fused.runs(self.parameter)
 
     def _kernel_portions(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Samples in a portion, of which there are enough to keep a GPU busy, and samples at once.
+        """Samples in a portion, and samples at once. There are enough portions to keep a GPU busy.
 
         As in `rounding_bounds.portion`, the batch size counts as the next power of two.
         """
-        count, entries = 1 << (max(1, self.samples(g)) - 1).bit_length(), self.parameter.numel()
+        count, entries = power_of_two(self.samples(g)), self.parameter.numel()
         most = min(self._most(g), max(1, count * entries // BUSY))
         most = 1 << most.bit_length() - 1
         copied = sum(self._each(g)) if self._turns(g) else 1

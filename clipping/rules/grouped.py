@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
+from clipping.core.microbatching import power_of_two
 from clipping.numerics.gram import gram_product
 from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_operands
@@ -49,7 +50,7 @@ class GroupedWeight(Rule):
         """
         self.owners, self.count = rows.owners, rows.batch_size
         rows_each = -(-len(self.a) // max(1, self.count * self.groups))
-        self.positions = 1 << (max(1, rows_each) - 1).bit_length()
+        self.positions = power_of_two(rows_each)
         return self
 
     def held_input(self) -> Tensor | None:

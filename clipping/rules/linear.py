@@ -149,7 +149,7 @@ class LinearWeight(Bilinear):
         return cross_gram(a, g, b, h, self.workspace(g))
 
     def unpadded(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """`operands` of all samples without the zeros, of which two uses of a weight may have different numbers.
+        """`operands` of all samples without the padding, which may differ between two uses of a weight.
 
         Args:
             g: of this use's output.

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `run` and `plan`: which part of which experiment, where."""
+    """Add the arguments of `run` and `plan`: the experiment, the part of it, and the device and folder."""
     parser.add_argument("experiment", metavar="EXPERIMENT", help="its name, or my/file.py, or my/file.py:NAME")
     parser.add_argument(
         "--output", metavar="DIR", type=folder, default=Path("results"), help="folder of records and figures"

@@ -1,4 +1,4 @@
-"""More small models with traits of real ones, each of which once gave a silently wrong sum.
+"""More small models with traits of real ones. Each once gave a silently wrong sum.
 
 They use parameters outside of layers, or mix samples. Samples are [4], outputs [B, 3], unless a class says otherwise.
 

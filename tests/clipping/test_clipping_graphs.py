@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import random
 import shutil
 import warnings
+import weakref
 from itertools import product
 
 import pytest
@@ -443,6 +445,17 @@ def test_what_no_guard_sees_is_an_error_if_it_was_used(compile, monkeypatch):
         monkeypatch.setenv("DPBENCH_TEST_SCALE", "2")
         with pytest.raises(UnsupportedModel, match="they depend on what TorchDynamo cannot guard"):
             b(x, y)
+
+
+def test_an_eager_step_leaves_nothing_of_its_batch_behind():
+    model, alive = small(), []
+    with opened("bk_mixed", model, verify=False) as b:
+        x, y = batch()
+        alive.append(weakref.ref(x))
+        b(x, y)  # before there is a graph
+        del x, y
+        gc.collect()
+        assert alive[0]() is None and b.graphs._capture._raised is None
 
 
 class Numbered(nn.Module):
