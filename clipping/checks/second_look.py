@@ -228,10 +228,10 @@ def mixed(
     """
     for change in changes:
         limit = of_other_kernels(before[0], tolerance) if change.resized else tolerance
-        after = _or_none(run, change)
+        after = or_none(run, change)
         if change.poison and (after is None or _only_norms(before, after, change, limit)):
             change = change._replace(poison=False)
-            after = _or_none(run, change)
+            after = or_none(run, change)
         sample = None if after is None else differing(before, after, change, limit)
         if sample is None or after is None:
             continue
@@ -250,16 +250,16 @@ def _explained(model: nn.Module, run: Run, before: Sequence[Tensor], change: Cha
     """Whether rounding or random numbers explain a difference, or it occurs without a change."""
     change = change._replace(alike=change.resized)
     unchanged = same(change.size)._replace(alike=change.resized)
-    was, now = _or_none(run, unchanged), _or_none(run, change)
+    was, now = or_none(run, unchanged), or_none(run, change)
     if was is None or now is None or differing(was, now, change, limit) is None:
         return True
     if change.resized and differing(before, was, unchanged, limit) is not None:  # random numbers drawn for the batch
         with in_eval(model):
-            calm, other = _or_none(run, unchanged), _or_none(run, change)
+            calm, other = or_none(run, unchanged), or_none(run, change)
         if calm is None or other is None or differing(calm, other, change, limit) is None:
             return True
     for one, one_change in ((was, unchanged), (now, change)):
-        again = _or_none(run, one_change)
+        again = or_none(run, one_change)
         places = torch.arange(len(one_change.take), device="cpu")
         if again is None or differing(one, again, Change(len(places), places, one_change.own), limit) is not None:
             warnings.warn(ITSELF, UserWarning, stacklevel=2)
@@ -284,8 +284,13 @@ def of_other_kernels(of: Tensor, tolerance: float) -> float:
     return max(OF_OTHER_SHAPES * tolerance, OF_ROUNDED_OPERANDS if rounded else 0.0)
 
 
-def _or_none(run: Run, change: Change) -> Sequence[Tensor] | None:
-    """Run the change; None if such a batch cannot be computed."""
+def or_none(run: Run, change: Change) -> Sequence[Tensor] | None:
+    """Run a change; None if such a batch cannot be computed.
+
+    Args:
+        run: (change, only losses?) -> tensors.
+        change: of the batch.
+    """
     try:
         return run(change, False)
     except torch.OutOfMemoryError:
@@ -300,6 +305,17 @@ def _has_nan(before: Sequence[Tensor], after: Sequence[Tensor], change: Change) 
     """Whether a number became NaN."""
     was = [torch.where(x.detach().isnan(), torch.nan, 0.0).double() for x in before]
     return differing(was, [x.detach().isnan().double() for x in after], change, 0.0) is not None
+
+
+def of_one(size: int, record: int) -> Change:
+    """A batch of copies of one record.
+
+    Args:
+        size: B.
+        record: its position in the original batch.
+    """
+    places = torch.full((size,), record, device="cpu")
+    return Change(size, places, torch.ones_like(places, dtype=torch.bool))
 
 
 def mixing(sample: int, what: str) -> Problem:
@@ -317,10 +333,13 @@ class Moving:
 
     Args:
         model: before its first step.
+
+    Attributes:
+        has_moved: True if a repeated pass wrote to it.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self.has_moved = model, False
         self._classes: list[type] = []
         self._frozen = [(p, p._version) for p in model.parameters() if not p.requires_grad and not p.is_inference()]
 
@@ -355,8 +374,10 @@ class Moving:
         finally:
             for of, before in held:
                 if any(of.get(name, of) is not x for name, x in before.items()) or len(of) != len(before):
+                    self.has_moved = True
                     of.clear()
                     of.update(before)
+            self.has_moved |= any(x._version != version for x, _, version in kept)
             put_back(kept)
 
 

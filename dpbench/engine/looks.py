@@ -3,6 +3,10 @@
 If the loss function is known (`make_step`), the whole step is rerun. In the caller's own loop the forward passes are
 rerun, and the operations on their outputs that `loss_mixing_check` can follow. Where it cannot follow them, and for
 batches of another size, whose labels are unknown, only the model's outputs are compared.
+
+A model may also keep something of its records: in a persistent buffer, which is published without noise, or for a later
+step, whose gradient then depends on records that are not clipped with it. So if a forward pass writes to the model, two
+batches of other records must leave the same persistent buffers, and the same outputs of the next batch.
 """
 
 from __future__ import annotations
@@ -12,17 +16,23 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
-from clipping.checks.second_look import TOLERANCE, Change, Run, fewer, mixed, mixing
+from clipping.checks.second_look import TOLERANCE, Change, Run, differing, fewer, mixed, mixing, of_one, or_none, same
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest
-from clipping.core.types import ClippedGradient, UnsupportedModel
+from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine.loss_mixing_check import Trace, plain
+
+KEPT = "it keeps a part of the records: {} with them, neither clipped nor noised"
+KEEP_NOTHING = (
+    "keep nothing of the records for a later step: pass it as an input, or freeze the layer in eval mode; register a "
+    "buffer that no step reads with persistent=False"
+)
 
 
 class Looks:
@@ -85,6 +95,8 @@ class Looks:
             wanted = [self._outputs[i] for i in rows]
             self._compare("output", lambda *how: [self._passes(*how)[i] for i in rows], wanted, others if rows else [])
             self._compare("output", self._passes, self._outputs, resized)
+        if self._backend.moving.has_moved and few > 1:
+            self._require_nothing_kept(few)
 
     def close(self) -> None:
         """Free the record."""
@@ -101,6 +113,39 @@ class Looks:
         if sample is not None:
             raise UnsupportedModel(self._backend.name, [mixing(sample, what)])
 
+    def _require_nothing_kept(self, few: int) -> None:
+        """Raise UnsupportedModel if a buffer or a later output depends on the records of this batch.
+
+        Args:
+            few: the number of the data's own samples, at least 2.
+        """
+        model, size = self._backend.model, self._changes[0].size
+        left = [or_none(self._left_behind, of_one(size, record)) for record in (0, few - 1, 0)]
+        one, other, again = (each or () for each in left)
+        tolerance = coarsest([*one, *model.parameters()], TOLERANCE)
+        names = list(_persistent(model))
+
+        def differ(x: Tensor, y: Tensor, *, buffer: bool) -> bool:
+            return (
+                not torch.allclose(x, y, 0, 0, equal_nan=True)
+                if buffer
+                else differing([x], [y], same(size), tolerance) is not None
+            )
+
+        for i, (x, y, z) in enumerate(zip(one, other, again, strict=False)):
+            buffer = i < len(names)
+            if differ(x, y, buffer=buffer) and not differ(x, z, buffer=buffer):
+                what = f"buffer {names[i]!r} changes" if buffer else "the next batch's output changes"
+                raise UnsupportedModel(self._backend.name, [Problem("model", KEPT.format(what), KEEP_NOTHING)])
+
+    def _left_behind(self, change: Change, _: bool) -> list[Tensor]:
+        """Return the buffers after a pass of the changed batch, and then the outputs of the original batch."""
+        with self._backend.moving.repeated(self._draws), torch.no_grad():
+            self._forwards(change.of)
+            buffers = [x.clone() for x in _persistent(self._backend.model).values()]
+            with self._draws.again():
+                return buffers + self._forwards(same(change.size).of)
+
     def _rows(self) -> list[int]:
         """Indices of the outputs [B·k, ...] with rows of samples: those that shrink with the batch."""
         size = self._changes[0].size
@@ -113,8 +158,11 @@ class Looks:
     def _passes(self, change: Change, only_losses: bool) -> list[Tensor]:
         """Outputs of the forward passes on the changed batch."""
         with self._backend.moving.repeated(self._draws), change.making() as of, torch.no_grad():
-            outputs = [self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)) for args, kwargs in self._calls]
-            return [x for x in tensors_of(outputs) if x.is_floating_point()]
+            return self._forwards(of)
+
+    def _forwards(self, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        outputs = [self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)) for args, kwargs in self._calls]
+        return [x for x in tensors_of(outputs) if x.is_floating_point()]
 
     def _numbers(self, change: Change, only_losses: bool) -> list[Tensor]:
         """Losses and norms of the changed batch."""
@@ -150,3 +198,13 @@ class Looks:
         if self._recording is not None:
             self._recording.again((args, kwargs))
         return self._backend.model(*args, **kwargs)
+
+
+def _persistent(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of the model's state_dict, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }

@@ -33,7 +33,7 @@ from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import require_finite_losses
 from dpbench.engine.looks import Looks
 from dpbench.engine.loss_mixing_check import plain
-from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms
+from dpbench.engine.safeguards import batch_norm_problem, batch_norms
 
 MANY_PASSES = 16
 """Forward passes without a step before a warning that each of them is held in memory."""
@@ -60,8 +60,6 @@ class Recorder:
         self._handles: list[Any] = []
         self._dropped, self._skipped = 0, False  # number of the node after a dropped recording; 0 for none
         self._verify = True
-        self._buffers = Buffers(model)
-        self._told_of_buffers = False
         self._occasions = None if backend.sharded else Occasions()
         self._looks: Looks | None = None
         self._called: tuple[Any, Any] = (), {}
@@ -82,7 +80,6 @@ class Recorder:
             self._model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             self._model.register_forward_hook(after, always_call=True),
         ]
-        self._buffers = Buffers(self._model)
 
     def close(self) -> None:
         """Remove the hooks, and free the recording."""
@@ -293,7 +290,6 @@ class Recorder:
                     PrivacyWarning,
                     stacklevel=2,
                 )
-        self._buffers.look()
         self._recording.__enter__()
         self._entered[-1] = True
         return args, kwargs
@@ -302,15 +298,6 @@ class Recorder:
         if module is self._model and self._entered and self._entered.pop():
             assert self._recording is not None
             self._recording.__exit__(None, None, None)
-            name = None if self._told_of_buffers else self._buffers.changed()
-            if name is not None:
-                self._told_of_buffers = True
-                warnings.warn(
-                    f"buffer {name!r} changed in the forward pass: data in it are neither clipped nor "
-                    "noised, and not accounted; do not release it, or do without it",
-                    PrivacyWarning,
-                    stacklevel=2,
-                )
             if self._looks is not None and output is not None:
                 return self._looks.passed(*self._called, output)
             if self._recording.batch_size == 0:

@@ -1,6 +1,6 @@
-"""Detect silent breaches of the guarantee: layers that mix samples, buffers that store data, partial checkpoints.
+"""Detect silent breaches of the guarantee: layers that mix samples, partial checkpoints.
 
-`dpbench.engine.finite` detects NaN and infinity.
+`dpbench.engine.finite` detects NaN and infinity, `dpbench.engine.looks` models that mix samples or keep them.
 
 Functions take:
     model, layers: the model to be trained; from `batch_norms`.
@@ -13,47 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from clipping.core.types import Problem, UnsupportedModel
 from dpbench.engine.errors import Misuse
 
 _MARK = "privacy_steps"
 """Key in the optimizer's first parameter group, and so in its state_dict: the number of released logical batches."""
-
-
-class Buffers:
-    """Detects buffers that a forward pass changes: their content is neither clipped nor noised.
-
-    Args:
-        model: its present buffers are watched.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._known = [
-            (f"{prefix}.{name}" if prefix else name, module, name)
-            for prefix, module in model.named_modules()
-            for name in module._buffers
-        ]
-        self._before: list[tuple[Tensor | None, int]] = []
-
-    def look(self) -> None:
-        """Record the buffers before a forward pass."""
-        self._before = [(buffer, _version(buffer)) for buffer in self._now()]
-
-    def changed(self) -> str | None:
-        """After it: the name of the first buffer that was replaced or written to; None without one."""
-        for (name, _, _), (was, version), now in zip(self._known, self._before, self._now(), strict=False):
-            if now is not was or _version(now) != version:
-                return name
-        return None
-
-    def _now(self) -> list[Tensor | None]:
-        return [module._buffers.get(name) for _, module, name in self._known]
-
-
-def _version(buffer: Tensor | None) -> int:
-    return -1 if buffer is None or buffer.is_inference() else buffer._version
 
 
 def require_usable(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -241,13 +242,64 @@ def test_a_second_pass_leaves_buffers_and_generators_alone():
 
     model, optimizer, _ = made(Counts())
     torch.manual_seed(7)
-    with pytest.warns(UserWarning, match="buffer 'passes' changed"):
-        losses = cross_entropy(model(X))
+    losses = cross_entropy(model(X))
     drawn = torch.rand(3)
     torch.manual_seed(7)
     F.dropout(X, 0.5)
     assert torch.equal(drawn, torch.rand(3)) and model.passes == 1
     optimizer.step(loss=losses)
+
+
+class Keeps(nn.Module):
+    """A model that writes something to itself in each forward pass, and may read it in the next one."""
+
+    def __init__(self, what, *, read=True, persistent=True):
+        super().__init__()
+        self.layer, self.what, self.read = nn.Linear(20, 5), what, read
+        self.register_buffer("buffer", torch.zeros(20), persistent=persistent)
+        self.attribute = torch.zeros(20)
+
+    def forward(self, x):
+        kept = self.buffer if "buffer" in self.what else self.attribute
+        out = self.layer(x + kept if self.read else x)
+        if self.what == "buffer":
+            self.buffer += 1
+        elif self.what == "buffer of records":
+            self.buffer.lerp_(x.detach().mean(0), 0.1)
+        elif self.what == "rebound buffer of records":
+            self.buffer = x[-1].detach()
+        elif self.what == "attribute":
+            self.attribute = self.attribute + 1
+        elif self.what == "number of records":
+            self.attribute = float(x.mean())
+        else:
+            self.attribute = x.detach().mean(0)
+        return out
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Keeps("buffer"), None),
+        (Keeps("attribute"), None),
+        (Keeps("attribute of records", read=False), None),
+        (Keeps("buffer of records", read=False, persistent=False), None),
+        (Keeps("buffer of records", read=False), "buffer 'buffer' changes"),
+        (Keeps("rebound buffer of records"), "buffer 'buffer' changes"),
+        (Keeps("buffer of records", persistent=False), "the next batch's output changes"),
+        (Keeps("attribute of records"), "the next batch's output changes"),
+        (Keeps("number of records"), "the next batch's output changes"),
+    ],
+    ids=lambda x: x.what if isinstance(x, nn.Module) else "",
+)
+def test_a_model_that_keeps_a_part_of_its_records_is_refused(model, reason, whole):
+    model, optimizer, engine = made(copy.deepcopy(model))
+    step = engine.make_step(cross_entropy, compile=False) if whole else None
+    before = copy.deepcopy(model.layer.state_dict())
+    with pytest.raises(UnsupportedModel, match=reason) if reason else nullcontext():
+        step(X, Y) if step else optimizer.step(loss=cross_entropy(model(X)))
+    assert all(map(torch.equal, before.values(), model.layer.state_dict().values())) == bool(reason)
 
 
 def test_norms_that_are_a_little_too_small_are_found(monkeypatch):
