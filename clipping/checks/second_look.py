@@ -354,31 +354,59 @@ class Moving:
             self._classes = list(kinds - {*nn.Module.__mro__})
         return [x for kind in self._classes for x in vars(kind).values() if isinstance(x, FunctionType)]
 
-    @contextmanager
-    def repeated(self, draws: Draws) -> Iterator[None]:
-        """Draw the random numbers that followed `draws`, and restore the model on exit.
+    def state(self, also: Iterable[Tensor] = ()) -> State:
+        """The present state; tensors are copied.
 
         Args:
-            draws: the state of the generators to begin from.
+            also: other tensors of it.
         """
         # attributes of modules (such as counters) and buffers
         held = [(of, dict(of)) for module in self._model.modules() for of in (vars(module), module._buffers)]
         buffers = [
             x for of, _ in held for x in of.values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
         ]
-        tensors = buffers + [p for p, version in self._frozen if p._version != version]
-        kept = [(x, x.detach().clone(), x._version) for x in tensors]
+        tensors = [*buffers, *(p for p, version in self._frozen if p._version != version), *also]
+        return State(held, [(x, x.detach().clone(), x._version) for x in dict.fromkeys(tensors)])
+
+    @contextmanager
+    def repeated(self, draws: Draws, begin: State | None = None) -> Iterator[None]:
+        """Draw the random numbers that followed `draws`, and restore the model on exit.
+
+        Args:
+            draws: the state of the generators to begin from.
+            begin: the state of the model to begin from; None for the present one.
+        """
+        present = self.state(() if begin is None else (x for x, *_ in begin.kept))
         try:
             with draws.again():
+                if begin is not None:
+                    begin.restore()
                 yield
         finally:
-            for of, before in held:
-                if any(of.get(name, of) is not x for name, x in before.items()) or len(of) != len(before):
-                    self.has_moved = True
-                    of.clear()
-                    of.update(before)
-            self.has_moved |= any(x._version != version for x, _, version in kept)
-            put_back(kept)
+            self.has_moved |= present.restore()
+
+
+class State(NamedTuple):
+    """A copy of the state of `Moving`.
+
+    Attributes:
+        held: (attributes or buffers of a module, their values by name).
+        kept: as for `put_back`.
+    """
+
+    held: list[tuple[dict[str, Any], dict[str, Any]]]
+    kept: list[tuple[Tensor, Tensor, int]]
+
+    def restore(self) -> bool:
+        """Restore the state, and return whether it was another one."""
+        moved = any(x._version != version for x, _, version in self.kept)
+        for of, before in self.held:
+            if any(of.get(name, of) is not x for name, x in before.items()) or len(of) != len(before):
+                moved = True
+                of.clear()
+                of.update(before)
+        put_back(self.kept)
+        return moved
 
 
 def put_back(kept: Iterable[tuple[Tensor, Tensor, int]]) -> None:

@@ -6,13 +6,14 @@ batches of another size, whose labels are unknown, only the model's outputs are 
 
 A model may also keep something of its records: in a persistent buffer, which is published without noise, or for a later
 step, whose gradient then depends on records that are not clipped with it. So if a forward pass writes to the model, two
-batches of other records must leave the same persistent buffers, and the same outputs of the next batch.
+batches of other records must leave the same persistent buffers, and the same outputs of the next batch. A rerun begins
+from the state before the step, so that a layer initialised from its first batch is seen to mix it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ from dpbench.engine.loss_mixing_check import Trace, plain
 
 KEPT = "it keeps a part of the records: {} with them, neither clipped nor noised"
 KEEP_NOTHING = (
-    "keep nothing of the records for a later step: pass it as an input, or freeze the layer in eval mode; register a "
-    "buffer that no step reads with persistent=False"
+    "keep nothing of the records for a later step: pass it as an input, initialise from public data before the first "
+    "step, or freeze the layer in eval mode; register a buffer that no step reads with persistent=False"
 )
 
 
@@ -46,7 +47,9 @@ class Looks:
 
     def __init__(self, backend: Backend, changes: Sequence[Change], known: tuple[Any, Any] | None) -> None:
         self._backend, self._changes, self._known = backend, changes, known
-        self._trace, self._draws = Trace(), Draws()
+        self._trace, self._draws, self._begin = Trace(), Draws(), backend.moving.state()
+        new = len(changes) > 1  # else a random step, in which there may be no room for copies
+        self._parameters = {p: p.detach().clone() for p in backend.model.parameters() if new and p.requires_grad}
         self._calls: list[tuple[Any, Any]] = []
         self._outputs: list[Tensor] = []
         self._losses: Tensor | None = None
@@ -67,11 +70,13 @@ class Looks:
         return output
 
     def follow(self, losses: Tensor) -> None:
-        """Stop recording operations at the losses.
+        """Stop recording operations at the losses. Parameters that were written to belong to the state.
 
         Args:
             losses: [B].
         """
+        self._begin.kept.extend((p, was, -1) for p, was in self._parameters.items() if not _same(p, was))
+        self._parameters.clear()
         self._losses = losses if self._trace.follows(losses) else None
         self._trace.pause()
 
@@ -95,7 +100,7 @@ class Looks:
             wanted = [self._outputs[i] for i in rows]
             self._compare("output", lambda *how: [self._passes(*how)[i] for i in rows], wanted, others if rows else [])
             self._compare("output", self._passes, self._outputs, resized)
-        if self._backend.moving.has_moved and few > 1:
+        if few > 1 and self._backend.moving.has_moved:
             self._require_nothing_kept(few)
 
     def close(self) -> None:
@@ -103,6 +108,7 @@ class Looks:
         self._trace.close()
         self._calls.clear()
         self._outputs.clear()
+        self._parameters.clear()
         self._losses = None
 
     def _compare(self, what: str, run: Run, before: Sequence[Tensor], changes: Sequence[Change]) -> None:
@@ -124,23 +130,18 @@ class Looks:
         one, other, again = (each or () for each in left)
         tolerance = coarsest([*one, *model.parameters()], TOLERANCE)
         names = list(_persistent(model))
-
-        def differ(x: Tensor, y: Tensor, *, buffer: bool) -> bool:
-            return (
-                not torch.allclose(x, y, 0, 0, equal_nan=True)
-                if buffer
-                else differing([x], [y], same(size), tolerance) is not None
-            )
-
         for i, (x, y, z) in enumerate(zip(one, other, again, strict=False)):
             buffer = i < len(names)
-            if differ(x, y, buffer=buffer) and not differ(x, z, buffer=buffer):
+            changes, moves = (
+                not _same(x, w) if buffer else differing([x], [w], same(size), tolerance) is not None for w in (y, z)
+            )
+            if changes and not moves:
                 what = f"buffer {names[i]!r} changes" if buffer else "the next batch's output changes"
                 raise UnsupportedModel(self._backend.name, [Problem("model", KEPT.format(what), KEEP_NOTHING)])
 
     def _left_behind(self, change: Change, _: bool) -> list[Tensor]:
-        """Return the buffers after a pass of the changed batch, and then the outputs of the original batch."""
-        with self._backend.moving.repeated(self._draws), torch.no_grad():
+        """Return the persistent buffers after a pass of the changed batch, and then the outputs of the original one."""
+        with self._repeated(), torch.no_grad():
             self._forwards(change.of)
             buffers = [x.clone() for x in _persistent(self._backend.model).values()]
             with self._draws.again():
@@ -157,8 +158,11 @@ class Looks:
 
     def _passes(self, change: Change, only_losses: bool) -> list[Tensor]:
         """Outputs of the forward passes on the changed batch."""
-        with self._backend.moving.repeated(self._draws), change.making() as of, torch.no_grad():
+        with self._repeated(), change.making() as of, torch.no_grad():
             return self._forwards(of)
+
+    def _repeated(self) -> AbstractContextManager[None]:
+        return self._backend.moving.repeated(self._draws, self._begin)
 
     def _forwards(self, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
         outputs = [self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)) for args, kwargs in self._calls]
@@ -168,7 +172,7 @@ class Looks:
         """Losses and norms of the changed batch."""
         only_losses = only_losses or not self._taped
         self._recording = None if only_losses else Recording(self._backend, (), len(change.take))
-        with self._backend.moving.repeated(self._draws), change.making() as of:
+        with self._repeated(), change.making() as of:
             try:
                 with torch.set_grad_enabled(not only_losses), self._recording or nullcontext():
                     losses = change.alone(self._computed(of, change.wide))
@@ -208,3 +212,7 @@ def _persistent(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x, y, 0, 0, equal_nan=True)
