@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -104,14 +105,14 @@ class TapeBackend(Backend):
 
     def _saw(self, tape: Tape, routes: Routes) -> None:
         first = self._sizes == UNSEEN
-        seen = (0, 0) if first else self._sizes
-        planned = (each for use in tape.uses for each in zip(use.rules, routes[use], strict=True))
-        sizes = ((rule.positions, rule.features(route)) for (_, rule), route in planned)
-        positions, features = zip(seen, (1, 1), *sizes, strict=True)
-        self._sizes = max(positions), max(features)
-        rules = [rule for use in tape.uses for _, rule in use.rules if rule.library]
-        rounds = any(rounds_operands(rule.parameter, rule.library) for rule in rules)
-        self._rounds_operands = rounds or (self._rounds_operands and not first)
+        positions, features = (1, 1) if first else self._sizes
+        rounds = self._rounds_operands and not first
+        for use in tape.uses:
+            for (_, rule), route in zip(use.rules, routes[use], strict=True):
+                positions, features = max(positions, rule.positions), max(features, rule.features(route))
+                if rule.library and rule.parameter.is_cuda:
+                    rounds = rounds or rounds_operands(rule.parameter, rule.library)
+        self._sizes, self._rounds_operands = (positions, features), rounds
 
     @property
     def lets_go(self) -> bool:
@@ -210,9 +211,12 @@ class TapeBackend(Backend):
         occasions: Occasions | None,
         keep_graph: bool = False,
     ) -> ClippedGradient:
-        self._refuse(tape, losses, parameters)
+        if problems := tape.problems or unrecorded(losses, tape, parameters):
+            raise UnsupportedModel(self.name, dict.fromkeys(problems))
         with tape.replaying():
-            self._look(tape, losses, occasions)
+            problem = mixed_rows(tape, losses, occasions)
+            if problem is not None:
+                raise UnsupportedModel(self.name, [problem])
             return self._finished(tape, losses, parameters, keep_graph)
 
     @contextmanager
@@ -233,7 +237,7 @@ class TapeBackend(Backend):
         self, tape: Tape, losses: Tensor, parameters: Parameters, keep_graph: bool = False
     ) -> ClippedGradient:
         kind = LayerByLayer if self.clip.per_layer else self.norms
-        if kind is Book and tape.let_go:
+        if kind is Book and tape.let_go.count:
             kind = TwoPasses  # do not hold what each backward pass recomputes
         if self.sharded:
             kind = norms_of(kind, losses)
@@ -255,16 +259,6 @@ class TapeBackend(Backend):
             if grad.dtype != wide:  # type promotion made it wider
                 grads[name] = grad.to(wide)
         return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
-
-    def _look(self, tape: Tape, losses: Tensor, occasions: Occasions | None) -> None:
-        problem = mixed_rows(tape, losses, occasions)
-        if problem is not None:
-            raise UnsupportedModel(self.name, [problem])
-
-    def _refuse(self, tape: Tape, losses: Tensor, parameters: Parameters) -> None:
-        problems = tape.problems or unrecorded(losses, tape, parameters)
-        if problems:
-            raise UnsupportedModel(self.name, dict.fromkeys(problems))
 
 
 class FastGradClip(TapeBackend):
@@ -354,7 +348,7 @@ class BkMixed(TapeBackend):
 
     def plan(self, tape: Tape, losses: Tensor) -> Routes:
         routes = iter(self.planner.plan(tape, losses, self.chosen_for).routes)
-        return {use: [next(routes) for _ in use.rules] for use in tape.uses}
+        return {use: list(islice(routes, len(use.rules))) for use in tape.uses}
 
 
 class BkMixedPaper(BkMixed):

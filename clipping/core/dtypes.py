@@ -75,6 +75,7 @@ _has_autocast = functools.cache(torch.amp.is_autocast_available)
 _NOTHING = nullcontext()
 
 
+@functools.cache
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of a sum: float32 for half precision, which would lose all digits; else `dtype`.
 
@@ -84,6 +85,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+@functools.cache
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of norms, float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits.
 
@@ -93,6 +95,7 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@functools.cache
 def smallest(dtype: torch.dtype) -> float:
     """The smallest entry whose square is a normal number: 2^-63 for float32.
 

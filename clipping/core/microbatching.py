@@ -27,8 +27,8 @@ def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice
         bytes_per_sample: bytes for each sample of a block.
         available: bytes for one block.
     """
-    most = max(1, available // max(1, bytes_per_sample))
-    return in_parts(batch_size, max(1, -(-batch_size // most)))
+    count = -(-batch_size // max(1, available // max(1, bytes_per_sample)))
+    return in_parts(batch_size, count) if count > 1 else [slice(0, batch_size)]
 
 
 def in_parts(batch_size: int, count: int) -> list[slice]:
@@ -62,14 +62,14 @@ def sum_dtype(part: Tensor) -> torch.dtype:
 
 
 class InTurn:
-    """Runs blocks one after the other. Only a block's result outlives it."""
+    """Runs several blocks one after the other. Only a block's result outlives it."""
 
     def each(self, of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
         """Return the result of `of_block` for each block; a subclass may join several.
 
         Args:
             of_block: from the samples of a block to its tensors.
-            blocks: slices of the batch.
+            blocks: slices of the batch, several.
         """
         return [of_block(block) for block in blocks]
 
@@ -78,12 +78,10 @@ class InTurn:
 
         Args:
             of_block: from the samples of a block to a tensor.
-            blocks: slices of the batch, at least one.
+            blocks: slices of the batch, several.
         """
         first, *others = blocks
         found = of_block(first)
-        if not others:
-            return found
         total = found.to(sum_dtype(found))
         for block in others:
             total += of_block(block)
@@ -91,23 +89,23 @@ class InTurn:
 
 
 def each(of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
-    """Call `InTurn.each` of the present way.
+    """Call `InTurn.each` of the present way, or `of_block` itself for a single one.
 
     Args:
         of_block: from the samples of a block to its tensors.
         blocks: slices of the batch.
     """
-    return _way.each(of_block, blocks)
+    return list(map(of_block, blocks)) if len(blocks) < 2 else _way.each(of_block, blocks)
 
 
 def added(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-    """Call `InTurn.added` of the present way: accumulates in float64, returns float32 or wider.
+    """Call `InTurn.added` of the present way: accumulates several in float64, returns float32 or wider.
 
     Args:
         of_block: from the samples of a block to a tensor.
         blocks: slices of the batch, at least one.
     """
-    return _way.added(of_block, blocks)
+    return of_block(blocks[0]) if len(blocks) == 1 else _way.added(of_block, blocks)
 
 
 def concatenated(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
@@ -117,8 +115,9 @@ def concatenated(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Te
         of_block: from the samples of a block, b of them, to a tensor [b, ...].
         blocks: slices of the batch, at least one.
     """
-    found = [part for (part,) in each(lambda samples: (of_block(samples),), blocks)]
-    return torch.cat(found) if len(found) > 1 else found[0]
+    if len(blocks) == 1:
+        return of_block(blocks[0])
+    return torch.cat([part for (part,) in each(lambda samples: (of_block(samples),), blocks)])
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """`dict(model.named_parameters())` in one walk.
+    """`dict(model.named_parameters())` in one loop.
 
     torch's nested generators pass each name through every enclosing module, which costs a small model's step time.
 
@@ -17,18 +17,16 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         return dict(model.named_parameters())
     found: dict[str, nn.Parameter] = {}
     seen: set[object] = set()
-
-    def walk(module: nn.Module, prefix: str) -> None:
+    stack: list[tuple[str, nn.Module | None]] = [("", model)]
+    while stack:
+        prefix, module = stack.pop()
+        if module is None or module in seen:
+            continue
         seen.add(module)
-        if module._parameters:  # most modules have no parameters, and most have no children
-            for name, p in module._parameters.items():
-                if p is not None and id(p) not in seen:
-                    seen.add(id(p))
-                    found[prefix + name] = p
-        if module._modules:
-            for name, child in module._modules.items():
-                if child is not None and child not in seen:
-                    walk(child, f"{prefix}{name}.")
-
-    walk(model, "")
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                found[prefix + name] = p
+        for name, child in reversed(module._modules.items()):
+            stack.append((f"{prefix}{name}.", child))
     return found

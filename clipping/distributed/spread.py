@@ -9,7 +9,7 @@ Functions take:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from clipping.core.batches import map_tensors
 from clipping.core.types import ClippedGradient, Problem
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = {Tensor, nn.Parameter}
 _BOOKS = "use bk_mixed or bk_ghost"
 _WAIT_TOGETHER = "under FSDP2 every process must run the same number of passes"
 
@@ -30,6 +30,15 @@ def is_sharded(x: Tensor) -> bool:
         x: any tensor.
     """
     return type(x) not in _PLAIN and hasattr(x, "placements")
+
+
+def any_sharded(tensors: Collection[Tensor]) -> bool:
+    """Whether any of these is a DTensor.
+
+    Args:
+        tensors: parameters or their gradients.
+    """
+    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

@@ -127,20 +127,22 @@ def noisy(
         ValueError: a key or nonce has a wrong size, or a total has more coordinates than a nonce has blocks for.
     """
     wide, found = _operands(totals, key, nonces, in_place)
-    kinds: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[int]] = {}
-    for i, x in enumerate(wide):
-        nonce = () if kernels.cpu.supported(x) else tuple(nonces[i][:2])  # a flat tensor has one but for the labels
-        kinds.setdefault((x.device, x.dtype, nonce), []).append(i)
-    for (device, dtype, nonce), members in kinds.items():
-        chosen, results = [wide[i] for i in members], [found[i] for i in members]
-        if not nonce:
-            _compiled("noisy", chosen, results, deviation, grid, key, [nonces[i] for i in members], divisor)
+    kinds: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[tuple[Tensor, Tensor, Sequence[int]]]] = {}
+    compiled = kernels.cpu.supported(*wide)
+    for x, result, nonce in zip(wide, found, nonces, strict=True):
+        # a flat tensor has one nonce but for the labels
+        of_flat = () if compiled or kernels.cpu.supported(x) else tuple(nonce[:2])
+        kinds.setdefault((x.device, x.dtype, of_flat), []).append((x, result, nonce))
+    for (device, dtype, of_flat), members in kinds.items():
+        chosen, results, places = zip(*members, strict=True)
+        if not of_flat:
+            _compiled("noisy", chosen, results, deviation, grid, key, places, divisor)
             continue
-        segments = Segments([x.numel() for x in chosen], [nonces[i][2] for i in members])
+        segments = Segments([x.numel() for x in chosen], [nonce[2] for nonce in places])
         flat = torch.zeros(segments.length, dtype=dtype, device=device)
         for part, x in zip(segments.parts(flat), chosen, strict=True):
             part.copy_(x.view(-1))
-        add_to_flat(flat, segments, deviation, grid, key, nonce)
+        add_to_flat(flat, segments, deviation, grid, key, of_flat)
         for result, part in zip(results, segments.parts(flat.div_(divisor)), strict=True):
             result.copy_(part.view(result.shape))
     return found
@@ -227,14 +229,14 @@ def _compiled(
     """Call a C kernel once for all [n] totals and results, of one dtype."""
     if not totals or isinstance(totals[0], FakeTensor):
         return
-    counts = [x.numel() for x in totals]
-    units = list(itertools.accumulate((-(-count // NORMALS) for count in counts), initial=0))
+    counts = list(map(Tensor.numel, totals))
+    units = list(itertools.accumulate([-(-count // NORMALS) for count in counts], initial=0))
     getattr(_loaded(totals[0].dtype), kernel)(
         kernels.cpu._torch().torch_parallel_for,
         _unsigned(_state(key, 0, (0, 0, 0))),
-        _unsigned([word for nonce in nonces for word in nonce]),
-        kernels.cpu._numbers([x.data_ptr() for x in totals]),
-        kernels.cpu._numbers([x.data_ptr() for x in results]),
+        _unsigned(list(itertools.chain(*nonces))),
+        kernels.cpu._numbers(list(map(Tensor.data_ptr, totals))),
+        kernels.cpu._numbers(list(map(Tensor.data_ptr, results))),
         kernels.cpu._numbers(counts),
         kernels.cpu._numbers(units),
         len(totals),
@@ -251,14 +253,8 @@ def _operands(
     if len(totals) != len(nonces):
         raise ValueError(f"expected a nonce for each of {len(totals)} totals, got {len(nonces)}")
     _require_blocks(max(map(Tensor.numel, totals), default=0))
-    for nonce in nonces:
-        _require_words(key, nonce)
-
-    def readable(x: Tensor) -> Tensor:
-        dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.promote_types(x.dtype, torch.float32)
-        return x.detach().to(device or x.device, dtype).contiguous()
-
-    wide = [readable(x) for x in totals]
+    _require_words(key, *nonces)
+    wide = [x.detach().to(device or x.device, torch.promote_types(x.dtype, torch.float32)).contiguous() for x in totals]
     return wide, wide if in_place else [torch.empty_like(x) for x in wide]
 
 
@@ -359,9 +355,12 @@ def compiled_words(key: bytes, nonce: Sequence[int], block: int) -> Tensor:
     return out
 
 
-def _require_words(key: bytes, nonce: Sequence[int]) -> None:
-    if len(key) != 32 or len(nonce) != 3 or min(nonce) < 0 or max(nonce) >= 2**32:
-        raise ValueError(f"expected a key of 32 bytes and a nonce of 3 words of 32 bits, got {len(key)} bytes, {nonce}")
+def _require_words(key: bytes, *nonces: Sequence[int]) -> None:
+    for nonce in nonces:
+        if len(key) != 32 or len(nonce) != 3 or min(nonce) < 0 or max(nonce) >= 2**32:
+            raise ValueError(
+                f"expected a key of 32 bytes and a nonce of 3 words of 32 bits, got {len(key)} bytes, {nonce}"
+            )
 
 
 def _state(key: bytes, block: int, nonce: Sequence[int]) -> list[int]:

@@ -89,7 +89,8 @@ class Norms(ABC):
         self._counts, self._losses, self._routes, self._planned_for = counts, losses, routes, planned_for
         self._parameters, self._clip = parameters, clip
         self._squares = torch.zeros(losses.shape, dtype=norm_dtype(losses.dtype), device=losses.device)
-        self._doubt = Doubt(self._squares, sum(p.numel() for p in parameters.values()))
+        self._entries_of_all = sum(map(Tensor.numel, parameters.values()))
+        self._doubt = Doubt(self._squares, self._entries_of_all)
         self._sums: dict[str, Tensor] = {}
         self._kinds: dict[str, str] = {}
 
@@ -105,7 +106,8 @@ class Norms(ABC):
                 alone = alone and self._counts[name] == 1
                 if self._kinds.get(name) != "fallback":
                     self._kinds[name] = "fallback" if rule.is_fallback else by_ghost
-            (self._single if alone else self._several)(Term(source, rule, route, rule.padded(g)))
+            term = Term(source, rule, route, g if g.is_cpu else rule.padded(g))
+            (self._single if alone else self._several)(term)
 
     def _is_small(self, rule: Rule, g: Tensor) -> bool:
         """True if a batch's gradients of one parameter are small: see `SMALL`."""
@@ -118,9 +120,8 @@ class Norms(ABC):
     def coverage(self) -> dict[str, float]:
         """Share of the parameters by route of their norm. Those that the loss did not reach count as instantiated."""
         shares = dict.fromkeys(("ghost", "instantiated", "fallback"), 0.0)
-        total = sum(p.numel() for p in self._parameters.values()) or 1
         for name, p in self._parameters.items():
-            shares[self._kinds.get(name, "instantiated")] += p.numel() / total
+            shares[self._kinds.get(name, "instantiated")] += p.numel() / max(1, self._entries_of_all)
         return shares
 
     @abstractmethod
@@ -134,7 +135,7 @@ class Norms(ABC):
         """
         source, rule, route, g = term
         if source.rearranged:
-            return rule.squares_and_reach(g, route, [(other.rule, other.g) for other in others])
+            return rule.squares_and_reach(g, route, [(other.rule, other.g) for other in others] if others else ())
 
         def squares(samples: slice) -> Tensor:
             found = source.pull_back(rule.instantiate(g, samples))

@@ -66,11 +66,7 @@ def gram_norms_and_reach(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[
         gradients: each g [n, T, p], of a's dtype.
         lost: for each g, as `clipping.numerics.rounding_bounds.of_lost` gives it.
     """
-    positions = a.shape[1]
-    if positions == 1:  # ‖gaᵀ‖² = ‖a‖² ‖g‖², the last column of a reach
-        found = [kernels.cuda.row_reach(a, g, of) for g, of in zip(gradients, lost, strict=True)]
-        return [torch.cat([of[:, 3:], of[:, 1:]], 1) for of in found]
-    of_a = products(a, a).unsqueeze(1)
+    positions, of_a = a.shape[1], products(a, a).unsqueeze(1)
     return [
         kernels.fused.shifted_norms(of_a, products(g, g), POINT, (1, positions), (1, 1), positions, of)
         for g, of in zip(gradients, lost, strict=True)

@@ -113,7 +113,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
         y: [K, N], or [n, K, N].
     """
     multiply: Any = torch.mm if x.dim() == 2 else torch.bmm
-    if on_gpu(x) and torch.bfloat16 in (x.dtype, y.dtype):
+    if torch.bfloat16 in (x.dtype, y.dtype) and on_gpu(x):
         parts = [(each, other) for each in _halves(x) for other in _halves(y)]
         found = [multiply(each.mT, other, out_dtype=torch.float32) for each, other in parts]
         return found[0].add_(found[1]) if len(found) > 1 else found[0]

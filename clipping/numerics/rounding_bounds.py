@@ -67,6 +67,7 @@ which is rejected. Entries too small to be squared (below `smallest`) count in n
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -168,6 +169,7 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
     return Reach(terms.sum(1), lost, terms.square_().sum(1))
 
 
+@functools.cache
 def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float]:
     """Return the factors of an input row's and of a gradient row's norm that bound what the other row has lost.
 
@@ -206,6 +208,7 @@ def row_norms(x: Tensor, dim: int = -1) -> Tensor:
     return torch.linalg.vector_norm(x, dim=dim % x.dim(), dtype=norm_dtype(x.dtype))
 
 
+@functools.cache
 def unit(dtype: torch.dtype) -> float:
     """u of the dtype in which products of `dtype` are accumulated.
 
@@ -215,6 +218,7 @@ def unit(dtype: torch.dtype) -> float:
     return torch.finfo(norm_dtype(dtype)).eps / 2
 
 
+@functools.cache
 def of_gram(features: int, dtype: torch.dtype) -> float:
     """γ_N, relative to U².
 
@@ -225,6 +229,7 @@ def of_gram(features: int, dtype: torch.dtype) -> float:
     return (4 + FEATURES * math.sqrt(features)) * unit(dtype)
 
 
+@functools.lru_cache(1024)
 def of_product(positions: int, dtype: torch.dtype, second_pass: bool) -> float:
     """γ_G, relative to U.
 
@@ -261,6 +266,7 @@ def cap(positions: int, *, of_layer: bool = False) -> float:
     return max(least, each * math.sqrt(positions))
 
 
+@functools.lru_cache(1024)
 def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
     """b: number of samples whose share of a sum is formed in one portion, before accumulation in float64.
 
@@ -348,10 +354,11 @@ class Doubt:
         dtype = self._like.dtype
         of_squares = of_gram(features, dtype) if gram else 0.0
         of_sums, of_operands = of_product(positions, dtype, second_pass), 0.0
-        if of is not None and library and rounds_operands(of, library):
-            of_operands = OPERANDS * TF32 * (math.sqrt(2) if library == "cudnn" and not gram else 1)
-        elif of is not None and library and of.is_cuda and of.dtype == torch.bfloat16:
-            of_sums += HALVES
+        if of is not None and library and of.is_cuda:
+            if rounds_operands(of, library):
+                of_operands = OPERANDS * TF32 * (math.sqrt(2) if library == "cudnn" and not gram else 1)
+            elif of.dtype == torch.bfloat16:
+                of_sums += HALVES
         self._uses.append((reach, of_squares, of_sums, of_operands))
         self._positions = max(self._positions, positions)
 
@@ -365,7 +372,8 @@ class Doubt:
         if not self._uses:
             return squares.sqrt() + self._least
         reaches, of_squares, of_sums, of_operands = zip(*self._uses, strict=True)
-        terms, lost, apart = ([each.to(self._like.dtype) for each in part] for part in zip(*reaches, strict=True))
+        each = [part.to(self._like.dtype) for reach in reaches for part in reach]
+        terms, lost, apart = each[::3], each[1::3], each[2::3]
         rates = [*map(math.sqrt, of_squares), *of_sums]
         scaled = torch._foreach_mul([*terms, *terms], rates)
         sums = torch.stack([*scaled, *terms]).square_().view(3, len(terms), -1).sum(1)

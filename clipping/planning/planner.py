@@ -119,7 +119,7 @@ class Planner:
         readings = [(use, source, rule) for use in tape.uses for source, rule in use.rules]
         count = count or losses.shape[0]
         kinds = [kind(rule, use.output, count) for use, _, rule in readings]
-        step = (count.bit_length(), losses.device, *kinds, *(["let go"] if tape.let_go else []))
+        step = (count.bit_length(), losses.device, *kinds, *(["let go"] if tape.let_go.count else []))
         self._calls[step] += 1
         known = self._plans.get(step)
         routes = self._resumed.get(repr(step)) if known is None and self._resumed else None
@@ -148,7 +148,7 @@ class Planner:
             if has_choice(source, rule, tape.counts):
                 costs[position] = known[what]
                 choices = choices_of(rule, use.output, known[what])
-                if tape.let_go:  # a second backward pass forms the sum
+                if tape.let_go.count:  # a second backward pass forms the sum
                     choices = [choice for choice in choices if not choice.route.kept]
                 routes[position] = self._chosen(rule, choices).route
         return Plan(routes, costs, may_time)

@@ -196,10 +196,8 @@ class Source:
         Args:
             gradient: of the tensor.
         """
-        if self.is_parameter:
-            (name,) = self.parameters
-            shape = self.tensor.shape
-            return {name: gradient if gradient.shape == shape else gradient.reshape(shape)}
+        if self.node is None:
+            return {name: gradient.reshape(self.tensor.shape) for name in self.parameters}
         return {name: found[0] for name, found in self.pull_back(gradient[None]).items()}
 
     def add_to(self, grads: dict[str, Tensor], gradient: Tensor) -> None:
@@ -209,6 +207,11 @@ class Source:
             grads: parameter name -> gradient; changed in place or replaced.
             gradient: of the tensor.
         """
+        if self.node is None:
+            (name,) = self.parameters
+            gradient = gradient if gradient.shape == self.tensor.shape else gradient.reshape(self.tensor.shape)
+            grads[name] = gradient + grads[name] if name in grads else gradient
+            return
         if self.part is None or not self.tensor.is_contiguous() or not self.tensor._is_view():
             for name, found in self.pull_back_one(gradient).items():
                 grads[name] = found + grads[name] if name in grads else found

@@ -205,7 +205,7 @@ class Rule(ABC):
 
     def _reach_of_rows(self, g: Tensor, of_block: Callable[[slice], Reach], size: int) -> Reach:
         """Compute the reach in blocks of samples of `size` bytes each."""
-        found = each(lambda samples: of_block(samples), blocks(self.samples(g), size, self.workspace(g)))
+        found = each(of_block, blocks(self.samples(g), size, self.workspace(g)))
         return Reach(*(map(torch.cat, zip(*found, strict=True)) if len(found) > 1 else found[0]))
 
     def companions(self, g: Tensor, route: Route) -> Hashable:
@@ -244,8 +244,9 @@ class Rule(ABC):
     def instantiate_all(self, g: Tensor, route: Route) -> Tensor:
         """Per-sample gradients [B, *shape], in the way and blocks of the route if it instantiates them."""
         way = "" if route.ghost else route.way
-        several = self.blocks(g, way, route.block) if way else [slice(0, self.samples(g))]
-        return concatenated(lambda samples: self.instantiate(g, samples, way), several)
+        if not way:
+            return self.instantiate(g, slice(0, len(g) // self.fold))
+        return concatenated(lambda samples: self.instantiate(g, samples, way), self.blocks(g, way, route.block))
 
     def held_input(self) -> Tensor | None:
         """The operation's input, if the weight gradient needs it."""
@@ -392,9 +393,11 @@ class Bias(Rule):
         self.channel = channel
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        g, channel = part(g, samples), self.channel % g.dim()
-        over = [d for d in range(1, g.dim()) if d != channel]
-        return g.sum(over, dtype=norm_dtype(g.dtype)) if over else g
+        g = part(g, samples)
+        if g.dim() == 2:
+            return g
+        channel = self.channel % g.dim()
+        return g.sum([d for d in range(1, g.dim()) if d != channel], dtype=norm_dtype(g.dtype))
 
     def reach(self, g: Tensor) -> Reach:
         norms = row_norms(g, self.channel % g.dim()).reshape(len(g), -1)

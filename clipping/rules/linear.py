@@ -61,7 +61,7 @@ class LinearWeight(Bilinear):
     def _sliced(self, found: Tensor) -> Tensor:
         """Remove the rows and columns of zeros that `aligned` adds."""
         rows, columns = self.parameter.shape
-        return part(part(found, slice(0, rows), -2), slice(0, columns), -1).contiguous()
+        return found[..., :rows, :columns].contiguous()
 
     def padded(self, g: Tensor) -> Tensor:
         return aligned(g, self.inputs) if on_gpu(g) else g
@@ -76,6 +76,12 @@ class LinearWeight(Bilinear):
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
     ) -> tuple[Tensor, list[Reach]]:
         way = route.way or self.best_way(g, ghost=route.ghost)
+        if route.ghost and way == "gram" and self.positions == 1:  # ‖g aᵀ‖² is R²
+            a, (g, *more) = self._together_with(others, g, slice(0, self.samples(g)))
+            found = [of_operands(a, g, self.inputs, self.outputs)]
+            for h, (rule, _) in zip(more, others, strict=True):
+                found.append(of_operands(a, h, self.inputs, rule.outputs))
+            return torch.stack([of.apart for of in found]).sum(0) if others else found[0].apart, found
         if not route.ghost or not self._finds_reach(g, way):
             return super().squares_and_reach(g, route, others)
         parts = each(lambda samples: self._with_reach(g, samples, way, others), self.blocks(g, way, route.block))
@@ -84,7 +90,9 @@ class LinearWeight(Bilinear):
 
     def _finds_reach(self, g: Tensor, way: str) -> bool:
         """True for kernels, and on a GPU if one sample's Gram matrices fit the workspace."""
-        return way != "gram" or (kernels.fused.runs(self.a, g) and self.work(g, way).workspace <= self.workspace(g))
+        if way == "gram" and (self.positions == 1 or not kernels.fused.runs(self.a, g)):
+            return False
+        return way != "gram" or self.work(g, way).workspace <= self.workspace(g)
 
     def _with_reach(
         self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]
@@ -104,7 +112,7 @@ class LinearWeight(Bilinear):
         return found[:, :, 0].sum(1) if others else found[:, 0, 0], found[:, :, 1:]
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        if not self._weighs(g):
+        if g.dtype not in HALF or not self._weighs(g):
             return super().weighted(g, factors)
         a, of = self.operands(g, slice(0, self.samples(g)))
         if not kernels.fused.weighs(a, of):  # e.g. rows are slices of longer rows
@@ -123,24 +131,23 @@ class LinearWeight(Bilinear):
 
     def _weighs(self, g: Tensor | Spec) -> bool:
         """True if a kernel applies the factors: in half precision, with rows that are aligned or will be padded."""
+        if self.positions < PADDED or not kernels.fused.runs(self.a):
+            return False
         rows, sizes = self.samples(g) * self.positions, (self.inputs, self.outputs)
-        loaded_fast = all(
+        return all(
             size % PADDED == 0 or padding((rows, size), g.dtype, other)
             for size, other in zip(sizes, sizes[::-1], strict=True)
         )
-        return g.dtype in HALF and self.positions >= PADDED and loaded_fast and kernels.fused.runs(self.a)
 
     def _portion(self, g: Tensor | Spec) -> int:
         return kernels.fused.portion_of(self.samples(g), self._most(g), self.inputs, self.outputs)
 
-    def _padded_input(self, g: Tensor | Spec) -> int:
-        """Bytes of the padded copy of one sample's input; 0 if none is made."""
-        shape = (self.samples(g) * self.positions, self.inputs)
-        more = padding(shape, g.dtype, self.outputs) if on_gpu(self.parameter) else 0
-        return self.positions * (self.inputs + more) * g.element_size() if more else 0
-
     def copied(self, g: Tensor | Spec) -> int:
-        return self.positions * min(self.inputs, self.outputs) * g.element_size() + self._padded_input(g)
+        entries = min(self.inputs, self.outputs)
+        if on_gpu(self.parameter):
+            more = padding((self.samples(g) * self.positions, self.inputs), g.dtype, self.outputs)
+            entries += self.inputs + more if more else 0  # of the padded copy of the input
+        return self.positions * entries * g.element_size()
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:
@@ -164,7 +171,7 @@ class LinearWeight(Bilinear):
         """Layers with the same input (a query, a key and a value) share its Gram matrix."""
         if not route.ghost or route.way in (GRAM_KERNEL, NORM_KERNEL):
             return super().companions(g, route)
-        return id(self.a), self.fold, g.dtype, self.samples(g), route.way
+        return id(self.a), self.fold, g.dtype, len(g), route.way
 
     def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
         if way != COMPILED and self._finds_reach(g, way):
@@ -179,17 +186,24 @@ class LinearWeight(Bilinear):
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the shared input and each one's gradient, as in `operands`."""
         a, g = self.operands(g, samples)
-        return a, [g, *(rule.operands(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight))]
+        gradients = [g]
+        for rule, h in others:
+            assert isinstance(rule, LinearWeight)
+            gradients.append(rule.operands(h, samples)[1])
+        return a, gradients
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p] in g's dtype, which under autocast may be narrower than the input's.
 
         Rows are padded with zeros if that makes products faster (`products.padding`).
         """
-        rows = self.rows(samples)
-        a, g = part(self.a, rows), self.padded(part(g, rows))
+        a = self.a
+        if samples.start or samples.stop * self.fold < len(a):  # g may be of fewer samples, to time them
+            rows = self.rows(samples)
+            a, g = a[rows], g[rows]
         a = a if a.dtype == g.dtype else a.to(g.dtype)
-        a = aligned(a, self.outputs) if on_gpu(a) else a
+        if on_gpu(g):
+            a, g = aligned(a, self.outputs), aligned(g, self.inputs)
         if self.fold == 1 and a.dim() == 3:
             return a, g
         count = a.shape[0] // self.fold

@@ -72,5 +72,5 @@ class Bilinear(Rule):
 
     def _portions(self, g: Tensor | Spec) -> list[slice]:
         """Portions larger than the weight itself, so that adding them up takes little time."""
-        samples, room = self.samples(g), max(self.room(), 4 * self.instantiated_bytes(g))
-        return blocks(samples, 1, min(self._most(g), max(1, room // max(1, self.copied(g)))))
+        room = max(self.room(), 4 * self.instantiated_bytes(g))
+        return blocks(self.samples(g), 1, min(self._most(g), max(1, room // max(1, self.copied(g)))))

@@ -69,7 +69,7 @@ class Arrivals:
             self._copies.append((use, noted.copies))
         if noted.copies is None or self.by_hand is not None:
             with suppress(RuntimeError):  # torch 2.11: the node is freed, and no gradient reaches it
-                self._hooks.append(noted.node.register_prehook(partial(self._hooked, use, noted.at)))
+                self._hooks.append(noted.node.register_prehook(partial(self._arrive, use, noted.at)))
 
     def expect(self, uses: list[Use], leaves: list[Tensor], graph: int) -> None:
         """State the uses and leaves in the graph of the losses. Each use's gradient must arrive exactly once.
@@ -95,14 +95,14 @@ class Arrivals:
         self._arrival = arrival
         self._arrived.clear()
         try:
-            uses = [use for use, _ in self._copies]
-            wanted = [*(copies for _, copies in self._copies), *self._anchors.values(), *self._leaves]
+            uses, copies = zip(*self._copies, strict=True) if self._copies else ((), ())
+            wanted = [*copies, *self._anchors.values(), *self._leaves]
             if wanted and losses.requires_grad:
                 with kernels.overwriting.from_losses():
                     found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
                 with torch.no_grad():
-                    for use, g in zip(uses, found, strict=False):
-                        self._arrive(use, None if g is None else g.reshape(use.output.shape))
+                    for at, use in enumerate(uses):
+                        self._arrive(use, at, found)
         finally:
             self._arrival = None
 
@@ -131,17 +131,14 @@ class Arrivals:
         self._copies.clear()
         self._leaves.clear()
 
-    def _hooked(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _arrive(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """Record the arrival of the gradient with index `at`; None is a zero gradient."""
         g = gradients[at]
-        self._arrive(use, g if g is None or g.shape == use.output.shape else g.reshape(use.output.shape))
-
-    def _arrive(self, use: Use, g: Tensor | None) -> None:
-        """Record an arrival; g is None for a zero gradient."""
         if self._arrival is not None:
             self._arrived[use] += 1
             if g is not None:
                 with without_autocast(g.device):
-                    self._arrival(use, g)
+                    self._arrival(use, g if g.shape == use.output.shape else g.reshape(use.output.shape))
         elif g is not None and self.by_hand is not None:
             self.by_hand()
 

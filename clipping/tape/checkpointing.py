@@ -68,15 +68,14 @@ class LetGo:
 
     Args:
         on: whether to free inputs.
+
+    Attributes:
+        count: how often inputs were freed.
     """
 
     def __init__(self, on: bool) -> None:
-        self._on, self._asked, self._count = on, False, 0
+        self._on, self._asked, self.count = on, False, 0
         self._found: dict[int, OfSources] = {}
-
-    def __bool__(self) -> bool:
-        """True if any input was freed."""
-        return self._count > 0
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -101,10 +100,10 @@ class LetGo:
         if hooks is None or hooks[0].__module__ != torch.utils.checkpoint.__name__ or not large:
             return mine, None
         pack, unpack = hooks
-        self._count += 1
+        self.count += 1
         if self._asked and "_recomputation_hook" in pack.__qualname__:
-            self._found[self._count] = _each(mine, Tensor.detach)  # its graph would keep the whole checkpoint alive
-        ticket = pack(torch.empty_strided((0,), (self._count,)))  # no entries; the stride is the ticket's number
+            self._found[self.count] = _each(mine, Tensor.detach)  # its graph would keep the whole checkpoint alive
+        ticket = pack(torch.empty_strided((0,), (self.count,)))  # no entries; the stride is the ticket's number
         return _each(mine, _stand_in), lambda: self._found.pop(unpack(ticket).stride(0))
 
 

@@ -206,7 +206,9 @@ class Tape(TorchFunctionMode):
         """
 
         def arrived(use: Use, g: Tensor) -> None:
-            planned, use.rules = use.rules, use.restored()
+            planned = use.rules
+            if use.again is not None:
+                use.rules = use.restored()
             arrival(use, g)
             use.rules = planned
             for _, rule in planned:

@@ -44,9 +44,8 @@ class Use:
     again: Callable[[], list[tuple[Source, Rule]]] | None = None
 
     def restored(self) -> list[tuple[Source, Rule]]:
-        """Return its rules with freed inputs recovered, in a backward pass."""
-        if self.again is None:
-            return self.rules
+        """Return its rules with freed inputs recovered, in a backward pass; `again` is not None."""
+        assert self.again is not None
         found = self.again()
         for (_, rule), (_, first) in zip(found, self.rules, strict=True):
             rule.share = first.share

@@ -36,11 +36,10 @@ from dpbench.engine.noises import accountant_for, correlation_of, source_of
 from dpbench.engine.patch import Patch, claim, disclaim, require_own
 from dpbench.engine.poisson_check import Sizes
 from dpbench.engine.recorder import Recorder
-from dpbench.engine.release import release_gradients
+from dpbench.engine.release import Sensitivity, release_gradients, sensitivity
 from dpbench.engine.rolled_back_steps import Abandoned
 from dpbench.engine.safeguards import mark, require_accounted, require_usable
 from dpbench.engine.sampling import Sampler
-from dpbench.engine.sensitivity import Sensitivity, sensitivity
 from dpbench.engine.settings import backend_name, clip_function, resolve
 from dpbench.engine.spent import NOT_COUNTED, PrivacySpent, account
 from dpbench.engine.state import State
@@ -341,11 +340,13 @@ class PrivacyEngine(State):
         result = self._recorder.finish(losses, drawn)
         if result is None:
             return
-        if self._sums and (odd := self._sums.keys() ^ result.grads.keys()):
-            raise Misuse(f"expected the same trainable parameters in all of a logical batch, got {min(odd)!r} in part")
         require_finite(result.grads)
         sums = gathered(result.grads, self._recorder.backend.members(), counted=self._recorder.counted)
-        sums.add(self._sums)
+        if self._sums.blocks:
+            if odd := self._sums.keys() ^ result.grads.keys():
+                what = f"got {min(odd)!r} in part"
+                raise Misuse(f"expected the same trainable parameters in all of a logical batch, {what}")
+            sums.add(self._sums)
         size = len(result.losses) if drawn is None else drawn[0]
         self._sums, self._size = sums, self._size + size  # a whole piece or nothing: it may be retried
 

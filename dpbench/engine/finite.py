@@ -16,6 +16,7 @@ though it spends nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.distributed.spread import is_sharded
-from dpbench.engine.sharded import everywhere, here
-from dpbench.engine.sums import Block, lies_flat
+from clipping.distributed.spread import any_sharded
+from dpbench.engine.sums import Block, everywhere, here, lies_flat
 
 _OVERFLOWED = "a loss or an activation has overflowed"
 
@@ -37,12 +37,16 @@ def require_finite(grads: Mapping[str, Tensor]) -> None:
     Args:
         grads: parameter name -> clipped sum.
     """
-    known = {name: g for name, g in grads.items() if not lies_flat(here(g).device)}
-    if not known or bool(everywhere(_finite([here(g) for g in known.values()]), known).all()):
+    sharded, is_later = any_sharded(grads.values()), functools.cache(lies_flat)
+    mine = {name: here(g) for name, g in grads.items()} if sharded else grads
+    known = {name: g for name, g in mine.items() if not is_later(g.device)}
+    if not known:
         return
-    shards = "a shard of " if any(map(is_sharded, known.values())) else ""
-    found = (name for name, g in known.items() if not here(g).isfinite().all())
-    name = f"{shards}{next(found, 'another process')}"
+    flags = _finite(list(known.values()))
+    if bool((everywhere(flags) if sharded else flags).all()):
+        return
+    found = (name for name, g in known.items() if not g.isfinite().all())
+    name = f"{'a shard of ' if sharded else ''}{next(found, 'another process')}"
     raise FloatingPointError(
         f"expected finite gradients, got NaN or inf in {name!r}: one record would decide the parameters whatever the "
         f"noise, so nothing of this batch is released; {_OVERFLOWED}"
@@ -70,7 +74,7 @@ def finite(blocks: Sequence[Block]) -> Tensor:
     Args:
         blocks: of the sums, at least one.
     """
-    found = [_finite(list(block.parts().values())).to(blocks[0].data.device, non_blocking=True) for block in blocks]
+    found = [_finite(block.parts()).to(blocks[0].data.device, non_blocking=True) for block in blocks]
     return torch.cat(found) if len(found) > 1 else found[0]
 
 

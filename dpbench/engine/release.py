@@ -1,5 +1,7 @@
 """Turn the sums of a logical batch into gradients: reduce over processes, add noise once, divide by b.
 
+Noise is scaled to the `sensitivity` of the computed sum.
+
 On a GPU this takes some twenty launches and does not synchronise: see `dpbench.engine.sums`, and
 `dpbench.engine.finite` for sums that are not finite. Elsewhere one call draws the noise of all parameters.
 
@@ -9,19 +11,48 @@ next one's noise is drawn. Each sum crosses once to the first process and once b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipping.distributed.spread import is_sharded
+from clipping.backends.base import Backend
+from clipping.distributed.spread import any_sharded
 from dpbench.engine.distributed import place
 from dpbench.engine.finite import empty, finite
 from dpbench.engine.noise import At, Noise
-from dpbench.engine.sharded import as_sharded, everywhere, here, replicas, shard_of
-from dpbench.engine.sums import Block, Sums, gathered
+from dpbench.engine.sums import Block, Sums, as_sharded, everywhere, gathered, here, replicas, shard_of
+
+WORST = 1e-2
+"""Largest η for which noise covers the worst case of all roundings; beyond it, random roundings."""
+DEVIATIONS = 12
+"""Deviations above the expected batch size: larger Poisson batches have probability below 1e-30."""
+
+
+class Sensitivity(NamedTuple):
+    """S, a bound on how far one record can move the computed sum, and in words the roundings that it holds for."""
+
+    bound: float
+    words: str
+
+
+def sensitivity(backend: Backend, batch_size: int) -> Sensitivity:
+    """C(1 + η) for a logical batch.
+
+    Args:
+        backend: clips; η depends on the shapes that it has seen.
+        batch_size: b. Batches larger by 12 standard deviations of Poisson samples are covered.
+    """
+    clip = backend.clip.sensitivity
+    most = math.ceil(batch_size + DEVIATIONS * (math.sqrt(batch_size) + 1))
+    bound, words = backend.sensitivity_bound(most, worst=True), "in the worst case"
+    if bound > clip * (1 + WORST):
+        bound, words = backend.sensitivity_bound(most), "if roundings are random"
+    excess = bound / clip - 1 if clip else 0.0
+    return Sensitivity(bound, f"C (1 + {excess:.1e}) in floating point, {words}")
 
 
 @torch.no_grad()
@@ -50,11 +81,12 @@ def release_gradients(
     if set(sums) != parameters.keys():
         sums = gathered(sums, members, parameters)
     blocks, sums.blocks = sums.blocks, []
-    for block in blocks:  # the model may have replaced a parameter's tensor
-        block.parameters = {name: parameters[name] for name in block.parameters}
-        block.round()
+    for block in blocks:  # the noise's precision is float32, or the parameters' if wider; in memory of its own
+        dtype = torch.promote_types(parameters[block.names[0]].dtype, torch.float32)
+        if block.data.dtype != dtype or not block.own:
+            block.data = block.data.to(dtype, copy=True, memory_format=torch.contiguous_format)
     rank, processes = place()
-    sharded = any(map(is_sharded, parameters.values()))
+    sharded = any_sharded(parameters.values())
     works: list[Any] = []
     if processes > 1 and not sharded:
         works = [dist.reduce(block.data, dst=0, async_op=True) for block in blocks]
@@ -66,45 +98,58 @@ def release_gradients(
             _wait(works.pop())
         flags = finite(later)
         if sharded:
-            flags = everywhere(flags, parameters)
+            flags = everywhere(flags)
         elif crossing:
             dist.broadcast(flags, src=0)
         empty(later, unless=flags)
-        unread = [name for block in later for name in block.parameters], flags
+        unread = [name for block in later for name in block.names], flags
     broadcasts = []
     for i, together in enumerate([[block] for block in blocks] if crossing else [blocks]):
         if works:
             _wait(works[i])
         if deviation and (sharded or rank == 0):
-            _add_noise(together, noise, deviation, batch_size, step, rank)
+            whole = parameters if sharded and noise.repeatable else None
+            _add_noise(together, noise, deviation, batch_size, At(step, rank, 0), whole)
         if sharded:
-            _from_first_replica(together)
+            _from_first_replica(together, parameters)
         elif crossing:
             broadcasts.append(dist.broadcast(together[0].data, src=0, async_op=True))
     for work in broadcasts:
         _wait(work)
     if not deviation and blocks:
         torch._foreach_div_([block.data for block in blocks], batch_size)
-    _hand_over(blocks)
+    _hand_over(blocks, parameters, sharded)
     return unread
 
 
-def _add_noise(blocks: Sequence[Block], noise: Noise, deviation: float, batch_size: int, step: int, rank: int) -> None:
-    """Add noise and divide by b: flat blocks in place, and all others in one call."""
+def _add_noise(
+    blocks: Sequence[Block],
+    noise: Noise,
+    deviation: float,
+    batch_size: int,
+    at: At,
+    whole: Mapping[str, nn.Parameter] | None,
+) -> None:
+    """Add noise and divide by b: flat blocks in place, and all others in one call.
+
+    Args:
+        blocks, noise, deviation, batch_size: as in `release_gradients`.
+        at: the place of parameter 0.
+        whole: the sharded parameters, if each process draws the noise of all shards.
+    """
     alone, divided = [], []
     for block in blocks:
-        if noise.repeatable and any(map(is_sharded, block.parameters.values())):
-            for (name, part), i in zip(block.parts().items(), block.indices, strict=True):
-                p = block.parameters[name]
-                whole = torch.zeros(p.shape, dtype=part.dtype, device=part.device)
-                part.add_(shard_of(noise.added(whole, deviation, At(step, rank, i)), p))
+        if whole is not None:
+            for name, part, i in zip(block.names, block.parts(), block.indices, strict=True):
+                zeros = torch.zeros(whole[name].shape, dtype=part.dtype, device=part.device)
+                part.add_(shard_of(noise.added(zeros, deviation, at._replace(parameter=i)), whole[name]))
             divided.append(block.data)
         elif block.segments is not None:
-            noise.add_to_flat(block.data, block.segments, deviation, step, rank)
+            noise.add_to_flat(block.data, block.segments, deviation, at.step, at.process)
             divided.append(block.data)
         else:
             alone.append(block)
-    places = [At(step, rank, block.indices[0]) for block in alone]
+    places = [At(at.step, at.process, block.indices[0]) for block in alone]
     found = noise.added_to_all([block.data for block in alone], deviation, places, divisor=batch_size)
     for block, data in zip(alone, found, strict=True):
         block.data = data
@@ -112,26 +157,27 @@ def _add_noise(blocks: Sequence[Block], noise: Noise, deviation: float, batch_si
         torch._foreach_div_(divided, batch_size)
 
 
-def _from_first_replica(blocks: Sequence[Block]) -> None:
+def _from_first_replica(blocks: Sequence[Block], parameters: Mapping[str, nn.Parameter]) -> None:
     """Broadcast each shard from its first replica, as noise is drawn once."""
     for block in blocks:
-        for group in replicas(next(iter(block.parameters.values()))):
+        for group in replicas(parameters[block.names[0]]):
             dist.broadcast(block.data, src=dist.get_global_rank(group, 0), group=group)
 
 
-def _hand_over(blocks: Sequence[Block]) -> None:
-    """Point each `.grad` at its slice of the block."""
+def _hand_over(blocks: Sequence[Block], parameters: Mapping[str, nn.Parameter], sharded: bool) -> None:
+    """Point each `.grad` at its slice of the block, laid out as autograd would.
+
+    A fused optimizer pairs entries by memory position, without a check.
+    """
     for block in blocks:
-        block.data = block.data.to(next(iter(block.parameters.values())).dtype)
-        for name, part in block.parts().items():
-            p = block.parameters[name]
-            p.grad = as_sharded(_laid_out_as(here(p), part), p)
-
-
-def _laid_out_as(p: Tensor, grad: Tensor) -> Tensor:
-    """Lay `grad` out as autograd would: a fused optimizer pairs entries by memory position, without a check."""
-    like = grad if p.is_contiguous() else torch.empty_like(p, dtype=grad.dtype)
-    return grad if like.stride() == grad.stride() else like.copy_(grad)
+        block.data = block.data.to(parameters[block.names[0]].dtype)
+        for name, grad in zip(block.names, [block.data] if block.segments is None else block.parts(), strict=True):
+            p = parameters[name]
+            mine = here(p) if sharded else p
+            if not mine.is_contiguous():
+                like = torch.empty_like(mine, dtype=grad.dtype)
+                grad = grad if like.stride() == grad.stride() else like.copy_(grad)
+            p.grad = as_sharded(grad, p) if sharded else grad
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -1,24 +1,32 @@
-"""The clipped sums of a logical batch: one flat tensor on a GPU, separate tensors elsewhere.
+"""The clipped sums of a logical batch: one flat tensor on a GPU, separate tensors elsewhere, shards of DTensors.
 
 Each launch costs the host some microseconds, and a model has hundreds of parameters. So on a CUDA device the sums of
 all parameters are copied into one flat tensor. Adding pieces, drawing noise and dividing then take one launch each.
 `.grad` of each parameter is a slice of it, and no two slices overlap. On a CPU a copy costs more than it saves, and
 each sum stays where the backend formed it.
+
+If parameters are DTensors, each process has the sum of its shard and adds the noise of its shard. Independent draws of
+N(0, σ²S²) for the shards equal one draw for the whole. Each process draws at a place of its own (its rank), which makes
+the draws independent even under one key, from one checkpoint. If shards have replicas (HSDP), the first replica draws,
+and broadcasts its result. The caller's generator draws the whole parameter in every process, which keeps its shard: any
+number of processes then repeats the training.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipping.core.microbatching import sum_dtype
+from clipping.distributed.spread import any_sharded, is_sharded
 from clipping.noise.chacha import Segments
-from dpbench.engine.sharded import as_sharded, here, replicas
 
 
 def lies_flat(device: torch.device) -> bool:
@@ -35,33 +43,25 @@ class Block:
     """Sums in one flat tensor, or a single sum in its own.
 
     Attributes:
-        parameters: of the sums, by name.
+        names, shapes: of the parameters; the shapes of their shards in this process.
         indices: of the parameters in the model's `named_parameters()`.
-        data: in this process: [segments.length], or of the shape of the one parameter (of its shard).
+        data: in this process: [segments.length], or of the one shape.
         segments: where each sum lies; None for a single one.
         own: the memory is contiguous and not shared, so that it may be overwritten.
     """
 
-    parameters: dict[str, nn.Parameter]
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
     indices: tuple[int, ...]
     data: Tensor
     segments: Segments | None = None
     own: bool = False
 
-    def round(self) -> None:
-        """Convert to the noise's precision, float32 or the parameters' if wider, in memory of its own."""
-        dtype = torch.promote_types(next(iter(self.parameters.values())).dtype, torch.float32)
-        if self.data.dtype != dtype or not self.own:
-            self.data = self.data.to(dtype, copy=True, memory_format=torch.contiguous_format)
-            self.own = True
-
-    def parts(self) -> dict[str, Tensor]:
+    def parts(self) -> list[Tensor]:
         """Each parameter's view of `data` in this process, in its shape."""
         if self.segments is None:
-            return dict.fromkeys(self.parameters, self.data)
-        flat = self.segments.parts(self.data)
-        shapes = (here(p).shape for p in self.parameters.values())
-        return {name: x.view(shape) for name, x, shape in zip(self.parameters, flat, shapes, strict=True)}
+            return [self.data]
+        return [x.view(shape) for x, shape in zip(self.segments.parts(self.data), self.shapes, strict=True)]
 
 
 @dataclass(eq=False)
@@ -70,27 +70,29 @@ class Sums(Mapping[str, Tensor]):
 
     Attributes:
         blocks: hold the sums.
+        parameters: all of the model.
         counted: the count of `adjust.watch_norms` for their records.
     """
 
     blocks: list[Block] = field(default_factory=list)
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     counted: float = 0.0
 
     def __getitem__(self, name: str) -> Tensor:
         return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return (name for block in self.blocks for name in block.parameters)
+        return itertools.chain.from_iterable([block.names for block in self.blocks])
 
     def __len__(self) -> int:
-        return sum(len(block.parameters) for block in self.blocks)
+        return sum(len(block.names) for block in self.blocks)
 
     @functools.cached_property
     def _parts(self) -> dict[str, Tensor]:
         return {
-            name: as_sharded(part, block.parameters[name])
+            name: as_sharded(part, self.parameters[name])
             for block in self.blocks
-            for name, part in block.parts().items()
+            for name, part in zip(block.names, block.parts(), strict=True)
         }
 
     def add(self, older: Sums) -> None:
@@ -103,7 +105,7 @@ class Sums(Mapping[str, Tensor]):
         """
         self.counted += older.counted
         with torch.no_grad():
-            if [list(block.parameters) for block in self.blocks] == [list(block.parameters) for block in older.blocks]:
+            if [block.names for block in self.blocks] == [block.names for block in older.blocks]:
                 for mine, theirs in zip(self.blocks, older.blocks, strict=True):
                     mine.data, mine.own = theirs.data.to(sum_dtype(theirs.data), copy=True).add_(mine.data), True
             else:  # other dtypes, and so other blocks
@@ -127,28 +129,32 @@ def gathered(
         counted: of their records.
     """
     wanted = set(grads if names is None else names)
-    known = {name: (number, p) for number, (name, p) in enumerate(parameters.items()) if name in wanted}
-    sums = Sums(counted=counted)
-    kinds: dict[tuple[Any, ...], list[str]] = {}
+    sums = Sums(parameters=parameters, counted=counted)
+    sharded, is_flat = any_sharded(parameters.values()), functools.cache(lies_flat)
+    kinds: dict[tuple[Any, ...], list[tuple[str, torch.Size, int]]] = {}
     given: dict[str, Tensor] = {}
-    for name, (number, p) in known.items():
-        like = here(p)
+    for number, (name, p) in enumerate(parameters.items()):
+        if name not in wanted:
+            continue
+        like: Tensor = grads[name].detach() if name in grads else p
+        like = here(like) if sharded else like
         if name in grads:
-            given[name] = like = here(grads[name]).detach()
+            given[name] = like
         dtype = torch.promote_types(like.dtype, torch.float32)
-        if lies_flat(like.device):
-            kinds.setdefault((like.device, dtype, p.dtype, *replicas(p)), []).append(name)
+        if is_flat(like.device):
+            kind = like.device, dtype, p.dtype, *(replicas(p) if sharded else ())
+            kinds.setdefault(kind, []).append((name, like.shape, number))
         else:
-            total = given[name].to(dtype) if name in given else torch.zeros_like(like, dtype=dtype)
-            sums.blocks.append(Block({name: p}, (number,), total))
+            total = like.to(dtype) if name in given else torch.zeros_like(like, dtype=dtype)
+            sums.blocks.append(Block((name,), (like.shape,), (number,), total))
     for block, own in zip(sums.blocks, apart([block.data for block in sums.blocks]), strict=True):
         block.own = own
-    for (device, dtype, *_), together in kinds.items():
-        members, indices = {name: known[name][1] for name in together}, tuple(known[name][0] for name in together)
-        segments = _segments(tuple(here(p).numel() for p in members.values()), indices)
-        block = Block(members, indices, torch.zeros(segments.length, dtype=dtype, device=device), segments, own=True)
-        _fill(dict(zip(together, segments.parts(block.data), strict=True)), given)
-        sums.blocks.append(block)
+    for (device, dtype, *_), members in kinds.items():
+        together, shapes, indices = zip(*members, strict=True)
+        segments = _segments(tuple(map(torch.Size.numel, shapes)), indices)
+        flat = torch.zeros(segments.length, dtype=dtype, device=device)
+        _fill(dict(zip(together, segments.parts(flat), strict=True)), given)
+        sums.blocks.append(Block(together, shapes, indices, flat, segments, own=True))
     return sums
 
 
@@ -189,3 +195,66 @@ def _fill(parts: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     for name in names:
         if not given[name].is_contiguous():
             parts[name].view(given[name].shape).copy_(given[name])
+
+
+def as_sharded(mine: Tensor, p: Tensor) -> Any:
+    """Wrap this process's shard as a DTensor if `p` is one.
+
+    Args:
+        mine: of the shape of this process's part of `p`.
+        p: a parameter.
+    """
+    if not is_sharded(p):
+        return mine
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = p
+    return DTensor.from_local(
+        mine, whole.device_mesh, whole.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def replicas(p: Any) -> tuple[Any, ...]:
+    """The process groups of this process's replicas of a parameter; none for an ordinary one.
+
+    Args:
+        p: a parameter.
+    """
+    if not is_sharded(p):
+        return ()
+    return tuple(p.device_mesh.get_group(dim) for dim, x in enumerate(p.placements) if x.is_replicate())
+
+
+def here(x: Tensor) -> Tensor:
+    """This process's shard of a tensor; all of an ordinary tensor.
+
+    Args:
+        x: any tensor.
+    """
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+
+
+def everywhere(true: Tensor) -> Tensor:
+    """Combine bools by `and` over all processes, so that all continue or all raise.
+
+    Args:
+        true: bools, of any shape.
+    """
+    agreed = true.to(torch.uint8)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return agreed.bool()
+
+
+def shard_of(whole: Tensor, like: Any) -> Tensor:
+    """This process's shard of a tensor that every process holds whole, placed as `like`.
+
+    Args:
+        whole: of the shape of the whole parameter.
+        like: a DTensor.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    found: Tensor = everywhere.redistribute(placements=like.placements).to_local()
+    return found

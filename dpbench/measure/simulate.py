@@ -189,8 +189,6 @@ class LastForAll(InTurn):
         self._lifetimes = lifetimes
 
     def each(self, of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
-        if len(blocks) < 2:
-            return super().each(of_block, blocks)
         largest = max(reversed(blocks), key=_size)  # the very last may be a smaller remainder
         before, all_others = largest.start - blocks[0].start, sum(map(_size, blocks)) - _size(largest)
 
@@ -203,8 +201,6 @@ class LastForAll(InTurn):
         return [tuple(part.new_empty(rows(part, all_others), *part.shape[1:]) for part in parts), parts]
 
     def added(self, of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-        if len(blocks) < 2:
-            return super().added(of_block, blocks)
         with self._lifetimes.beside() as left:
             found = of_block(blocks[-1])
             left.append(found.numel() * norm_dtype(found.dtype).itemsize)
