@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from clipping.explain.parameter_use import Reading
-from clipping.numerics.per_sample import weighted_sum
-from clipping.numerics.squares import sum_of_squares
+from clipping.numerics.per_sample import sum_of_squares, weighted_sum
 from clipping.planning.costs import CACHES, Costs, measured, predicted
 from clipping.planning.planner import Plan, kind
 from clipping.rules.base import Route

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
@@ -25,12 +25,10 @@ from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import concatenated, each
 from clipping.core.types import Parameters
-from clipping.norms.small_gradients import Joined
 from clipping.norms.weighted_sum import add_sum, pulled_back_in, weighted_of_all, weighted_sum_of
 from clipping.numerics.chunked_sums import at_once
-from clipping.numerics.per_sample import weighted_sum
+from clipping.numerics.per_sample import sum_of_squares, weighted_sum
 from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
-from clipping.numerics.squares import sum_of_squares
 from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Route, Rule, Spec
 from clipping.rules.elementwise import Copies
@@ -239,6 +237,45 @@ class _WholeNorms(Norms):
         return squares, reaches
 
 
+class Joined:
+    """Small gradients of many parameters, batched into one matrix at the end of the backward pass to save launches."""
+
+    def __init__(self) -> None:
+        self._sources: list[Source] = []
+        self._waiting: list[Tensor] = []
+
+    def add(self, source: Source, gradients: Tensor) -> None:
+        """Add gradients of one source.
+
+        Args:
+            source: the tensor that they belong to.
+            gradients: [B, *shape].
+        """
+        self._sources.append(source)
+        self._waiting.append(gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1))
+
+    def squares(self, like: Tensor) -> Tensor:
+        """‖·‖² [B] over all gradients. Concatenates them into one matrix.
+
+        Args:
+            like: [B].
+        """
+        waiting, self._waiting = self._waiting, []
+        self._waiting = [torch.cat(waiting, 1) if waiting else like.new_zeros(len(like), 0)]
+        del waiting
+        return sum_of_squares(self._waiting[0])
+
+    def sums(self, factors: Tensor) -> Iterable[tuple[Source, Tensor]]:
+        """Σ_i c_i g_i of each source. Call once, after `squares`; frees the gradients.
+
+        Args:
+            factors: c [B].
+        """
+        sizes = [source.tensor.numel() for source in self._sources]
+        total = weighted_sum(factors, self._waiting.pop())
+        return zip(self._sources, torch.ops.aten.split_with_sizes_copy.default(total, sizes), strict=True)
+
+
 class TwoPasses(_WholeNorms):
     """Finds the norms, then repeats the same backward pass to form the sums.
 
@@ -300,8 +337,7 @@ class Book(_WholeNorms):
     """Finds the norms, and keeps one entry a use from which to form Σ_i c_i g_i.
 
     An entry holds the per-sample gradients if the route keeps them, else their factors (a, g). Norms from (a, g) are
-    found after the backward pass, whose memory is then free. Small gradients, of biases and scales, are batched
-    (`clipping.norms.small_gradients`).
+    found after the backward pass, whose memory is then free. Small gradients, of biases and scales, are batched.
     """
 
     joins: ClassVar[bool] = True

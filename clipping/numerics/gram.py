@@ -9,8 +9,8 @@ from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
 from clipping.numerics import kernels
+from clipping.numerics.per_sample import sum_of_squares
 from clipping.numerics.products import products
-from clipping.numerics.squares import sum_of_squares
 
 HALVED = 160
 """Number of positions above which to use a Gram matrix's symmetry: smaller blocks cost more than they save."""

@@ -11,13 +11,32 @@ from torch import Tensor
 from clipping.core.clip_functions import ClipFunction, factors_by_name
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, in_parts
+from clipping.numerics import kernels
 from clipping.numerics.chunked_sums import at_once, weighted_at_once
 from clipping.numerics.products import full_precision
 from clipping.numerics.rounding_bounds import portion
-from clipping.numerics.squares import sum_of_squares
 
+SUMMED = 4096
+"""Entries to square and add in one operation."""
 WIDENED = 2**22
 """Entries of gradients to copy to a wider dtype at once."""
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Squared norms, [b, ...] to [b], in float32 or wider; in parts, as one long float32 sum loses four digits.
+
+    Args:
+        x: [b, ...], of any floating dtype.
+    """
+    x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
+    if x.shape[1] < 2 * SUMMED:
+        return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()
+    if kernels.cpu.in_one_piece(x):
+        return kernels.cpu.sum_of_squares(x)
+    whole = x.shape[1] // SUMMED * SUMMED
+    rest, x = x[:, whole:], x[:, :whole] if whole < x.shape[1] else x
+    squares = torch.linalg.vector_norm(x.view(x.shape[0], -1, SUMMED), dim=2, dtype=dtype).square_().sum(1)
+    return squares.add_(torch.linalg.vector_norm(rest, dim=1, dtype=dtype).square_()) if rest.numel() else squares
 
 
 def norms_and_factors(

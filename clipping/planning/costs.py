@@ -33,8 +33,7 @@ from torch import Tensor
 
 from clipping import cache
 from clipping.numerics import kernels
-from clipping.numerics.per_sample import weighted_sum
-from clipping.numerics.squares import sum_of_squares
+from clipping.numerics.per_sample import sum_of_squares, weighted_sum
 from clipping.rules.base import KERNELS, Route, Rule, Spec
 
 Key = tuple[bool, str, int]

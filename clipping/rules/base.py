@@ -26,9 +26,8 @@ from clipping.core.dtypes import HALF, norm_dtype
 from clipping.core.microbatching import added, blocks, concatenated, each
 from clipping.numerics import kernels
 from clipping.numerics.gram import HALVED, part
-from clipping.numerics.per_sample import weighted_sum
+from clipping.numerics.per_sample import sum_of_squares, weighted_sum
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
-from clipping.numerics.squares import sum_of_squares
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
 """Bytes that one norm, or a copy for a sum, may always use besides the operation's input and output gradient. They fit

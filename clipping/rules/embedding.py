@@ -13,9 +13,9 @@ from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import added, blocks, concatenated
 from clipping.numerics import kernels
 from clipping.numerics.gram import part, within
+from clipping.numerics.per_sample import sum_of_squares
 from clipping.numerics.products import products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands, portion
-from clipping.numerics.squares import sum_of_squares
 from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Route, Rule, Spec, Work
 from clipping.rules.linear import LinearWeight
 

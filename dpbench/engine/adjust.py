@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from accounting import SubsampledGaussian
 from accounting.reductions import as_poisson
 from dpbench.engine.errors import Misuse
-from dpbench.engine.poisson_check import Sizes
+from dpbench.engine.sampling import Sizes
 from dpbench.engine.settings import require_sensitivity
 from dpbench.engine.state import State
 

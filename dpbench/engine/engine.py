@@ -34,14 +34,12 @@ from dpbench.engine.log import Log
 from dpbench.engine.noise import secret
 from dpbench.engine.noises import accountant_for, correlation_of, source_of
 from dpbench.engine.patch import Patch, claim, disclaim, require_own
-from dpbench.engine.poisson_check import Sizes
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import Sensitivity, release_gradients, sensitivity
-from dpbench.engine.rolled_back_steps import Abandoned
 from dpbench.engine.safeguards import mark, require_accounted, require_usable
-from dpbench.engine.sampling import Sampler
+from dpbench.engine.sampling import Sampler, Sizes
 from dpbench.engine.settings import backend_name, clip_function, resolve
-from dpbench.engine.spent import NOT_COUNTED, PrivacySpent, account
+from dpbench.engine.spent import NOT_COUNTED, Abandoned, PrivacySpent, account
 from dpbench.engine.state import State
 from dpbench.engine.sums import Sums, gathered
 from dpbench.engine.whole_step import WholeStep

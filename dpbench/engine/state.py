@@ -11,12 +11,10 @@ from clipping.core.clip_functions import ClipFunction
 from dpbench.engine.batch_identity import Tickets
 from dpbench.engine.finite import Unread
 from dpbench.engine.noise import Noise
-from dpbench.engine.poisson_check import Sizes
 from dpbench.engine.recorder import Recorder
-from dpbench.engine.rolled_back_steps import Abandoned
-from dpbench.engine.sampling import Sampler
+from dpbench.engine.sampling import Sampler, Sizes
 from dpbench.engine.settings import Settings
-from dpbench.engine.spent import PrivacySpent
+from dpbench.engine.spent import Abandoned, PrivacySpent
 from dpbench.engine.sums import Sums
 
 

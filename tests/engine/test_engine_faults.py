@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from clipping import Automatic, Flat, GlobalBound, PerLayer
 from dpbench import PrivacyEngine
 from dpbench.engine import PrivacyWarning
-from dpbench.engine.poisson_check import Sizes
+from dpbench.engine.sampling import Sizes
 from dpbench.engine.settings import require_sensitivity
 
 

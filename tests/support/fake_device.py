@@ -162,7 +162,7 @@ def _of_c(guard: Any) -> None:
         "getDevice": lambda: guard.get_current(),
         "setDevice": lambda index: guard.set_current(index),
         "exchangeDevice": exchange,
-        "maybeExchangeDevice": exchange,
+        "maybeExchangeDevice": lambda index: exchange(index),  # TorchDynamo tells functions apart by identity
         "synchronize": lambda: None,
         "emptyCache": lambda: None,
         "memoryStats": lambda index: CARDS[index].stats(),
@@ -188,7 +188,8 @@ def _of_python() -> None:
     GENERATORS.extend(Generator(torch.device("cuda", card.index)) for card in CARDS)
     cuda.default_generators = tuple(GENERATORS)
     cuda._is_in_bad_fork = torch._C._cuda_isInBadFork  # type: ignore[attr-defined]
-    cuda._exchange_device = cuda._maybe_exchange_device = torch._C._cuda_exchangeDevice  # type: ignore[attr-defined]
+    cuda._exchange_device = torch._C._cuda_exchangeDevice  # type: ignore[attr-defined]
+    cuda._maybe_exchange_device = torch._C._cuda_maybeExchangeDevice  # type: ignore[attr-defined]
     cuda.graphs._cuda_isCurrentStreamCapturing = torch._C._cuda_isCurrentStreamCapturing
     cuda._queued_calls.clear()  # they need a real device
     cuda.is_available = lambda: _count() > 0
@@ -205,12 +206,12 @@ def _of_python() -> None:
     cuda.set_stream = lambda stream: None
     cuda.synchronize = lambda device=None: cuda._lazy_init()
     accelerator: Any = torch.accelerator
-    accelerator.is_available = cuda.is_available
-    accelerator.device_count = _count
+    accelerator.is_available = lambda: cuda.is_available()
+    accelerator.device_count = lambda: _count()
     accelerator.current_accelerator = lambda check_available=False: torch.device("cuda") if _count() else None
     accelerator.current_device_index = cuda.current_device
     accelerator.set_device_index = cuda.set_device
-    accelerator.synchronize = cuda.synchronize
+    accelerator.synchronize = lambda device=None: cuda.synchronize(device)
 
 
 def _storages() -> None:

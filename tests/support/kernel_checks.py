@@ -422,7 +422,7 @@ def times(dtype: torch.dtype) -> dict[str, str]:
     from triton.testing import do_bench
 
     from clipping.numerics.gram import gram_product
-    from clipping.numerics.squares import sum_of_squares
+    from clipping.numerics.per_sample import sum_of_squares
 
     found = {}
     for n, t, d, p in TIMED:

@@ -49,6 +49,12 @@ def test_the_device_is_one_and_finds_what_a_cpu_cannot():
 
 
 @pytest.mark.slow
+def test_a_settled_whole_step_reads_nothing_back():
+    found = on_fake(str(SUPPORT / "fake_settled.py")).splitlines()[-1]
+    assert found == "replayed; eager; called a synchronizing CUDA operation"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["evidence", "stress_test", "training_step"])
 def test_an_experiment_on_cuda(experiment, tmp_path):
     dpbench("run", experiment, "--device", "cuda", "--smoke", "--output", str(tmp_path))
