@@ -148,7 +148,7 @@ def test_noise_is_added_in_place_but_where_sums_share_memory():
     noise = Secure()
     noise.load_state_dict({"kind": "secure", "key": KEY}, replay=True)
     found = gathered(grads, dict(model.named_parameters()))
-    assert {name: block.own for block in found.blocks for name in block.parameters} == {
+    assert {name: block.own for block in found.blocks for name in block.names} == {
         **dict.fromkeys("abcd", False),
         **dict.fromkeys("ef", True),
     }
