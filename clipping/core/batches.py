@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,34 +62,34 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         for key, value in tree.items():
             found[key] = map_tensors(function, value)
         return found
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
     if isinstance(tree, (tuple, list)):
-        values = (map_tensors(function, value) for value in tree)
-        return type(tree)(values)
+        values = [map_tensors(function, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if _is_record(tree):
         fields = {f.name: map_tensors(function, getattr(tree, f.name)) for f in dataclasses.fields(tree) if f.init}
         return dataclasses.replace(tree, **fields)
     return tree
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yield every tensor of nested containers, in the order of `map_tensors`.
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return every tensor of nested containers, in the order of `map_tensors`.
 
     Args:
         tree: tensors in nested mappings, sequences, named tuples and dataclasses.
     """
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_of(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from tensors_of(value)
-    elif _is_record(tree):
-        for field in dataclasses.fields(tree):
-            yield from tensors_of(getattr(tree, field.name))
+    found: list[Tensor] = []
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            stack += reversed(list(value.values()))
+        elif isinstance(value, (tuple, list)):
+            stack += reversed(value)
+        elif _is_record(value):
+            stack += [getattr(value, field.name) for field in reversed(dataclasses.fields(value))]
+    return found
 
 
 def leading_dimension(*trees: Any) -> int:

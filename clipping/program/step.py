@@ -104,7 +104,7 @@ class Graph:
         self._name, self._captured, self._step_of, self._moving = name, captured, step, moving
         self._batch_size, self._pool = batch.size, pool
         at = {id(x): i for i, x in enumerate(given)}
-        tensors = list(tensors_of((batch.inputs, batch.targets)))
+        tensors = tensors_of((batch.inputs, batch.targets))
         self._own = {name: at[id(p)] for name, p in batch.parameters.items() if id(p) in at}
         self._parameters = batch.parameters  # all, as per-layer clipping also counts layers without a gradient
         self._data = [at[id(x)] for x in tensors if id(x) in at]

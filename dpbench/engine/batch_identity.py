@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ class Tickets:
         Raises:
             Misuse: several batches are open, and the inputs match none or several.
         """
-        tensors = list(_dense_in(inputs))
+        tensors = _dense_in(inputs)
         before, found = self.current, self._exact(tensors, batch_size)
         if found is None:  # another view of the same samples, if no other batch was handed out
             stays = recording and not self._news and (before in self._open or not self._open)
@@ -273,9 +273,9 @@ class Tickets:
         return alike[0]
 
 
-def _dense_in(batch: Any) -> Iterator[Tensor]:
+def _dense_in(batch: Any) -> list[Tensor]:
     """Its strided tensors [B, ...]; sparse and nested ones are left out, as their memory is not one block."""
-    return (x for x in tensors_of(batch) if x.layout == torch.strided and not x.is_nested and x.dim())
+    return [x for x in tensors_of(batch) if x.layout == torch.strided and not x.is_nested and x.dim()]
 
 
 def _alike(tickets: Iterable[Ticket], tensors: list[Tensor]) -> list[Ticket]:

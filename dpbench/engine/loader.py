@@ -206,7 +206,7 @@ class _Collate:
 
 def _emptied(batch: Any) -> Any:
     """A batch without samples: tensors [0, ...]; other leaves are unchanged. Raises a ValueError if impossible."""
-    if next(tensors_of(batch), None) is None:
+    if not tensors_of(batch):
         raise ValueError(f"expected tensors in tuples, lists, mappings or dataclasses, got {type(batch).__name__}")
     return map_tensors(_without_rows, batch)
 

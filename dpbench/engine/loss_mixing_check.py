@@ -95,7 +95,7 @@ class Trace:
         result = operation(*args, **kwargs)
         if changes:
             self._notes.append(_Note(operation, args, kwargs, None, _autocast_now()))
-        elif _is_telling(result) or next(tensors_of(result), None) is not None:
+        elif _is_telling(result) or tensors_of(result):
             result = map_tensors(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
             self._notes.append(_Note(operation, args, kwargs, result, _autocast_now()))
         return result
