@@ -1,9 +1,10 @@
 """The cost of a whole private step, forward to optimizer: our engine, Opacus', private_CNN's and fastDP's.
 
 Two trials for each model and optimizer, each in a process, with the plain step taking turns: our engine, and the
-others. Noise is included, each library's default. Memory placement by the C library differs between processes, and
-ratios differ more between processes than within one. Our trial is short and best run in three processes, which are
-pooled (``--rounds 3 --only "backends=('nonprivate', 'bk_mixed')" --only compiled=false``).
+others. On four models a third trial runs jax_privacy, in jax and beside jax's own plain step. Noise is included, each
+library's default. Memory placement by the C library differs between processes, and ratios differ more between processes
+than within one. Our trial is short and best run in three processes, which are pooled (``--rounds 3 --only
+"backends=('nonprivate', 'bk_mixed')" --only compiled=false``).
 
 ResNet18 runs with its ReLUs in place, as is usual, and not in place. Our engine is also measured against the plain step
 in parts and, for transformers and small steps, with both compiled. On a CPU it ends in an hour on two cores.
@@ -17,6 +18,7 @@ from dpbench.trials.whole_step import TrainingStepTrial
 
 OURS = ("nonprivate", "bk_mixed")
 OTHERS = ("nonprivate", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp")
+JAX = ("nonprivate", "jax_privacy")
 VIT = "timm:vit_tiny_patch16_224?patch_size=4"
 CONVNEXT = "timm:convnext_pico?patch_size=2"
 GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096@128"
@@ -26,6 +28,7 @@ BERT = (
 )
 #: Model -> (optimizer, batch size on a CPU, on CUDA).
 IMAGES = {
+    "mlp": ("SGD", 256, 2048),
     "cnn": ("SGD", 256, 2048),
     "resnet18": ("SGD", 64, 512),
     "resnet18?in_place=false": ("SGD", 64, 512),
@@ -43,14 +46,19 @@ SMALL = {
 TEXTS = {GPT2: ("AdamW", 16, 128), BERT: ("AdamW", 16, 128)}
 
 
+#: Models that are written in jax, too.
+IN_JAX = ("mlp", "cnn", "resnet18", GPT2)
+
+
 def cells(device: str) -> list[Cell]:
     cuda = device == "cuda"
     found: list[Cell] = []
     for models, more in ((IMAGES, {}), (TEXTS, {"image_size": None, "data": "synthetic"})):
         for model, (optimizer, on_cpu, on_cuda) in models.items():
             of = {"model": model, "batch_size": on_cuda if cuda else on_cpu, "optimizer": optimizer, "device": device}
+            engines = [OURS, OTHERS, JAX] if model in IN_JAX else [OURS, OTHERS]
             found += grid(
-                TrainingStepTrial, backends=[OURS, OTHERS], rounds=15 if cuda else 7, max_seconds=12.0, **(of | more)
+                TrainingStepTrial, backends=engines, rounds=15 if cuda else 7, max_seconds=12.0, **(of | more)
             )
             found += grid(PartsTrial, steps=7, **(of | more))
     few = {"backends": OURS, "rounds": 15, "max_seconds": 12.0, "device": device}
@@ -66,14 +74,14 @@ def cells(device: str) -> list[Cell]:
 def smoke(device: str) -> list[Cell]:
     few = {"model": "cnn", "batch_size": 4, "device": device}
     return [
-        *grid(TrainingStepTrial, backends=[OURS, OTHERS], rounds=2, max_seconds=0.2, optimizer="AdamW", **few),
+        *grid(TrainingStepTrial, backends=[OURS, OTHERS, JAX], rounds=2, max_seconds=0.2, optimizer="AdamW", **few),
         *grid(PartsTrial, steps=2, **few),
     ]
 
 
 EXPERIMENT = Experiment(
     name="training_step",
-    doc="the whole private training step, forward to optimizer, of our engine and of every peer's, on 8 models",
+    doc="the whole private training step, forward to optimizer, of our engine and of every peer's, on 9 models",
     cells=cells,
     smoke=smoke,
     rounds=1,

@@ -44,6 +44,9 @@ paper's rule, by time alone and by memory alone.
 the same call, to compare and check them. The last two need their package to be importable. `tf_microbatch:M` clips the
 mean of M records, as TensorFlow Privacy does; it is labelled as another mechanism.
 
+`jax_privacy` is no backend: it differentiates models written in jax. Experiment `training_step` times its whole step on
+four models with the same weights, beside jax's own plain step, after comparing its clipped sums with the oracle's.
+
 ## Is it exact?
 
 ```sh
@@ -65,8 +68,8 @@ python -m dpbench explain cnn                      # T, d, p and the norm's meth
 ```
 
 For your own model, replace `cnn` by `mine.py:build`: `python -m dpbench template mine.py` writes the file. Built-in
-models are `cnn`, `resnet18` to `resnet152`, `wide_resnet`, `resnext` and `vgg11` to `vgg19`; others are `timm:NAME`,
-`torchvision:NAME`, `transformers:NAME` (from a config: nothing is downloaded) and `tiny:HEAD/TYPE`.
+models are `cnn`, `mlp`, `resnet18` to `resnet152`, `wide_resnet`, `resnext` and `vgg11` to `vgg19`; others are
+`timm:NAME`, `torchvision:NAME`, `transformers:NAME` (from a config: nothing is downloaded) and `tiny:HEAD/TYPE`.
 
 ## Clipping functions
 

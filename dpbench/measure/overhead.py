@@ -46,7 +46,7 @@ from dpbench.measure.bench import Memory, Step, device_of, open_workload, parame
 from dpbench.measure.flops import model_flops
 from dpbench.measure.memory import Pools, graph_pools, measured_peak
 from dpbench.measure.precision import arithmetic, facts
-from dpbench.measure.timing import WINDOW, stopwatch_for, warm_up
+from dpbench.measure.timing import WINDOW, Stopwatch, stopwatch_for, warm_up
 from dpbench.models.workload import Workload
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backend_classes import backend_class
@@ -160,7 +160,7 @@ class Entry:
             self._opened(workload, inputs, targets)
             assert self._step is not None
             gc.collect()
-            stopwatch = stopwatch_for(self.device)
+            stopwatch = self._stopwatch()
             seconds = warm_up(self._step, stopwatch=stopwatch, max_seconds=self.trial.max_seconds / 2)
             fewest = max(self.fewest, TO_A_GRAPH if self.trial.compiled else 0)
             if len(seconds) < fewest:
@@ -172,6 +172,10 @@ class Entry:
                 turn = (self.lead + self.steps) * expected
                 self.rounds = rounds_for(turn, self.trial.rounds, self.trial.max_seconds)
             self.record |= {"warmup_seconds": seconds, "turns": []}
+
+    def _stopwatch(self) -> Stopwatch:
+        """The clock of its steps."""
+        return stopwatch_for(self.device)
 
     def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
         """Create its step."""
@@ -203,7 +207,7 @@ class Entry:
         with self._guarded():
             for _ in range(self.lead):
                 self._step()
-            seconds = stopwatch_for(self.device)(self._step, self.steps, math.inf)
+            seconds = self._stopwatch()(self._step, self.steps, math.inf)
             told = {"gpu": gpu.sample(self.device)} if self.device.type == "cuda" else {}
             self.record["turns"].append({"round": number, "position": position, "step_seconds": seconds} | told)
 

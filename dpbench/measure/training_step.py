@@ -8,6 +8,8 @@ and its own optimizer; all share the batch. Otherwise engines are opened, timed 
 steps at least run first, since the second may still time routes, and one untimed step before each turn: in training, a
 step follows one of the same engine, not one of an engine that has just freed per-sample gradients.
 
+jax_privacy's steps run in a process of their own (`dpbench.measure.jax_peer.entry`).
+
 The result is that of an `OverheadTrial`, and ``energy``: the name of the counter, or "not readable". With a counter, a
 turn has ``joules_per_step``: all energy that the machine's processors, or the GPU, used meanwhile.
 """
@@ -29,10 +31,11 @@ from clipping.program.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
+from dpbench.measure.jax_peer.entry import JaxEntry
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.overhead import Entry, compared
 from dpbench.models.workload import Workload
-from dpbench.trials.whole_step import TrainingStepTrial
+from dpbench.trials.whole_step import JAX_PRIVACY, TrainingStepTrial
 
 #: Steps in an epoch of the data set, which engines' accountants require.
 STEPS = 100
@@ -47,7 +50,10 @@ def run(trial: TrainingStepTrial) -> dict[str, Any]:
     """
     device = device_of(trial.device)
     by, joules = energy.counter(device)
-    entries = [_Engine(name, trial, device, joules=joules) for name in trial.backends]
+    entries = [
+        JaxEntry(name, trial, device) if name == JAX_PRIVACY else _Engine(name, trial, device, joules=joules)
+        for name in trial.backends
+    ]
     return compared(trial, device, entries) | {"energy": by}
 
 

@@ -13,6 +13,7 @@ BUILTIN: dict[str, tuple[str, str]] = {
         "dpbench.models.cnn:cnn",
         "CNN of Tramèr & Boneh 2021, tanh, 0.55M parameters (Table 4 of arXiv:2205.10683)",
     ),
+    "mlp": ("dpbench.models.mlp:mlp", "MLP, two hidden layers of 1024 units, ReLU, 4.2M parameters"),
     "resnet18": ("dpbench.models.resnet:resnet18", "ResNet-18, CIFAR form, GroupNorm, 11.2M parameters"),
     "resnet34": ("dpbench.models.resnet:resnet34", "ResNet-34, CIFAR form, GroupNorm, 21.3M parameters"),
     "resnet50": ("dpbench.models.resnet:resnet50", "ResNet-50, CIFAR form, GroupNorm, 23.5M parameters"),

@@ -64,12 +64,16 @@ class Row:
 
 @dataclass
 class Cell:
-    """One side's data of a cell: times by round, number of processes, peaks, and outcomes of its trials."""
+    """One side's data of a cell: times by round, number of processes, peaks, and outcomes of its trials.
+
+    `plain` has the times of the plain step of an engine in another framework, its base in place of `base`.
+    """
 
     identity: Mapping[str, Any]
     base: str
     outcomes: Counter[str] = field(default_factory=Counter)
     times: dict[Any, Sequence[float]] = field(default_factory=dict)
+    plain: dict[Any, Sequence[float]] = field(default_factory=dict)
     processes: set[tuple[int, str]] = field(default_factory=set)
     peaks: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
     sizes: dict[int, str] = field(default_factory=dict)
@@ -139,8 +143,13 @@ def _add(cell: Cell, record: Record) -> None:
     if record.kind == "step":
         cell.times[record.place] = record.result["step_seconds"]
     elif record.kind in PAIRED:
-        cell.times |= {(record.place, turn["round"]): turn["step_seconds"] for turn in record.result["turns"]}
+        cell.times |= _turns(record, record.result)
+        cell.plain |= _turns(record, record.result.get("plain", {"turns": ()}))
         cell.processes.add(record.place)
+
+
+def _turns(record: Record, entry: Mapping[str, Any]) -> dict[Any, Sequence[float]]:
+    return {(record.place, turn["round"]): turn["step_seconds"] for turn in entry["turns"]}
 
 
 def name_of(cell: Cell) -> str:
@@ -166,7 +175,10 @@ def _rows(a: Cell, b: Cell, bases: Sequence[Cell | None], left_out: LeftOut) -> 
     far = (outliers(a.times), outliers(b.times))
     rows = [_compared(a, "time", compare(a.times, b.times), far)]
     if a.identity["backend"] != "nonprivate":
-        pair = [base.times if base is not None and not base.failure else {} for base in bases]
+        pair = [
+            own.plain or (base.times if base is not None and not base.failure else {})
+            for own, base in zip((a, b), bases, strict=True)
+        ]
         if all(own.keys() & base.keys() for own, base in zip((a.times, b.times), pair, strict=True)):
             found = compare_paired(a.times, pair[0], b.times, pair[1], processes=processes)
             rows.append(_compared(a, "time ratio", found, far))

@@ -27,7 +27,9 @@ Cells = dict[tuple[Any, ...], float]
 
 
 def paired(frame: pd.DataFrame) -> str:
-    """For tables with times and memory relative to ordinary training."""
+    """For tables with times and memory relative to ordinary training of the same framework."""
+    if "plain_step_seconds" in frame:
+        frame = frame[frame.plain_step_seconds.isna()]
     keys = [name for name in ("model", "image_size", "tokens", "batch_size") if name in frame]
     ratios = _cells(frame, keys, "time_ratio")
     counts = Counter(cell for cells in ratios.values() for cell in cells)

@@ -85,6 +85,10 @@ def memory_speed(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+#: Columns that tables of `paired` have only with numbers in them, beside published ones.
+_OPTIONAL = ("Growth", "Pixels", "Its own plain step")
+
+
 def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd.DataFrame:
     """`overhead.table` and `growth.table` for people.
 
@@ -98,6 +102,7 @@ def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd
         "Time/step": lambda r: _or(r.step_seconds, style.duration, r.note),
         "Time ratio": lambda r: _or(r.time_ratio, style.times),
         "Range": lambda r: _range(r.time_ratio_low, r.time_ratio_high, style.times),
+        "Its own plain step": lambda r: _or(getattr(r, "plain_step_seconds", None), style.duration),
         "Pairs": lambda r: _or(r.paired_rounds, str),
         **(_UTILISATION if frame.model_flops_utilisation.notna().any() else {}),
         "Growth": lambda r: _or(getattr(r, "growth", None), "{:.2f}".format),
@@ -108,7 +113,7 @@ def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd
         **_EXACTNESS,
     }
     table = texts(frame, columns)
-    optional = [name for name in columns if name.startswith("Published") or name in ("Growth", "Pixels")]
+    optional = [name for name in columns if name.startswith("Published") or name in _OPTIONAL]
     empty = [name for name in optional if name in columns and not table[name].any()]
     return table.drop(columns=empty)
 

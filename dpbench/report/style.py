@@ -19,6 +19,7 @@ import pandas as pd
 import accounting
 import clipping
 from accounting.registry import TUNED_RUNS
+from dpbench.trials.whole_step import JAX_PRIVACY
 
 
 class Look(NamedTuple):
@@ -31,6 +32,8 @@ class Look(NamedTuple):
 
 #: In the order of every figure.
 BACKENDS = {name: Look(info.title, info.color, info.marker) for name, info in clipping.BACKENDS.items()}
+#: Engines of other frameworks, with a sign of their own: their ratios are to that framework's plain step.
+OTHER_FRAMEWORKS = {JAX_PRIVACY: Look("jax_privacy §", "#007788", "v")}
 #: Backends that do not clip per sample: after all others, with a sign of their own.
 OTHER_MECHANISMS = {name: Look(info.title, info.color, info.marker) for name, info in clipping.FAMILIES.items()}
 #: The meaning of the sign, for captions.
@@ -75,6 +78,8 @@ KINDS = {
     "heuristic": ("--", "heuristic (not a bound)"),
 }
 SOURCES = {"cuda_allocator": "CUDA allocator", "cpu_allocator": "CPU allocator", "simulated": "simulated"}
+#: The source of memory that XLA plans when it compiles a step; nothing is measured.
+PLANNED = "xla"
 
 INK, FAINT, GRID, FAILURE = "#222222", "#6B6B6B", "#E4E4E4", "#A51C1C"
 # Settings of every figure. The fixed salt keeps the ids in an SVG the same from run to run.
@@ -128,7 +133,14 @@ MODELS = {
     "": "BERT 6×384",
 }
 
-_FAMILIES = {"cnn": "CNN", "resnet": "ResNet", "vgg": "VGG", "resnext": "ResNeXt", "wide_resnet": "Wide ResNet"}
+_FAMILIES = {
+    "cnn": "CNN",
+    "mlp": "MLP",
+    "resnet": "ResNet",
+    "vgg": "VGG",
+    "resnext": "ResNeXt",
+    "wide_resnet": "Wide ResNet",
+}
 
 
 def backend(name: str) -> Look:
@@ -136,8 +148,8 @@ def backend(name: str) -> Look:
 
     A variant, ``base:variant``, has the marker of its base and a shade of its colour.
     """
-    if name in BACKENDS:
-        return BACKENDS[name]
+    if known := BACKENDS.get(name) or OTHER_FRAMEWORKS.get(name):
+        return known
     base, colon, variant = name.partition(":")
     if colon and base in OTHER_MECHANISMS:
         look = OTHER_MECHANISMS[base]

@@ -171,6 +171,11 @@ _ENTRY: Shape = {
     "turns?": [_TURN],
     **{name: [SECONDS] for name in ("step_seconds?", "warmup_seconds?")},
     "model_flops?": WHOLE,
+    # of an engine in another framework (`dpbench.measure.jax_peer.entry`)
+    "plain?": {"turns": [_TURN], "memory": _MEMORY},
+    "compile_seconds?": Each(SECONDS),
+    "microbatch?": Or(COUNT, None),
+    "versions?": Each(TEXT),
 }
 _MEASURED: Shape = _ENTRY | {"outcome": one_of("ok"), "turns": Some(_TURN), "memory": _MEMORY}
 _FAILED: Shape = _ENTRY | {"outcome": one_of(*(str(outcome) for outcome in Outcome if outcome is not Outcome.OK))}

@@ -32,6 +32,8 @@ EXTRAS = {
     "peft": "integrations",
     "ray": "ray",
     "submitit": "slurm",
+    "jax": "jax",
+    "jax_privacy": "jax",
 }
 
 

@@ -8,6 +8,8 @@ from typing import ClassVar
 from dpbench.trials.steps import STEP_SOURCES, OverheadTrial
 
 OPTIMIZERS = ("SGD", "AdamW")
+#: An engine in another framework, so no backend: it has no step on a model in torch.
+JAX_PRIVACY = "jax_privacy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +18,9 @@ class TrainingStepTrial(OverheadTrial):
 
     `backends` names the engines by how they clip: `nonprivate` is the plain step of the same optimizer; our backends
     run in `PrivacyEngine`; `opacus_hooks`, `opacus_ghost`, `private_cnn` and `fastdp` are the steps of those libraries.
-    Each has its own copy of the model and optimizer. `optimizer` is SGD (with momentum 0.9) or AdamW. All else is as in
-    `OverheadTrial`.
+    Each has its own copy of the model and optimizer. `jax_privacy` runs the same model in jax, in a process that
+    imports no torch, beside jax's own plain step (`dpbench.measure.jax_peer`). `optimizer` is SGD (with momentum 0.9)
+    or AdamW. All else is as in `OverheadTrial`.
     """
 
     kind: ClassVar[str] = "training_step"

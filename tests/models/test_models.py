@@ -19,9 +19,10 @@ from dpbench.trials.packages import required_modules
 from dpbench.trials.reference import load_object
 
 # Parameters with ten classes at 32x32. ResNets and VGGs: as published for the same networks with BatchNorm, whose
-# affine parameters have the same shapes; cnn: Table 4 of arXiv:2205.10683 says 0.551M; the other two: counted.
+# affine parameters have the same shapes; cnn: Table 4 of arXiv:2205.10683 says 0.551M; the others: counted.
 PARAMETERS = {
     "cnn": 550_570,
+    "mlp": 4_206_602,
     "resnet18": 11_173_962,
     "resnet34": 21_282_122,
     "resnet50": 23_520_842,

@@ -7,10 +7,10 @@ import math
 import pandas as pd
 import pytest
 from drawn import assert_apart
-from report_records import RunFile, save_no_pictures
+from report_records import RunFile, memory, save_no_pictures
 from test_report_figures import draw
 
-from dpbench.report import style, write_report
+from dpbench.report import findings, style, write_report
 from dpbench.report.data import published
 from dpbench.trials import OverheadTrial
 from dpbench.trials.whole_step import TrainingStepTrial
@@ -95,6 +95,26 @@ def test_a_row_is_of_the_trial_that_measured_its_backend_last(run, report):
     assert row(table, backend="opacus_hooks").time_ratio == pytest.approx(7.0)
     assert row(table, backend="nonprivate").step_seconds == 2.0
     assert "1 of an older declaration of the same cell" in text
+
+
+def test_an_engine_of_another_framework_is_beside_its_own_plain_step(run, report):
+    """Torch's plain step stands beside that one in the caption, and no finding compares its ratio with others'."""
+    of = {"kind": TrainingStepTrial, "optimizer": "SGD"}
+    jax = {
+        "memory": memory(2**20, "xla"),
+        "plain": {"turns": [{"round": n, "step_seconds": [2.0]} for n in (0, 1)], "memory": memory(2**19, "xla")},
+        "compile_seconds": {"plain": 1.0, "private": 40.0},
+        "versions": {"jax": "0.10.2", "jax_privacy": "2.0.0"},
+    }
+    run.overhead("cnn", {"nonprivate": [1.0, 1.0], "jax_privacy": [6.0, 9.0]}, more={"jax_privacy": jax}, **of)
+    run.overhead("cnn", {"nonprivate": [1.0], "bk_mixed": [1.2]}, **of)
+    table, text = report("training_step")
+    jax = row(table, backend="jax_privacy")
+    assert (jax.time_ratio, jax.plain_step_seconds, jax.memory_ratio) == (pytest.approx(3.75), 2.0, 2.0)
+    assert math.isnan(row(table, backend="bk_mixed").plain_step_seconds)
+    assert "That step takes CNN 2.00 s (torch 1.00 s). Compiling the private one took 40" in text
+    assert "jax 0.10.2, jax_privacy 2.0.0" in text and "Memory: measured, peak by the CPU allocator." in text
+    assert findings.paired(table).startswith("BK mixed is the only private backend on 1 model: 1.20×")
 
 
 def test_engines_of_others_are_of_a_version_of_their_own(run, report):

@@ -64,12 +64,13 @@ class RunFile:
         outcome="ok",
         fingerprint="v1",
         kind=OverheadTrial,
+        more=None,
         **fields,
     ):
         """Add one trial of many backends.
 
         `seconds`: name -> seconds of its step in each round, None for no turn; `peaks`: name -> bytes, default 1 MiB;
-        `failed`: name -> (outcome, evidence).
+        `failed`: name -> (outcome, evidence); `more`: name -> further values of its entry.
         """
         failed = failed or {}
         trial = kind(model=model, backends=[*seconds, *failed], batch_size=batch_size, **fields)
@@ -79,7 +80,7 @@ class RunFile:
             del entry["step_seconds"], entry["parameters"]
             known = [(number, value) for number, value in enumerate(series) if value is not None]
             entry["turns"] = [{"round": n, "position": 0, "step_seconds": [value] * 3} for n, value in known]
-            backends[name] = entry
+            backends[name] = entry | (more or {}).get(name, {})
         backends |= {name: {"outcome": word, "evidence": said} for name, (word, said) in failed.items()}
         return self.add(trial, {"parameters": 1, "backends": backends}, outcome, round=round, fingerprint=fingerprint)
 

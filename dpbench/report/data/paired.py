@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from statistics import median
 
@@ -30,13 +31,16 @@ def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
     """The numbers of one backend and their ratios to ordinary training in the same cell.
 
     A time ratio compares two turns of one round on one node; all rounds give the median and range. A memory ratio needs
-    two peaks from the same source.
+    two peaks from the same source. An engine of another framework is compared with its own plain step, whose seconds
+    are ``plain_step_seconds``.
 
     Args:
         group: entries of the backend.
         base: entries of ordinary training.
     """
-    good, base = good_rounds(group), good_rounds(base)
+    good = good_rounds(group)
+    own = [dataclasses.replace(r, result=r.result["plain"]) for r in good if "plain" in r.result]
+    base = own or good_rounds(base)
     if not good:
         return {"paired_rounds": 0, "note": why([r for r in group if r.outcome != "ok"], at_batch=False)}
     seconds, base_seconds = turns(good), turns(base)
@@ -45,6 +49,8 @@ def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
     memory_ratios = [peaks[at] / base_peaks[at] for at in peaks.keys() & base_peaks.keys()]
     row: Row = {"paired_rounds": len(ratios)}
     row["model_flops_utilisation"] = utilisation(good, median(seconds.values()))
+    if own:
+        row["plain_step_seconds"] = median(base_seconds.values())
     row |= spread("step_seconds", seconds.values()) | spread("time_ratio", ratios)
     if peaks:
         row |= {"memory": next(iter(peaks))[1], "peak_bytes": round(median(peaks.values()))}

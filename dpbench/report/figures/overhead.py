@@ -69,7 +69,8 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
                 row["published_time_ratio"] = published.ratio("time_per_epoch", model, backend)
                 row["published_memory_ratio"] = published.ratio("active_memory", model, backend)
             rows.append(row)
-    columns = ("model", "batch_size", "image_size", "backend", *COLUMNS)
+    its_own = ("plain_step_seconds",) if any("plain_step_seconds" in row for row in rows) else ()
+    columns = ("model", "batch_size", "image_size", "backend", *COLUMNS, *its_own)
     return in_order(frame_of(rows, columns), "model", "image_size", "batch_size", "backend")
 
 
@@ -151,7 +152,7 @@ def ways(records: Sequence[Record]) -> list[str]:
 
 def memory_source(frame: pd.DataFrame) -> list[str]:
     """A sentence on the source of the memory; [] without memory."""
-    sources = [style.SOURCES.get(source, source) for source in sorted(set(frame.memory.dropna()))]
+    sources = [style.SOURCES.get(source, source) for source in sorted(set(frame.memory.dropna()) - {style.PLANNED})]
     return [f"Memory: measured, peak by the {', '.join(sources)}."] if sources else []
 
 

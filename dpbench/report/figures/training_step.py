@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.report import captions, findings, readable
+from dpbench.report import captions, findings, readable, style
 from dpbench.report.data import peaks
+from dpbench.report.data.paired import entries
 from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.figures import overhead
 from dpbench.report.parts import FigureKind
@@ -37,11 +38,48 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "dpbench.PrivacyEngine. The axes are logarithmic."
     ]
     said += overhead.ways(records) + overhead.memory_source(frame) + overhead.alone(frame) + peaks.said(records, frame)
+    said += other_framework(records, frame)
     if energy:
         said.append(f"Energy: {', '.join(energy)}.")
     if absent := overhead.nowhere(frame):
         said.append(f"No number on any model: {', '.join(absent)}.")
     return captions.caption(said, records, left_out)
+
+
+def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
+    """Sentences on engines that are compared with their own framework's plain step; [] if there are none.
+
+    Args:
+        records: with the seconds of compiling.
+        frame: of `table`.
+    """
+    if "plain_step_seconds" not in frame:
+        return []
+    at = ["model", "image_size", "batch_size"]
+    torchs = {tuple(row): value for *row, value in _rows(frame[frame.backend == "nonprivate"], at, "step_seconds")}
+    steps = [
+        f"{style.model(row[0])} {style.duration(value)} (torch {_duration(torchs.get(tuple(row)))})"
+        for *row, value in _rows(frame[frame.plain_step_seconds.notna()], at, "plain_step_seconds")
+    ]
+    found = [e.result for e in entries(records) if "plain" in e.result and "compile_seconds" in e.result]
+    versions = sorted({" ".join(pair) for result in found for pair in result.get("versions", {}).items()})
+    compiling = [float(result["compile_seconds"]["private"]) for result in found]
+    took = f"{style.duration(min(compiling))} to {style.duration(max(compiling))}" if compiling else "unknown"
+    return [
+        "§ The same model in jax, its gradients compared with the oracle's; jitted, and beside jax's jitted plain "
+        f"step, not beside torch's. That step takes {', '.join(steps)}. Compiling the private one took {took}, not "
+        "counted; samples go through vmap at once or one by one, whichever is faster; memory is what XLA plans, "
+        f"not measured ({', '.join(versions)})."
+    ]
+
+
+def _rows(frame: pd.DataFrame, at: list[str], column: str) -> list[Any]:
+    """The key and one number of each row."""
+    return list(frame[[*at, column]].astype(object).where(frame[[*at, column]].notna(), None).itertuples(index=False))
+
+
+def _duration(seconds: float | None) -> str:
+    return "not timed" if seconds is None else style.duration(seconds)
 
 
 FIGURE = FigureKind(
