@@ -143,6 +143,23 @@ def test_every_published_value_that_is_used_is_that_of_the_csv():
     assert published.beside("vgg11", 32, "bk_mixed") is None and published.beside("cnn", 32, "ghost") is None
 
 
+def test_methods_published_alone_stand_beside_text_models_and_what_is_not_exact_has_a_sign(run):
+    model = "transformers:gpt2@100"
+    run.overhead(model, {"nonprivate": [1.0] * 3, "bk_mixed": [1.2] * 3}, **TEXT)
+    frame = frame_of(run)
+    assert line(frame, "flashdp").published_time_ratio == pytest.approx(1 / 0.9)
+    norms = frame[frame.backend == "flashnorm_bk"].set_index("model").published_time_ratio
+    assert norms["transformers:gpt2@4096"] == 1.4 and norms["transformers:gpt2@32768"] == 1.05
+    assert frame[frame.backend.isin(list(style.PUBLISHED_ALONE))].time_ratio.isna().all()
+    drawn, boxes = draw(run, "beside_papers")
+    said = " ".join(" ".join(words(boxes)).split())
+    assert "FlashDP ¶" in said and "it clips each layer by itself" in said and "FlashNorm at B=1" in said
+    assert "Sequences of 100 tokens;" in said and published.FLASH_NORM not in said.partition("diamonds")[0]
+    published_marks = [mark for mark in drawn.axes[0].lines if mark.get_marker() == "D"]
+    assert len(published_marks) == 6, "bk_mixed's and five of others"
+    assert not set(frame_of(vision(RunFile(run.path, experiment="vision_transformers"))).backend) & {"flashdp"}
+
+
 def test_throughput_is_drawn_against_the_batch_size(tmp_path):
     run = RunFile(tmp_path / "records" / "a.jsonl", experiment="throughput")
     for size in (4, 16, 64):

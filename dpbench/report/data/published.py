@@ -156,6 +156,31 @@ def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
     return None
 
 
+FLASH_DP = "arXiv:2507.01154"
+FLASH_NORM = "github.com/JackyXiao98/opacus@765f5b4"
+
+
+class Alone(NamedTuple):
+    """A published time ratio to ordinary training, of a method that no backend here is."""
+
+    source: str
+    model: str
+    method: str
+    time_ratio: float
+
+
+def alone() -> list[Alone]:
+    """Ratios that stand in a row of their own: FlashNorm's on GPT-2, which is exact, and FlashDP's, which is not."""
+    found = [
+        Alone(FLASH_NORM, f"transformers:gpt2@{tokens}", f"flashnorm{after.replace(' BK', '_bk')}", value)
+        for tokens in (4096, 32768)
+        for after in ("", " BK")
+        if (value := _number(FLASH_NORM, "README", f"GPT-2 T={tokens}", f"FlashNorm{after}", "time_ratio"))
+    ]
+    speed = _number(FLASH_DP, "Abstract", "Llama-13B", "FlashDP", "throughput_ratio")
+    return found + ([Alone(FLASH_DP, "Llama-13B", "flashdp", 1 / speed)] if speed else [])
+
+
 def _number(paper: str, figure: str, model: str, method: str, quantity: str) -> float | None:
     text = _values().get((paper, figure, model, method, quantity))
     return None if text is None or text == "OOM" else float(text)

@@ -57,6 +57,8 @@ def applies(records: Sequence[Record]) -> bool:
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each (model, image size, backend) of models in one of the figures.
 
+    Beside text models stand methods that are published and not measured here (`published.alone`).
+
     Args:
         records: `overhead`, `peak` and `step` records of one device and one setting. Peaks with a budget are probes of
             a search for the largest batch; others are compared with ordinary training's at the same batch.
@@ -82,6 +84,11 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
                 row["published_time_ratio"] = None if ordinary else told.time_ratio
                 row["published_memory_ratio"] = None if ordinary else told.memory_ratio
             rows.append(row)
+    if any(str(row.get("published_in")).endswith(published.BOOK_KEEPING) and row["image_size"] is None for row in rows):
+        rows += [
+            {"model": a.model, "backend": a.method, "published_in": a.source, "published_time_ratio": a.time_ratio}
+            for a in published.alone()
+        ]
     frame = frame_of(rows, _COLUMNS)
     whole = ("simulated_batch_size", "simulated_bytes", "max_batch_fails_at", "max_batch_budget_bytes")
     return in_order(frame.astype(dict.fromkeys(whole, "Int64")), "model", "image_size", "backend")
@@ -171,6 +178,8 @@ def _largest_text(row: Any) -> str:
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
     """The source of each number."""
+    apart = frame[frame.backend.isin(list(style.PUBLISHED_ALONE))]
+    frame = frame.drop(apart.index)
     sources = sorted(set(frame.published_in.dropna()))
     said = [f"After {' and '.join(sources)}: published values (diamonds) are of that paper's GPU."]
     if frame.time_ratio.notna().any():
@@ -189,6 +198,11 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         said.append(
             f"Sequences of {', '.join(map(str, tokens))} tokens; the figure does not print the length of its own, so "
             "compare the backends with each other there."
+        )
+    if len(apart):
+        said.append(
+            f"Published alone, on other machines: FlashNorm at B=1 on an unnamed GPU ({published.FLASH_NORM}), "
+            f"and FlashDP on four A100 ({published.FLASH_DP}). {style.NOT_EXACT}."
         )
     if any("crossvit" in model for model in frame.model):
         said.append("CrossViT reads 240×240 pixels here.")
