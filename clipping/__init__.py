@@ -15,7 +15,7 @@
 | `mixed_ghost` | Gram matrices where 2T² ≤ pd (arXiv:2205.10683) | second backward pass |
 | `bk_ghost`, `bk_mixed` | Gram matrices; whatever is planned | book-kept, no second pass (arXiv:2210.00038) |
 | `opacus_hooks`, `opacus_functorch`, `opacus_ew`, `opacus_ghost` | Opacus, by an adapter | |
-| `private_cnn`, `fastdp` | these libraries, where they can be imported | |
+| `private_cnn`, `fastdp`, `opake` | these libraries, where they can be imported | |
 | `tf_microbatch:M` | of the mean of M samples, as TensorFlow Privacy: *another mechanism*, labelled so | their sum |
 
 The middle seven are ours. All but `vmap` work on a *tape* of operations, not of modules, so unmodified vision

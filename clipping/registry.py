@@ -143,6 +143,14 @@ BACKENDS: dict[str, BackendInfo] = {
         "8",
         peer=True,
     ),
+    "opake": BackendInfo(
+        "clipping.peers.opake:Opake",
+        "Opake: all per-sample gradients at once by vmap, in a functional library",
+        "Opake",
+        "#AA4466",
+        "+",
+        peer=True,
+    ),
 }
 #: name:variant -> the same; loaded wherever a backend is, and in no list.
 VARIANTS: dict[str, BackendInfo] = {

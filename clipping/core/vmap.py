@@ -19,9 +19,18 @@ def per_sample(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[d
         model: the module, called by `clipping.core.batches.forward`.
         loss_fn: (outputs, targets) -> [B].
     """
+    return vmap(grad(loss_of_one(model, loss_fn), has_aux=True), in_dims=(None, 0, 0), randomness="different")
+
+
+def loss_of_one(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a function (parameters, sample, target) -> (its loss, the same detached), of one sample without batch.
+
+    Args:
+        model, loss_fn: as for `per_sample`.
+    """
     caller = _Caller(model)
 
-    def loss_of_one(values: dict[str, Tensor], sample: Any, target: Any) -> tuple[Tensor, Tensor]:
+    def one(values: dict[str, Tensor], sample: Any, target: Any) -> tuple[Tensor, Tensor]:
         sample, target = map_tensors(lambda x: x[None], (sample, target))
         named = {f"model.{name}": value for name, value in values.items()}
         losses = loss_fn(functional_call(caller, named, (sample,)), target)
@@ -32,7 +41,7 @@ def per_sample(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[d
             )
         return losses[0], losses[0].detach()
 
-    return vmap(grad(loss_of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+    return one
 
 
 class _Caller(nn.Module):

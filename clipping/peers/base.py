@@ -59,7 +59,10 @@ class Peer(Backend):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        spec = importlib.util.find_spec(cls.package)
+        try:
+            spec = importlib.util.find_spec(cls.package)
+        except ModuleNotFoundError:  # of the package around it
+            spec = None
         if spec is None or spec.origin is None:  # a plain folder of that name has no origin
             return f"the package {cls.package} is not importable; {cls.install}"
         try:

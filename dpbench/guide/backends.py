@@ -40,9 +40,9 @@ paper's rule, by time alone and by memory alone.
 
 ## Other libraries'
 
-`opacus_hooks`, `opacus_functorch`, `opacus_ew`, `opacus_ghost`, `private_cnn` and `fastdp` run these libraries behind
-the same call, to compare and check them. The last two need their package to be importable. `tf_microbatch:M` clips the
-mean of M records, as TensorFlow Privacy does; it is labelled as another mechanism.
+`opacus_hooks`, `opacus_functorch`, `opacus_ew`, `opacus_ghost`, `private_cnn`, `fastdp` and `opake` run these libraries
+behind the same call, to compare and check them. The last three need their package to be importable. `tf_microbatch:M`
+clips the mean of M records, as TensorFlow Privacy does; it is labelled as another mechanism.
 
 `jax_privacy` is no backend: it differentiates models written in jax. Experiment `training_step` times its whole step on
 four models with the same weights, beside jax's own plain step, after comparing its clipped sums with the oracle's.

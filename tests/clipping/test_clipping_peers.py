@@ -1,6 +1,7 @@
 """The peers behind our interface: exact, or refused, or found out; their defects as strict expectations.
 
-private_CNN and fastDP are not on the package index: their tests run where they are importable, else they say so.
+private_CNN and fastDP are not on the package index, and Opake is no dependency: their tests run where they are
+importable, else they say so.
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ REFUSED_CLIPPING = {
     ("fastdp", "GlobalBound"): "fastDP's hooks cannot express GlobalBound.* use one of Flat, Automatic, PerLayer",
     ("fastdp", "Automatic without stabiliser"): "0/0 at a norm of zero.*use a stabiliser",
     ("fastdp", "C = 0"): "0/0 at a norm of zero.*C > 0",
+    ("opake", "flat"): "Opake has a stabiliser in automatic clipping, and none in flat clipping",
+    ("opake", "Automatic without stabiliser"): "Opake has a stabiliser in automatic clipping",
+    ("opake", "C = 0"): "threshold must be positive",
+    ("opake", "GlobalBound"): "Opake has no GlobalBound.* use Flat or Automatic",
+    ("opake", "PerLayer"): "Opake has no PerLayer.* use Flat or Automatic",
 }
 
 
@@ -173,8 +179,10 @@ def test_gradients_that_are_there_are_no_trouble_and_stay(backend: str):
 
 @every_peer
 def test_a_step_that_fails_leaves_nothing_behind(backend: str):
-    model, x, y, loss = next(c for c in CASES if c.name == "self attention").make()
-    model[0].attention.in_proj_weight.grad = torch.ones(12, 4).double()
+    failing = "lstm" if backend == "opake" else "self attention"
+    model, x, y, loss = next(c for c in CASES if c.name == failing).make()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
     with load_backend(backend)(model, loss) as b, pytest.raises(UnsupportedModel):
         b(x, y)
     assert not any(vars(p) for p in model.parameters())
@@ -198,7 +206,7 @@ def test_nothing_is_printed(backend: str, capfd):
 def test_frequency_scaled_embeddings_are_found_out(backend: str):
     """The scale is the token's count in the whole batch, so that samples are mixed; the peers leave it out."""
     problem = tokens(nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Linear(4, 5)), 5)
-    if backend == "opacus_functorch":
+    if backend in ("opacus_functorch", "opake"):
         assert outcome(backend, problem, verify=False) == "exact"  # each sample's own counts, as in the oracle
     else:
         assert outcome(backend, problem, verify=False) == "wrong"
@@ -354,12 +362,14 @@ def test_private_cnn_leaves_its_global_mode_as_it_was(backend: str):
         ("opacus_hooks", "opacus", "pip install opacus"),
         ("private_cnn", "private_CNN", "clone JialinMao/private_CNN from GitHub and put it on PYTHONPATH"),
         ("fastdp", "fastDP", "clone awslabs/fast-differential-privacy from GitHub and put it on PYTHONPATH"),
+        ("opake", "opake.dpsgd", "pip install opake"),
     ],
 )
 def test_a_missing_package_is_named_with_the_way_to_get_it(peer: str, package: str, remedy: str, tmp_path, monkeypatch):
     (tmp_path / package).mkdir()  # a folder of the name, such as the clone itself, is no package
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, package, raising=False)
+    for name in (package, package.partition(".")[0]):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert load_backend(peer).unavailable() == f"the package {package} is not importable; {remedy}"
     with pytest.raises(UnsupportedModel) as error:
         load_backend(peer)(nn.Linear(2, 2), cross_entropy)

@@ -32,7 +32,7 @@ from dpbench.trials import (
 from dpbench.trials.whole_step import TrainingStepTrial
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
-BACKENDS += ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
+BACKENDS += ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp", "opake"]
 
 
 @pytest.fixture

@@ -153,12 +153,13 @@ def test_without_ordinary_training_there_are_seconds_and_no_ratio(run, report):
 
 
 def everything(run, models):
-    names = [name for name in style.BACKENDS if name not in ("nonprivate", "private_cnn", "fastdp")]
+    absent = ("private_cnn", "fastdp", "opake")
+    names = [name for name in style.BACKENDS if name not in ("nonprivate", *absent)]
     for index, (model, batch_size) in enumerate(models):
         ratios = {name: 0.9 + (number + index) % 9 / 2 for number, name in enumerate(names)}
         seconds = {"nonprivate": [0.5] * 3} | {n: [0.5 * r, 0.51 * r, 0.55 * r] for n, r in ratios.items()}
         peaks = {name: int(2**28 * ratio / 3) for name, ratio in ratios.items()} | {"nonprivate": 2**28}
-        failed = {"private_cnn": UNSUPPORTED, "fastdp": UNSUPPORTED}
+        failed = dict.fromkeys(absent, UNSUPPORTED)
         if index == 1:
             del seconds["vmap"], seconds["opacus_ew"]
             failed |= {"vmap": ("mismatch", "relative error")}
@@ -175,11 +176,11 @@ def test_a_panel_has_every_backend_and_nothing_lies_on_anything(run):
     texts = [text for text, _ in boxes]
     assert len(drawn.axes) == 4
     names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
-    assert names == [look.name for look in style.BACKENDS.values()][1:-2]  # two have no number anywhere
+    assert names == [look.name for look in style.BACKENDS.values()][1:-3]  # three have no number anywhere
     assert "CNN, B=256" in texts and "GPT-2 2×256, T=4096, B=4" in texts
     assert texts.count("✕ mismatch: wrong gradient") == 1 and texts.count("not run") == 1
     assert texts.count("1× = 500 ms, 256 MiB") == 4
-    said = "No number on any model: private_CNN (unsupported), fastDP (unsupported)."
+    said = "No number on any model: private_CNN (unsupported), fastDP (unsupported), Opake (unsupported)."
     assert any(said in " ".join(text.split()) for text in texts)
 
 

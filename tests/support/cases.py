@@ -58,7 +58,7 @@ def not_for(refuses: Iterable[str], wrong: Iterable[str] = ()) -> dict[str, str]
 
 
 TAPE = ("fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
-PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp")
+PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp", "opake")
 
 BAGS = ("bag of words", "bag of words mean", "bag of words padding_idx")
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -117,7 +117,7 @@ NO_FORMULA = (
 )
 
 NOT_FOR: dict[str, dict[str, str]] = {
-    "vmap": not_for((*RECURRENT, "bags of different sizes", *HIDDEN)),
+    **dict.fromkeys(("vmap", "opake"), not_for((*RECURRENT, "bags of different sizes", *HIDDEN))),
     **dict.fromkeys(TAPE, not_for((*HIDDEN, *MIXING[:-1], LATE))),  # they follow reordered rows
     "opacus_hooks": not_for(
         (*FULL_HOOKS, *HOOKED, "layer norm without bias"),

@@ -49,7 +49,7 @@ _LOOK = 0.5
 #: The order in which backends are opened, from likely to hopeless; Opacus is well known.
 ORDER = (
     *("bk_mixed", "opacus_hooks", "opacus_ghost", "mixed_ghost", "fastgradclip", "vmap", "ghost", "bk_ghost"),
-    *("private_cnn", "fastdp", "opacus_functorch", "microbatch", "opacus_ew"),
+    *("private_cnn", "fastdp", "opake", "opacus_functorch", "microbatch", "opacus_ew"),
 )
 
 
