@@ -1,8 +1,9 @@
 """All GPU measurements, the most informative first. Run with ``--minutes``; the same command resumes.
 
-At most 80 trials; `dpbench plan evidence` predicts the time of each. Stages:
+At most 100 trials; `dpbench plan evidence` predicts the time of each. Stages:
 
 - `steps`: the whole private training step of our engine and of the others, the README's table and first figure.
+- `programs`: our engine's against the plain step, both as CUDA graphs, both compiled, and each in its best way.
 - `DeviceTrial`: the device's peak performance.
 - `norms`: every way to a norm against float64, group norm at CUDA's limit, the Triton programs, by precision.
 - `overheads`: time and memory of backends against ordinary training, interleaved, by model and precision.
@@ -99,20 +100,34 @@ def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARIT
     ]
 
 
-def steps(device: str, models: Iterable[Model], **options: Any) -> list[TrainingStepTrial]:
+def steps(
+    device: str, models: Iterable[Model], engines: Iterable[Sequence[str]] = ENGINES, **options: Any
+) -> list[TrainingStepTrial]:
     """The whole step of our engine against the plain one, on these models; then the others'.
 
     Args:
         models: to train.
+        engines: of each trial.
         options: other fields of the trials.
     """
     shared: dict[str, Any] = {"device": device, "rounds": 5, "max_seconds": 2.0, "timeout": 900.0} | options
     models = list(models)
     return [
-        TrainingStepTrial(backends=engines, optimizer=model.optimizer, **model.settings(), **shared)
-        for engines in ENGINES
+        TrainingStepTrial(backends=names, optimizer=model.optimizer, **model.settings(), **shared)
+        for names in engines
         for model in models
     ]
+
+
+def programs(device: str, models: Iterable[Model], ways: Iterable[str], **options: Any) -> list[TrainingStepTrial]:
+    """The whole step of our engine against the plain one, both as programs.
+
+    Args:
+        models: to train.
+        ways: how both run.
+        options: other fields of the trials.
+    """
+    return [trial for way in ways for trial in steps(device, models, ENGINES[:1], way=way, **options)]
 
 
 def overheads(device: str, models: Iterable[Model], precisions: Sequence[str], **options: Any) -> list[OverheadTrial]:
@@ -187,12 +202,14 @@ def cells(device: str) -> list[Cell]:
     first = ("kernels", "group_norm")
     return [
         *steps(device, TRAINED),
+        *programs(device, TRAINED, ["replayed"]),
         DeviceTrial(device=device),
         *norms(device, first, ("float32", "bfloat16")),
         *overheads(device, [RESNET18], [mixed, full]),
         *overheads(device, [GPT2], [mixed]),
         *parts(device, [RESNET18], mixed),
         *profiles(device, [RESNET18], mixed),
+        *programs(device, TRAINED[:3], ["compiled", "best"]),
         *norms(device, [family for family in FAMILIES if family not in first]),
         *norms(device, first, ("tf32",)),
         *overheads(device, MODELS[2:], [mixed]),
@@ -202,6 +219,7 @@ def cells(device: str) -> list[Cell]:
         *peaks(device, MODELS[:2], full),
         *largest(device, ("resnet18",)),
         *overheads(device, MODELS[:2], others),
+        *programs(device, TRAINED[3:], ["compiled", "best"]),
     ]
 
 
@@ -223,6 +241,7 @@ def in_miniature(
     """
     return [
         *steps(device, models[:1], threads=1, **options),
+        *programs(device, models[:1], ["replayed" if device == "cuda" else "traced"], threads=1, **options),
         DeviceTrial(device=device, sizes=(256, 1024), copied=2**26),
         *(trial.replace(small=True) for trial in norms(device, FAMILIES)),
         *overheads(device, models, PRECISIONS[:2], threads=1, **options),

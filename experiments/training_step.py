@@ -1,13 +1,13 @@
 """The cost of a whole private step, forward to optimizer: our engine, Opacus', private_CNN's and fastDP's.
 
 Two trials for each model and optimizer, each in a process, with the plain step taking turns: our engine, and the
-others. On four models a third trial runs jax_privacy, in jax and beside jax's own plain step. Noise is included, each
-library's default. Memory placement by the C library differs between processes, and ratios differ more between processes
-than within one. Our trial is short and best run in three processes, which are pooled (``--rounds 3 --only
-"backends=('nonprivate', 'bk_mixed')" --only compiled=false``).
+others. Noise is included, each library's default. Memory placement by the C library differs between processes, and
+ratios differ more between processes than within one. Our trial is short and best run in three processes, which are
+pooled (``--rounds 3 --only "backends=('nonprivate', 'bk_mixed')" --only way=eager``).
 
 ResNet18 runs with its ReLUs in place, as is usual, and not in place. Our engine is also measured against the plain step
-in parts and, for transformers and small steps, with both compiled. On a CPU it ends in an hour on two cores.
+in parts, and with both as programs: on CUDA in each way, and each in its best; on a CPU each in its best, of
+transformers and small steps. On a CPU it ends in an hour on two cores.
 """
 
 from __future__ import annotations
@@ -44,37 +44,34 @@ SMALL = {
     "timm:vit_tiny_patch16_224": ("AdamW", 16, 128),
 }
 TEXTS = {GPT2: ("AdamW", 16, 128), BERT: ("AdamW", 16, 128)}
-
-
 #: Models that are written in jax, too.
 IN_JAX = ("mlp", "cnn", "resnet18", GPT2)
 
 
 def cells(device: str) -> list[Cell]:
     cuda = device == "cuda"
+    programs = ["replayed", "compiled", "best"] if cuda else ["best"]
     found: list[Cell] = []
-    for models, more in ((IMAGES, {}), (TEXTS, {"image_size": None, "data": "synthetic"})):
+    for models, more in ((IMAGES, {}), (TEXTS, {"image_size": None, "data": "synthetic"}), (SMALL, {})):
         for model, (optimizer, on_cpu, on_cuda) in models.items():
             of = {"model": model, "batch_size": on_cuda if cuda else on_cpu, "optimizer": optimizer, "device": device}
-            engines = [OURS, OTHERS, JAX] if model in IN_JAX else [OURS, OTHERS]
-            found += grid(
-                TrainingStepTrial, backends=engines, rounds=15 if cuda else 7, max_seconds=12.0, **(of | more)
-            )
-            found += grid(PartsTrial, steps=7, **(of | more))
-    few = {"backends": OURS, "rounds": 15, "max_seconds": 12.0, "device": device}
-    for model, (optimizer, on_cpu, on_cuda) in (SMALL | TEXTS | {VIT: IMAGES[VIT]}).items():
-        more = {"image_size": None, "data": "synthetic"} if model in TEXTS else {}
-        of = {"model": model, "batch_size": on_cuda if cuda else on_cpu, "optimizer": optimizer} | few | more
-        if model in SMALL:
-            found += grid(TrainingStepTrial, **of)
-        found += grid(TrainingStepTrial, compiled=True, **of)
+            of |= more
+            engines = [OURS] if models is SMALL else [OURS, OTHERS]
+            rounds = 15 if cuda or models is SMALL else 7
+            found += grid(TrainingStepTrial, backends=engines, rounds=rounds, max_seconds=12.0, **of)
+            if models is not SMALL:
+                found += grid(PartsTrial, steps=7, **of)
+            if cuda or models is not IMAGES or model == VIT:
+                found += grid(TrainingStepTrial, backends=OURS, way=programs, rounds=15, max_seconds=12.0, **of)
     return found
 
 
 def smoke(device: str) -> list[Cell]:
     few = {"model": "cnn", "batch_size": 4, "device": device}
+    way = "replayed" if device == "cuda" else "traced"
     return [
         *grid(TrainingStepTrial, backends=[OURS, OTHERS, JAX], rounds=2, max_seconds=0.2, optimizer="AdamW", **few),
+        *grid(TrainingStepTrial, backends=OURS, way=way, rounds=2, max_seconds=0.2, optimizer="AdamW", **few),
         *grid(PartsTrial, steps=2, **few),
     ]
 

@@ -74,6 +74,7 @@ class Graphs:
         strict: refuse a step that has no graph; else run it eagerly, and do not compile on a CPU, which takes a minute.
 
     Attributes:
+        only: the one way to run in, for measurements; None to choose one.
         steps: number of steps that ran as graphs.
         is_new: True if the last step captured new code.
     """
@@ -102,6 +103,7 @@ class Graphs:
         self._random, self._was_used = random.Random(0), False
         self._batch: Batch | None = None
         self._found: ClippedGradient | None = None
+        self.only: Way | None = None
         self.steps, self.is_new = 0, False
 
     @property
@@ -224,6 +226,8 @@ class Graphs:
         ways: list[Way] = ["replayed" if on_gpu else "traced"]
         if graph.kind in self._resumed:
             ways = [self._resumed[graph.kind]]
+        elif self.only is not None:
+            ways = [self.only]
         elif self._timing:
             ways = ["eager", "traced", *(ways if on_gpu else [])]
             if self._strict or on_gpu:

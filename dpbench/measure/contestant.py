@@ -39,6 +39,7 @@ class Contestant(Entry):
         torch.set_num_threads(1)  # as fast for a few samples, and undisturbed by other programs
         with self._guarded():
             self._opened(workload, *batch)
+            self.record["way"] = self._way()
         torch.set_num_threads(threads)
         self.move(batch, longest)
 

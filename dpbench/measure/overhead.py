@@ -16,9 +16,9 @@ that a backend keeps from step to step counts towards its own peak only (see `En
 
 The result is ``{"parameters", "precision", "backends": {name: entry}}``, entries in the order of the trial;
 ``precision`` has torch's switches (`dpbench.measure.precision.facts`). An entry has ``outcome`` and ``evidence``, and,
-as far as the backend came, ``verification``, ``coverage``, ``warmup_seconds``, ``turns``, ``loss``, ``memory``, and
-``way`` (`clipping.program.graphs`) if the trial is compiled. A turn is ``{"round", "position", "step_seconds"}``, with
-the position within the round; on CUDA also ``gpu``, its clocks, power and temperature after the turn
+as far as the backend came, ``verification``, ``coverage``, ``warmup_seconds``, ``way`` (how its steps ran, see
+`clipping.program.graphs`), ``turns``, ``loss`` and ``memory``. A turn is ``{"round", "position", "step_seconds"}``,
+with the position within the round; on CUDA also ``gpu``, its clocks, power and temperature after the turn
 (`dpbench.measure.gpu`). A backend that is refused, wrong, out of memory or broken stops; the others continue. An
 outcome that is not final becomes the record's too (`PartlyFailed`), so that ``--retry`` finds it.
 """
@@ -34,13 +34,14 @@ import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from clipping import Backend, Flat, UnsupportedModel
 from clipping.core.types import Problem
 from clipping.program.graphs import BEFORE, Graphs
+from clipping.program.step import Way
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.flops import model_flops
@@ -171,7 +172,9 @@ class Entry:
             if self.private:  # each ratio needs a turn of ordinary training in its round
                 turn = (self.lead + self.steps) * expected
                 self.rounds = rounds_for(turn, self.trial.rounds, self.trial.max_seconds)
-            self.record |= {"warmup_seconds": seconds, "turns": []}
+            self.record |= {"warmup_seconds": seconds, "turns": [], "way": self._way()}
+            if self.trial.way not in ("best", self._way()):
+                raise NoGraph(self.name, self.trial.way)
 
     def _stopwatch(self) -> Stopwatch:
         """The clock of its steps."""
@@ -180,10 +183,11 @@ class Entry:
     def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
         """Create its step."""
         clip = Flat(max_grad_norm=self.trial.max_grad_norm)
-        cls, options = backend_class(self.name), {"compile": self.trial.compiled}
+        cls = backend_class(self.name)
         if self.trial.compiled and not cls.compilable:
-            raise NoGraph(self.name)
-        backend = cls(workload.model, workload.loss_fn, clip=clip, verify=False, **options)
+            raise NoGraph(self.name, self.trial.way)
+        backend = cls(workload.model, workload.loss_fn, clip=clip, verify=False, compile=self.trial.compiled)
+        keep_to(self.trial.way, backend.graphs)
         self._step, self.private = Step(backend, inputs, targets), backend.private
         if self.verified:
             self._verify(backend, inputs, targets)
@@ -222,9 +226,6 @@ class Entry:
             return
         with self._guarded():
             assert self._step.losses is not None
-            if self.trial.compiled:
-                graphs = self._graphs()
-                self.record["way"] = "eager" if graphs is None else graphs.way
             self.record["loss"] = float(self._step.losses.double().mean())
             memory = self._peak()
             self._close()
@@ -232,6 +233,10 @@ class Entry:
                 torch.cuda.empty_cache()  # frees the pools of its graphs
                 memory = without(self._left_by_others(memory), graph_pools(self.device), memory)
             self.record["memory"] = memory.as_record()
+
+    def _way(self) -> str:
+        graphs = self._graphs()
+        return "eager" if graphs is None else graphs.way
 
     def _graphs(self) -> Graphs | None:
         """The graphs that run its steps."""
@@ -270,15 +275,27 @@ class Entry:
         gc.collect()
 
 
+def keep_to(way: str, graphs: Graphs | None) -> None:
+    """Run graphs in one way of `WAYS`, the same for each backend.
+
+    Args:
+        way: of the trial.
+        graphs: not run yet; None if steps run eagerly.
+    """
+    if graphs is not None and way != "best":
+        graphs.only = cast(Way, way)
+
+
 class NoGraph(UnsupportedModel):
-    """A step that is no graph cannot be compiled.
+    """A step is no program, or does not run in this way here.
 
     Args:
         name: of the backend or engine.
+        way: that was asked for.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, [Problem("step", "is no graph, which could be compiled", "compiled=False")])
+    def __init__(self, name: str, way: str) -> None:
+        super().__init__(name, [Problem("step", f"is no graph that runs {way} here", "way='eager'")])
 
 
 def without(others: int, pools: Pools, memory: Memory) -> Memory:

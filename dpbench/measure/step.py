@@ -26,7 +26,7 @@ from dpbench.trials.outcome import Mismatch
 
 def run(trial: StepTrial) -> dict[str, Any]:
     """{"parameters", "verification", "coverage", "loss", "warmup_seconds", "step_seconds", "memory", "precision",
-    on CUDA "model_flops" (`dpbench.measure.flops`)}.
+    "way" (eager), on CUDA "model_flops" (`dpbench.measure.flops`)}.
 
     "precision" has torch's switches (`dpbench.measure.precision.facts`). On CUDA also "gpu": its clocks, power and
     temperature after the last timed step.
@@ -73,6 +73,7 @@ def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
             "step_seconds": timing.step_seconds,
             "memory": memory.as_record(),
             "loss": loss,
+            "way": backend.ways["all"],
             "precision": facts(trial.precision, workload, inputs, targets),
         }
     # a CPU has no published peak to compare them with

@@ -1,12 +1,13 @@
 """Run a `TrainingStepTrial`: time whole training steps of engines as their libraries ship them, interleaved.
 
 A step is forward pass, losses, backward, clipping, noise (σ = 1) and the optimizer's update; it frees the gradients at
-its end. If compiled, our engine runs it in one call (`PrivacyEngine.make_step`), and the plain step runs as a graph
-too: each in its fastest way, with the unchanged optimizer. Each engine has its own copy of the model, of the same seed,
-and its own optimizer; all share the batch. Otherwise engines are opened, timed in turns and measured as backends are by
-`dpbench.measure.overhead`, which first compares an engine's clipping with the oracle. The loader is excluded. Three
-steps at least run first, since the second may still time routes, and one untimed step before each turn: in training, a
-step follows one of the same engine, not one of an engine that has just freed per-sample gradients.
+its end. Unless steps run eagerly, our engine runs them in one call (`PrivacyEngine.make_step`), and the plain step is a
+graph too, made, warmed up and fed alike; our noise and the unchanged optimizer run after the graph. Each engine has its
+own copy of the model, of the same seed, and its own optimizer; all share the batch. Otherwise engines are opened, timed
+in turns and measured as backends are by `dpbench.measure.overhead`, which first compares an engine's clipping with the
+oracle. The loader is excluded. Three steps at least run first, since the second may still time routes, and one untimed
+step before each turn: in training, a step follows one of the same engine, not one of an engine that has just freed
+per-sample gradients.
 
 jax_privacy's steps run in a process of their own (`dpbench.measure.jax_peer.entry`).
 
@@ -33,7 +34,7 @@ from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
 from dpbench.measure.jax_peer.entry import JaxEntry
 from dpbench.measure.memory import measured_peak
-from dpbench.measure.overhead import Entry, compared
+from dpbench.measure.overhead import Entry, compared, keep_to
 from dpbench.models.workload import Workload
 from dpbench.trials.whole_step import JAX_PRIVACY, TrainingStepTrial
 
@@ -109,6 +110,7 @@ class _Engine(Entry):
         others, ours = (_COMPILED, _ours_compiled) if self.trial.compiled else (_OF_OTHERS, _ours)
         opened = others.get(self.name, ours)
         take, undo, self._compiled = opened(self.name, own, optimizer, inputs, targets)
+        keep_to(self.trial.way, self._compiled)
         self._batch_bytes = storage_bytes(tensors_in(inputs, targets))
         self._step = TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
 
@@ -175,7 +177,7 @@ def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs:
 
 
 def _plain_compiled(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
-    """Ordinary training in its fastest way."""
+    """Ordinary training as a graph."""
     size, named = len(targets), dict(workload.model.named_parameters())
     backend = load_backend("nonprivate")(
         workload.model, lambda outputs, targets: workload.loss_fn(outputs, targets) / size, compile=True

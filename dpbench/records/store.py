@@ -31,6 +31,7 @@ from dpbench.records.host import host_name
 from dpbench.trials.json_text import to_json
 from dpbench.trials.line_shapes import LINES, flaw_of_line
 from dpbench.trials.precision import with_profile
+from dpbench.trials.steps import with_way
 
 # The schema of a line, and its history:
 #   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
@@ -43,8 +44,9 @@ from dpbench.trials.precision import with_profile
 #   5  a line of type `cut` {id, round, fingerprint, trial, seconds, utc}: how long a trial had run when its run's time
 #      was over. It is no record of the trial, which runs again.
 #   6  the trial of a kind in `STEPS` has `precision`, a profile, in place of `dtype` (`dpbench.trials.precision`).
+#   7  the trial of several backends in turns has `way`, how their steps ran (`dpbench.trials.steps`).
 # The docstring of a trial's body gives the form of `result`: a new kind of trial is no new schema.
-SCHEMA = 6
+SCHEMA = 7
 
 Line = dict[str, Any]
 #: The most invalid lines of a file to name; the rest is counted.
@@ -58,6 +60,7 @@ UPGRADES: dict[int, Callable[[Line], Line]] = {
     3: lambda line: line | {"stolen": None} if line["type"] == "trial" else line,
     4: lambda line: line,
     5: lambda line: line if line["type"] == "environment" else line | {"trial": with_profile(line["trial"])},
+    6: lambda line: line if line["type"] == "environment" else line | {"trial": with_way(line["trial"])},
 }
 
 

@@ -1,7 +1,7 @@
 """Turns records into figures and tables. Reads JSON lines, draws with matplotlib, and imports no torch.
 
-For each device, each kind of figure and each setting (precision, input size, budget, threads) there is one figure as
-PNG, SVG and PDF, with its table as CSV (base units), Markdown (for people, with the caption) and LaTeX. One page,
+For each device, each kind of figure and each setting (precision, way, input size, budget, threads) there is one figure
+as PNG, SVG and PDF, with its table as CSV (base units), Markdown (for people, with the caption) and LaTeX. One page,
 ``report.html``, has them all. The same records give the same bytes, so committed figures change only with the data.
 
 Functions take:
@@ -22,6 +22,7 @@ from typing import Any
 import matplotlib
 
 from dpbench.errors import one_of
+from dpbench.records.reader import PAIRED
 from dpbench.records.store import slug
 from dpbench.report import captions, plain, style
 from dpbench.report.data.paired import entries
@@ -109,7 +110,7 @@ def _parts(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Itera
         kinds = [record.kind for record in own_device]
         for name, kind in chosen.items():
             own = [record for record, is_of in zip(own_device, kinds, strict=True) if is_of in kind.kinds]
-            for setting, part in facets(own, kind.facets):
+            for setting, part in facets(own, {**kind.facets, "way": PAIRED}):
                 if kind.applies(part):
                     labels = (slug(f"{field}-{_short(field, value)}") for field, value in setting.items())
                     yield _part(part, kind, "-".join([name, *labels]), setting)

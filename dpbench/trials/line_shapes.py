@@ -95,7 +95,7 @@ ANSWER: Shape = {"outcome": OUTCOME, "evidence": _TEXT, "result": Or(Each(ANY), 
 _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("model", "backend", "device", "precision", "data", "accountant", "sampling", "adjacency"), TEXT),
     **dict.fromkeys(("scheme", "unknown", "network", "clip", "fault", "form", "task", "family", "spread"), TEXT),
-    **dict.fromkeys(("dtype", "optimizer", "distribution", "noise"), TEXT),
+    **dict.fromkeys(("dtype", "optimizer", "distribution", "noise", "way"), TEXT),
     **dict.fromkeys(("seed", "canaries", "public_epochs"), WHOLE),
     **dict.fromkeys(("batch_size", "epochs", "processes", "rounds", "runs", "records", "public_records"), POSITIVE),
     **dict.fromkeys(("steps", "threads", "memory_budget"), _WHOLE),

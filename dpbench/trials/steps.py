@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from dpbench.errors import one_of
 from dpbench.trials.base import Trial
 from dpbench.trials.packages import modules_of_backends, required_modules
 from dpbench.trials.precision import profile_of
@@ -15,6 +16,8 @@ STEP_SOURCES = (
     *("clipping/**/*.py", "clipping/**/*.c", "clipping/**/*.h"),
     *("dpbench/measure/**/*.py", "dpbench/models/**/*.py"),
 )
+#: How steps run: as written, or as programs in one way of `clipping.program.graphs`, or each in its fastest way.
+WAYS = ("eager", "traced", "replayed", "compiled", "best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +92,8 @@ class OverheadTrial(Trial):
     more than `max_seconds` has fewer, but at least three, spread over the rounds. If a backend is refused, wrong or
     fails, its entry says so, and the others continue.
 
-    `backends` are names or ``path/file.py:Class``; include `nonprivate`. With `compiled` all of them, ordinary training
-    too, run as graphs in the fastest way for each (`clipping.program.graphs`). All run in one `precision` of
+    `backends` are names or ``path/file.py:Class``; include `nonprivate`. All of them, ordinary training too, run in one
+    `way` of `WAYS`, or are refused; "best" is the fastest way for each. All run in one `precision` of
     `dpbench.trials.precision`. `image_size` and `num_classes` may be None for a model that reads text. `seed` decides
     the weights, the data and the orders.
     """
@@ -112,22 +115,43 @@ class OverheadTrial(Trial):
     rounds: int = 7
     max_seconds: float = 10.0
     timeout: float = 3600.0
-    compiled: bool = False
+    way: str = "eager"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
         profile_of(self.precision)
+        if one_of("a way", self.way, WAYS) == "replayed" and not self.device.startswith("cuda"):
+            raise ValueError(f"expected device=cuda for steps replayed as CUDA graphs, got {self.device}")
         if len(set(self.backends)) != len(self.backends) or not self.backends:
             raise ValueError(f"expected backends, each once, got {', '.join(self.backends) or 'none'}")
         if self.rounds < 1:
             raise ValueError(f"expected rounds of at least 1, got {self.rounds}")
 
+    @property
+    def compiled(self) -> bool:
+        """True if steps run as programs."""
+        return self.way != "eager"
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"compiled": self.compiled}
+
     def modules(self) -> tuple[str, ...]:
         return modules_of_step(self, self.model, self.backends)
 
     def label(self) -> str:
-        compiled = ", compiled" if self.compiled else ""
-        return f"{super().label()}, {len(self.backends)} backends{compiled}"
+        return f"{super().label()}, {len(self.backends)} backends{f', {self.way}' if self.compiled else ''}"
+
+
+def with_way(trial: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A trial's fields with its way, if an old record says only whether steps were compiled, or nothing.
+
+    Args:
+        trial: as a record describes it.
+    """
+    if trial["kind"] not in ("overhead", "training_step", "recommend"):
+        return trial
+    compiled = bool(trial.get("compiled"))
+    return {"way": "best" if compiled else "eager", **trial, "compiled": compiled}
 
 
 @dataclass(frozen=True, kw_only=True)

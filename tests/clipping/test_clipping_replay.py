@@ -8,37 +8,13 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import clipping.program.graphs
 import clipping.program.step
 from clipping import Flat, WrongGradient, load_backend
 from clipping.program.cuda_graph import Pool, Replayed
 from tests.support.cases import cross_entropy
-
-
-class Recorder(TorchDispatchMode):
-    """Of operations and their results. A replay runs them on the tensors of the recording, as a CUDA graph does."""
-
-    count, pools = 0, set()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran = []
-        Recorder.count += 1
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        self.ran.append((function, args, kwargs or {}, found))
-        return found
-
-    def replay(self) -> None:
-        for function, args, kwargs, before in self.ran:
-            with torch.no_grad():
-                for was, now in zip(tree_leaves(before), tree_leaves(function(*args, **kwargs)), strict=True):
-                    if isinstance(was, torch.Tensor) and was.data_ptr() != now.data_ptr():
-                        was.copy_(now)
+from tests.support.fake_graph import Recorder, recording
 
 
 class Stream:
@@ -47,9 +23,10 @@ class Stream:
 
 @pytest.fixture
 def on_a_recorder(monkeypatch):
-    Recorder.count, Recorder.pools, numbers = 0, set(), itertools.count()
+    Recorder.pools.clear()
+    Recorder.count, numbers = 0, itertools.count()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
-    monkeypatch.setattr(torch.cuda, "graph", lambda recorder, pool: Recorder.pools.add(pool) or recorder)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)

@@ -133,7 +133,7 @@ def test_the_record_of_a_trial():
         "nonprivate",
         "mixed_ghost",
     ]
-    keys = {"outcome", "evidence", "verification", "coverage", "warmup_seconds", "turns", "loss", "memory"}
+    keys = {"outcome", "evidence", "verification", "coverage", "warmup_seconds", "way", "turns", "loss", "memory"}
     for entry in result["backends"].values():
         assert set(entry) == keys and (entry["outcome"], entry["evidence"]) == ("ok", None)
         assert entry["verification"]["samples"] == 2 and entry["verification"]["max_grad_error"] < 1e-12

@@ -60,6 +60,7 @@ def test_the_record_of_a_step():
         "parameters",
         "step_seconds",
         "warmup_seconds",
+        "way",
         "memory",
         "verification",
         "coverage",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
+from clipping.program.step import Way
+from dpbench.errors import UsageError
 from dpbench.measure import energy, training_step
 from dpbench.measure.bench import open_workload
 from dpbench.records.reader import entries
+from dpbench.trials.steps import WAYS
 from dpbench.trials.whole_step import TrainingStepTrial
+from experiments.evidence import EXPERIMENT as EVIDENCE
 from experiments.training_step import EXPERIMENT
 from tests.support.graphs import not_compiled
 
@@ -31,21 +37,53 @@ def test_every_engine_has_turns_and_memory(optimizer):
         assert len(entry["turns"]) == 2 and all(turn["step_seconds"] for turn in entry["turns"])
         assert entry["memory"]["peak_bytes"] > entry["memory"]["baseline_bytes"] > 0
         assert entry["verification"] or name == "nonprivate"
+        assert entry["way"] == "eager"
     plain, ours = (found["backends"][name]["memory"]["baseline_bytes"] for name in ("nonprivate", "bk_mixed"))
     assert plain == ours, "model, batch and the optimizer's state"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:expected the step to run:RuntimeWarning")
-def test_compiled_both_run_as_graphs_and_others_are_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("way", "ran"),
+    [
+        ("traced", ("traced",)),
+        pytest.param("best", ("eager", "traced"), marks=pytest.mark.slow),
+        pytest.param("compiled", (), marks=pytest.mark.slow),  # which is not available here
+    ],
+)
+def test_both_run_in_the_way_of_the_trial_or_are_refused(way, ran, monkeypatch):
     not_compiled(monkeypatch)
-    found = training_step.run(trial(compiled=True, backends=("nonprivate", "bk_mixed", "opacus_hooks")))
-    refused = found["backends"].pop("opacus_hooks")
-    assert (refused["outcome"], "is no graph" in refused["evidence"]) == ("unsupported", True)
-    for name, entry in found["backends"].items():
-        assert entry["outcome"] == "ok", (name, entry["evidence"])
-        assert entry["way"] in ("eager", "traced")
-    assert trial(compiled=True).label().endswith("compiled, SGD")
+    found = training_step.run(trial(way=way, backends=("nonprivate", "bk_mixed", "opacus_hooks")))["backends"]
+    for name, entry in found.items():
+        if ran and name != "opacus_hooks":
+            assert entry["outcome"] == "ok" and entry["way"] in ran and len(entry["turns"]) == 2, (name, entry)
+        else:
+            assert entry["outcome"] == "unsupported" and f"runs {way} here" in entry["evidence"], (name, entry)
+    assert trial(way=way).label().endswith(f"{way}, SGD")
+
+
+def test_a_trial_names_a_way_of_programs_that_its_device_has():
+    assert (*get_args(Way), "best") == WAYS
+    with pytest.raises(UsageError, match="expected a way, got 'replay'; did you mean 'replayed'"):
+        trial(way="replay")
+    with pytest.raises(ValueError, match="expected device=cuda for steps replayed as CUDA graphs, got cpu"):
+        trial(way="replayed")
+    assert [(trial(way=way).compiled, trial(way=way).describe()["compiled"]) for way in ("eager", "best")] == [
+        (False, False),
+        (True, True),
+    ]
+
+
+@pytest.mark.parametrize("declared", [EXPERIMENT, EVIDENCE])
+def test_on_a_gpu_every_model_of_ours_runs_in_each_way_beside_ordinary_training(declared):
+    steps = [cell for cell in declared.cells("cuda") if type(cell) is TrainingStepTrial and "bk_mixed" in cell.backends]
+    ways: dict[object, set[str]] = {}
+    for step in steps:
+        ways.setdefault(step.replace(way="eager", rounds=1), set()).add(step.way)
+        assert step.backends == ("nonprivate", "bk_mixed")
+    assert len(ways) >= 8 and set(map(frozenset, ways.values())) == {
+        frozenset({"eager", "replayed", "compiled", "best"})
+    }
 
 
 def test_of_text():

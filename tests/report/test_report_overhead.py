@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 
 import pandas as pd
 import pytest
@@ -30,8 +32,8 @@ def report(run, tmp_path, monkeypatch):
     """The table behind a figure and the text beside it; its pictures are not saved."""
     save_no_pictures(monkeypatch)
 
-    def make(figure: str) -> tuple[pd.DataFrame, str]:
-        write_report(run.path.parent, tmp_path / "out", [figure])
+    def make(figure: str, figures: Sequence[str] = ()) -> tuple[pd.DataFrame, str]:
+        write_report(run.path.parent, tmp_path / "out", figures or [figure])
         stem = tmp_path / "out" / FOLDER / figure
         return pd.read_csv(f"{stem}.csv"), stem.with_suffix(".md").read_text(encoding="utf-8")
 
@@ -126,6 +128,28 @@ def test_engines_of_others_are_of_a_version_of_their_own(run, report):
     assert row(table, backend="fastdp").time_ratio == pytest.approx(3.0)
     assert row(table, backend="bk_mixed").time_ratio == pytest.approx(1.1)
     assert "give no number" not in text
+
+
+@pytest.mark.parametrize(("figure", "kind"), [("training_step", TrainingStepTrial), ("throughput", OverheadTrial)])
+def test_steps_that_run_in_one_way_have_their_own_figure(figure, kind, run, report):
+    """Records from before a trial had a way say at most that their steps were compiled."""
+    of = {"kind": kind, "device": "cuda"} | ({"optimizer": "SGD"} if kind is TrainingStepTrial else {})
+    ratios = {"eager": 2.0, "replayed": 1.3, "compiled": 1.6, "best": 1.2}
+    for size in (8, 16):
+        for way, ratio in ratios.items():
+            run.overhead("cnn", {"nonprivate": [1.0], "bk_mixed": [ratio]}, way=way, batch_size=size, **of)
+    lines = [json.loads(line) for line in run.path.read_text().splitlines()]
+    for line in lines[1:]:
+        if line["trial"]["way"] in ("eager", "best"):
+            del line["trial"]["way"]
+        if not line["trial"]["compiled"]:
+            del line["trial"]["compiled"]
+    run.path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    said = {"eager": "runs eagerly", "replayed": "as a CUDA graph", "compiled": "by TorchInductor", "best": "Best: "}
+    for way, ratio in ratios.items():
+        table, text = report(f"{figure}-way-{way}", [figure])
+        assert set(table[table.backend == "bk_mixed"].time_ratio) == {ratio}
+        assert said[way] in text
 
 
 def test_a_record_with_a_wrong_backend_shows_the_others(run, report):

@@ -13,7 +13,8 @@ Not covered:
 - times, and a GPU's own rounding: TF32, cuBLAS, cuDNN, atomics
 - streams, races, and reads before a copy has finished
 - fragmentation in the allocator (`reserved` equals allocated), and temporary memory of kernels
-- Triton programs (torch operations replace them), Inductor's code for CUDA, CUDA graphs
+- Triton programs (torch operations replace them), Inductor's code for CUDA
+- what a CUDA graph forbids, and its memory (a recorder replaces it)
 - fused attention (torch's plain attention replaces it) and cuDNN's recurrent layers
 - NCCL (gloo replaces it), several nodes, fully sharded models
 - a profiler's device events, NVML (nvidia-smi is a script)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import uuid
@@ -11,12 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_cuda
+import fake_graph
 import fake_guard
 import torch
 from fake_cuda import CARDS, GENERATORS, MEMORY, OWN, Card
 
 CAPABILITY = (9, 0)
 _KEPT: list[Any] = []
+_POOLS = itertools.count()
 
 
 def _count() -> int:
@@ -205,9 +208,12 @@ def _of_python() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext(stream)
     cuda.set_stream = lambda stream: None
     cuda.synchronize = lambda device=None: cuda._lazy_init()
-    accelerator: Any = torch.accelerator
-    accelerator.is_available = lambda: cuda.is_available()
-    accelerator.device_count = lambda: _count()
+    cuda.CUDAGraph = cuda.graphs.CUDAGraph = fake_graph.Recorder
+    cuda.graph = cuda.graphs.graph = fake_graph.recording
+    cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = lambda: (0, next(_POOLS))
+    accelerator: Any = torch.accelerator  # functions of its own, as Dynamo knows each
+    accelerator.is_available = lambda: _count() > 0
+    accelerator.device_count = _count
     accelerator.current_accelerator = lambda check_available=False: torch.device("cuda") if _count() else None
     accelerator.current_device_index = cuda.current_device
     accelerator.set_device_index = cuda.set_device

@@ -90,11 +90,11 @@ def test_on_a_gpu_it_has_every_model_precision_and_family():
     assert norms.GROUP_NORM_BATCHES == (2047, 2048, 4096) and norms.GROUPS == 32
 
 
-def test_nine_minutes_of_at_most_eighty_trials_bring_the_readmes_table_and_its_first_figure():
+def test_nine_minutes_of_at_most_a_hundred_trials_bring_the_readmes_table_and_its_first_figure():
     """482 trials and 70 minutes once; what each takes is told before it starts."""
     cells = EVIDENCE.declared("cuda")
     trials = [trial for c in cells for trial in ([c.probe, c.then] if isinstance(c, MaxBatch) else [c])]
-    assert len(trials) <= 80 and all(expected_seconds(trial) for trial in trials)
+    assert len(trials) <= 100 and all(expected_seconds(trial) for trial in trials)
     first = [cell for cell in cells[:16] if type(cell) is TrainingStepTrial]
     table = {"cnn", "resnet18", "resnet50", "vgg11", "convnext_pico", "vit_tiny_patch16_224", "bert", "gpt2"}
     names = [re.sub(r"^.*:|[?@].*", "", trial.model) for trial in first]
@@ -103,7 +103,9 @@ def test_nine_minutes_of_at_most_eighty_trials_bring_the_readmes_table_and_its_f
         engines = {engine for trial, own in zip(first, names, strict=True) if own == name for engine in trial.backends}
         assert engines == {"nonprivate", "bk_mixed", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp"}
     assert EVIDENCE.figures[0] == "training_step"
-    assert sum(map(expected_seconds, first)) < 0.75 * 9 * 60 and sum(map(expected_seconds, trials)) < 20 * 60
+    eager = [trial for trial in trials if getattr(trial, "way", "eager") == "eager"]
+    assert sum(map(expected_seconds, first)) < 0.75 * 9 * 60 and sum(map(expected_seconds, eager)) < 20 * 60
+    assert sum(map(expected_seconds, trials)) < 60 * 60  # programs are compiled
 
 
 def test_a_device_says_what_it_can_do():

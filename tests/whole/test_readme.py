@@ -36,7 +36,7 @@ def test_the_first_command_is_the_benchmark_and_the_table_agrees_with_the_figure
     assert blocks(README, "sh")[0].startswith("make stress_test ")
     (folder,) = {path.rpartition("/")[0] for path in re.findall(r"\((results/training_step/[^)]*\.png)\)", README)}
     rows = {}
-    for path in (ROOT / folder).glob("training_step-*-compiled-false.md"):
+    for path in (ROOT / folder).glob("training_step-*-way-eager.md"):
         for cells in (line[1:-1].split("|") for line in path.read_text(encoding="utf-8").splitlines()):
             names = [cell.strip() for cell in cells]
             if names[0] == "Model":

@@ -95,7 +95,7 @@ class Growth:
             f"against {self.across.words}: all backends take turns in one process, and a ratio is of two turns of one "
             f"round; {overhead.pairs(frame)}."
         ]
-        said += overhead.memory_source(frame) + peaks.said(records, frame)
+        said += overhead.ways(records) + overhead.memory_source(frame) + peaks.said(records, frame)
         batches = ", ".join(f"{count} at {size}" for size, count in sizes.items())
         if not self.across.rate:
             said.append(f"Batch size {sizes.iloc[0]}." if sizes.nunique() == 1 else f"Batch size: {batches}.")

@@ -34,6 +34,13 @@ _NUMBERS, _AT = 0.92, (0.42, 0.89)
 _LOWEST = 0.6
 _CHARACTER, _LETTER = 0.083, 0.061  # inches, of a heading and of a name
 _TICKS = (1, 2, 4, 8, 16, 32, 64)
+#: How ordinary training and the others run -> a sentence.
+_WAYS = {
+    "eager": "Every step runs eagerly.",
+    "traced": "Every step runs the operations of one graph as they were traced.",
+    "replayed": "Every step replays the operations of one graph as a CUDA graph.",
+    "compiled": "Every step runs as one graph compiled by TorchInductor.",
+}
 _TIME: dict[str, Any] = {"marker": "o", "markersize": 4.4, "linestyle": "", "zorder": 4}
 _MEMORY: dict[str, Any] = {
     "marker": "D",
@@ -138,15 +145,16 @@ def pairs(frame: pd.DataFrame) -> str:
 
 
 def ways(records: Sequence[Record]) -> list[str]:
-    """A sentence on how compiled steps ran; [] if none was compiled."""
-    if not any(record.trial.get("compiled") for record in records):
-        return []
+    """A sentence on how steps ran, ordinary training's and the others' alike; [] for eager ones on a CPU."""
+    way, device = records[0].setting("way"), records[0].setting("device")
+    if way != "best":
+        return [_WAYS[way]] if way in _WAYS and (way, device) != ("eager", "cpu") else []
     found = [entry for record in records for entry in record.result.get("backends", {}).values()]
     counts = Counter(str(entry["way"]) for entry in found if "way" in entry)
     named = ", ".join(f"{way} {count}" for way, count in sorted(counts.items()))
     return [
-        "Compiled: ordinary training and ours run as one graph a shape, each in the fastest of three ways (eager, its "
-        f"operations as they were traced, compiled by TorchInductor): {named}."
+        "Best: ordinary training and ours run as one graph a shape, each in its fastest way (eager, its operations as "
+        f"they were traced, these replayed as a CUDA graph, compiled by TorchInductor): {named}."
     ]
 
 
@@ -274,7 +282,7 @@ FIGURE = FigureKind(
     doc="time and memory of every backend beside ordinary training, interleaved in one process",
     kinds=("overhead",),
     cell=cell,
-    facets=dict.fromkeys(("experiment", "precision", "threads", "compiled"), ("overhead",)),
+    facets=dict.fromkeys(("experiment", "precision", "threads"), ("overhead",)),
     table=table,
     text=text,
     caption=caption,
