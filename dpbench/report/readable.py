@@ -194,15 +194,20 @@ _EXACTNESS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def rounded_epsilon(value: float, kind: str) -> str:
-    """Four digits; an upper bound is rounded up, so that it remains a bound.
+#: Kind of an accountant's result -> how its ε is rounded, so that a bound remains one.
+_ROUNDING = {"upper_bound": decimal.ROUND_CEILING, "lower_bound": decimal.ROUND_FLOOR}
+
+
+def rounded_epsilon(value: float, kind: str, digits: int = 4) -> str:
+    """An upper bound is rounded up and a lower bound down, so that they remain bounds.
 
     Args:
         value: ε.
         kind: of the accountant's result.
+        digits: significant ones.
     """
-    rounding = decimal.ROUND_CEILING if kind == "upper_bound" else decimal.ROUND_HALF_EVEN
-    return f"{decimal.Context(prec=4, rounding=rounding).create_decimal(value):g}" if math.isfinite(value) else "inf"
+    context = decimal.Context(prec=digits, rounding=_ROUNDING.get(kind, decimal.ROUND_HALF_EVEN))
+    return f"{context.create_decimal(value):g}" if math.isfinite(value) else "inf"
 
 
 def _published(value: float | str) -> str:

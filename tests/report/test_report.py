@@ -10,6 +10,7 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.errors import UsageError
 from dpbench.report import write_report
 from dpbench.report.data import published
+from dpbench.report.readable import rounded_epsilon
 from dpbench.trials import PeakTrial, StepTrial
 
 FOLDER = "cpu-test-cpu-2-cpus"
@@ -281,6 +282,7 @@ def test_epsilon_by_epochs(run):
     assert row(table, accountant="simple").epsilon == math.inf
     assert row(table, accountant="moments", steps=100).note == "timed out"
     assert "1.259" in text  # an upper bound is rounded up
+    assert rounded_epsilon(1.2596, "lower_bound") == "1.259" and rounded_epsilon(1.2596, "estimate") == "1.260"
     assert "heuristic (not a bound)" in text and "not drawn, at some point: simple" in text
 
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from dpbench.report import captions, style
+from dpbench.report import captions, readable, style
 from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.drawing.bars import WIDTH, sheet
 from dpbench.report.drawing.curves import box
@@ -80,8 +80,8 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {"engine": FAULTS.get(fault, fault) or "as it is", "backend": backend, "batches": form, "q": f"{rate:g}"}
             | {"runs": len(part), "ε claimed": _range(part.claimed_epsilon.round(2))}
-            | {"ε certified": _range(part.epsilon_lower_bound), "μ claimed": _range(part.claimed_mu)}
-            | {"μ certified": _range(part.mu_lower_bound), "noise / claim": _range(part.sigma_hat, 4)}
+            | {"ε certified": _certified(part.epsilon_lower_bound), "μ claimed": _range(part.claimed_mu)}
+            | {"μ certified": _certified(part.mu_lower_bound), "noise / claim": _range(part.sigma_hat, 4)}
             | {"sensitivity / C": _range(part.sensitivity, 4)}
             | {"refuted by": ", ".join(f"{_HEADS[t]} {by[t]}" for t in TESTS if by[t]), "verdict": _verdict(part)}
         )
@@ -187,6 +187,12 @@ def _verdict(part: pd.DataFrame) -> str:
 def _range(values: pd.Series[float], digits: int = 3) -> str:
     """'1.02 to 1.35'; one number if all are alike, '' if there are none."""
     found = [f"{value:.{digits}g}" for value in (values.min(), values.max()) if value == value]
+    return " to ".join(dict.fromkeys(found))
+
+
+def _certified(bounds: pd.Series[float]) -> str:
+    """As `_range`, of lower bounds."""
+    found = [readable.rounded_epsilon(b, "lower_bound", 3) for b in (bounds.min(), bounds.max()) if b == b]
     return " to ".join(dict.fromkeys(found))
 
 
