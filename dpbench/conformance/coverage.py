@@ -21,6 +21,8 @@ from dpbench.trials.packages import modules_of_backends, required_modules
 
 #: The table's names for the tasks of image models, and of mixtures of experts: in one kernel, or one by one.
 IMAGES, KERNEL, LOOP = "image classification", "mixture of experts, one kernel", "mixture of experts, in a loop"
+#: Option in the reference of a mixture of experts: one expert after the other.
+EAGER = "?experts_implementation=eager"
 #: Head of `dpbench.models.tiny` -> the table's name for its task.
 TASKS = {
     "causal": "causal language model",
@@ -90,7 +92,7 @@ def models() -> list[tuple[str, str]]:
         *((f"timm:{name}", IMAGES) for name in timm_names()),
         *((f"torchvision:{name}", IMAGES) for name in torchvision_names()),
         *((f"tiny:{of[0]}/{of[1]}", KERNEL if of in with_experts else TASKS[of[0]]) for of in types),
-        *((f"tiny:{of[0]}/{of[1]}?experts_implementation=eager", LOOP) for of in types if of in with_experts),
+        *((f"tiny:{of[0]}/{of[1]}{EAGER}", LOOP) for of in types if of in with_experts),
     ]
 
 

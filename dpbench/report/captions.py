@@ -149,14 +149,14 @@ def mixed_versions(records: Iterable[Record]) -> tuple[int, int]:
     have their own.
     """
     most = older = 0
-    for alike in grouped(records, _libraries).values():
+    for alike in grouped(records, libraries).values():
         newest = max(alike, key=lambda record: record.utc).edition
         most = max(most, len({record.edition for record in alike}))
         older += sum(record.edition != newest for record in alike)
     return most, older
 
 
-def _libraries(record: Record) -> tuple[str, str, bool]:
+def libraries(record: Record) -> tuple[str, str, bool]:
     """A key that is equal for trials with the same sources and libraries."""
     model = record.trial.get("model", "")
     with_peer = bool(modules_of_backends(backends_of(record))) or record.trial.get("accountant") == "pld"

@@ -42,7 +42,7 @@ def paired(frame: pd.DataFrame) -> str:
     most = max(map(len, ours.values()))
     best = min((name for name in ours if len(ours[name]) == most), key=lambda name: _median(ours[name]))
     nearest = _nearest(ratios, ours[best], largest=False)
-    place = "the fastest private backend" if nearest is None or nearest[1] >= 1 else "the fastest of our backends"
+    place = "the fastest private backend" if nearest is None or not nearest[2] else "the fastest of our backends"
     told = frame[(frame.backend == best) & frame.time_ratio.notna()]
     told = told[[tuple(row) in ours[best] for row in told[keys].itertuples(index=False)]]
     pairs = _span(told.paired_rounds, "{:.0f}".format, "to")
@@ -54,7 +54,7 @@ def paired(frame: pd.DataFrame) -> str:
     if len(known):
         memory = {tuple(row): float(value) for *row, value in known[[*keys, "memory_ratio"]].itertuples(index=False)}
         said += f") and {_ratios(memory)} its peak memory ({_taken(known.memory)}"
-    return said + ")" + _peer(nearest, " and takes {} as long") + "."
+    return said + ")" + _peer(nearest, ours[best]) + "."
 
 
 def max_batch(frame: pd.DataFrame) -> str:
@@ -77,7 +77,7 @@ def max_batch(frame: pd.DataFrame) -> str:
     return (
         f"Apart from one sample at a time, {style.backend(best).name} takes the largest batches in {budget} "
         f"({memory} memory): {_ratios(ours[best])} ordinary training's over {_several(len(ours[best]), 'model')}"
-        + _peer(_nearest(ratios, ours[best], largest=True), " and takes {} its batch")
+        + _peer(_nearest(ratios, ours[best], largest=True), ours[best])
         + "."
     )
 
@@ -219,26 +219,31 @@ def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> dict[str, C
     return found
 
 
-def _nearest(ratios: dict[str, Cells], ours: Cells, largest: bool) -> tuple[str, float, int] | None:
-    """(the best library, the median of its ratio to `ours`, number of common cells), if there is one."""
+def _nearest(ratios: dict[str, Cells], ours: Cells, largest: bool) -> tuple[str, Cells, bool] | None:
+    """(the best library, its ratios in cells of `ours`, whether it is ahead of `ours` at the median), if any.
+
+    A quotient of the two ratios only ranks: they may be of two processes.
+    """
     shared = {
-        name: [cells[cell] / ours[cell] for cell in cells.keys() & ours.keys()]
-        for name, cells in ratios.items()
-        if name in PEERS
+        name: {c: cells[c] for c in cells.keys() & ours.keys()} for name, cells in ratios.items() if name in PEERS
     }
-    medians = {name: float(pd.Series(v).median()) for name, v in shared.items() if v and 2 * len(v) >= len(ours)}
+    medians = {
+        name: _median({cell: ratio / ours[cell] for cell, ratio in cells.items()})
+        for name, cells in shared.items()
+        if cells and 2 * len(cells) >= len(ours)
+    }
     if not medians:
         return None
     best = (max if largest else min)(medians, key=lambda name: medians[name])
-    return best, medians[best], len(shared[best])
+    return best, shared[best], medians[best] > 1 if largest else medians[best] < 1
 
 
-def _peer(nearest: tuple[str, float, int] | None, words: str) -> str:
+def _peer(nearest: tuple[str, Cells, bool] | None, ours: Cells) -> str:
     if nearest is None:
         return ""
-    name, ratio, count = nearest
-    among = f" (median of {count})" if count > 1 else ""
-    return f"; the best of the libraries is {style.backend(name).name}{words.format(style.times(ratio))}{among}"
+    name, cells, _ = nearest
+    where = f" on {len(cells)} of them" if len(cells) < len(ours) else ""
+    return f"; the best of the libraries is {style.backend(name).name}: {_ratios(cells)}{where}"
 
 
 def _median(cells: Cells) -> float:

@@ -299,7 +299,30 @@ def test_the_report_has_the_share_of_what_is_built_by_library_and_task(records, 
     assert shares[("all libraries", "bk_mixed")] == 0.5 and shares[("transformers", "opacus_hooks")] == 0
     text = next(output.rglob("coverage.md")).read_text()
     assert "50.0 %" in text and "1 that cannot be built" in text
-    assert "BK mixed 50.0 % (wrong in 1, crashed in 1)" in (output / "report.html").read_text()
+    assert "BK mixed on 2 (refuses 0, wrong on 1, crashed on 1)" in (output / "report.html").read_text()
+
+
+def test_a_mixture_of_experts_counts_once_by_its_graver_result_and_only_the_newest_version_counts(tmp_path):
+    from dpbench.report.data.select import LeftOut, newest_version, read
+    from dpbench.report.figures import coverage as figure
+
+    file = RunFile(tmp_path / "a.jsonl", experiment="coverage")
+    for model, status in (
+        ("a", "exact"),
+        ("a" + coverage.EAGER, "refused"),
+        ("b", "exact"),
+        ("b" + coverage.EAGER, "exact"),
+    ):
+        trial = CoverageTrial(model=f"tiny:causal/{model}", task="t", backends=("ghost",))
+        file.add(trial, built(verdict("ghost", status)))
+    frame = figure.table(read(file.path), LeftOut())
+    counts = frame.set_index("library")[["listed", "exact", "refused"]]
+    assert counts.loc[figure.ALL].tolist() == [2, 1, 1] and counts.loc["transformers"].tolist() == [4, 3, 1]
+    newer = CoverageTrial(model="tiny:causal/c", task="t", backends=("ghost",))
+    file.add(newer, built(verdict("ghost", "exact")), fingerprint="newer")
+    left_out: LeftOut = LeftOut()
+    kept = newest_version(read(file.path), figure.FIGURE.cell, left_out)
+    assert [r.trial["model"] for r in kept] == ["tiny:causal/c"] and left_out.total() == 4
 
 
 def test_the_reasons_name_every_model_that_is_not_exact_or_not_built(records, monkeypatch):

@@ -14,6 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from dpbench.conformance.coverage import EAGER
 from dpbench.report import captions, readable, style
 from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.data.statistics import frame_of
@@ -28,6 +29,7 @@ PARTS = {
     "crash": ("crashed", style.INK),
 }
 NOT_BUILT = "not built"
+_GRAVITY = (NOT_BUILT, *PARTS)
 ALL = "all libraries"
 _COLUMNS = ("library", "task", "backend", "listed", "built", *PARTS, "exact_share")
 _LIBRARIES = {"tiny": "transformers"}
@@ -60,15 +62,22 @@ def place(record: Record) -> tuple[str, str]:
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each library, task and backend, first over all; `exact_share` is relative to built models."""
+    """A row for each library, task and backend, first over all; `exact_share` is relative to built models.
+
+    Over all, a mixture of experts counts once, by the graver result of its two implementations.
+    """
     counts: dict[tuple[str, str, str], Counter[str]] = {}
+    graver: dict[tuple[str, str], str] = {}
     for record in records:
         for _, backend, status, _ in verdicts(record):
             if status == "unavailable":
                 left_out[f"{style.backend(backend).name} is not available here"] += 1
                 continue
-            for library, task in ((ALL, ""), place(record)):
-                counts.setdefault((library, task, backend), Counter())[status] += 1
+            counts.setdefault((*place(record), backend), Counter())[status] += 1
+            model = record.trial["model"].removesuffix(EAGER)
+            graver[backend, model] = max(status, graver.get((backend, model), status), key=_GRAVITY.index)
+    for (backend, _), status in graver.items():
+        counts.setdefault((ALL, "", backend), Counter())[status] += 1
     rows = []
     for (library, task, backend), found in sorted(counts.items(), key=_order):
         built = sum(found[status] for status in PARTS)
@@ -110,9 +119,10 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     built = [record for record in records if record.result.get("built")]
     failing = sum(not r.result["built"] for r in records if r.outcome == "ok")
     said = [
-        f"{len(records)} models: the smallest of each family of timm and torchvision, every type of transformers made"
-        " small, with random weights, on three samples and then two, in train mode with dropout off and GroupNorm for"
-        " BatchNorm. Exact: norms and clipped sums are autograd's own. Refused: says so, with a reason (what Opacus"
+        f"{len(records)} trials: the smallest model of each family of timm and torchvision, every type of transformers"
+        " made tiny, with each of its heads; a mixture of experts in both of its implementations, which count as one"
+        " over all libraries. Random weights, on three samples and then two, in train mode with dropout off and"
+        " GroupNorm for BatchNorm. Exact: norms and clipped sums are autograd's own. Refused: says so, with a reason (what Opacus"
         " raises counts as one). A backend's own verification, which finds a wrong one out, is off here.",
         f"{failing} that cannot be built or trained so are in the table of reasons, and in no share.",
     ]
@@ -131,15 +141,17 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """The shares over all libraries, backend by backend."""
-    of_all = frame[frame.library == ALL]
+    """The counts over all libraries, backend by backend."""
+    of_all = frame[(frame.library == ALL) & (frame.built > 0)]
     rows: Iterable[Any] = of_all.itertuples()
     told = [
-        f"{style.backend(r.backend).name} {_share(r.exact_share)} (wrong in {r.wrong}, crashed in {r.crash})"
+        f"{style.backend(r.backend).name} on {r.exact} (refuses {r.refused}, wrong on {r.wrong}, crashed on {r.crash})"
         for r in rows
-        if r.built
     ]
-    return f"Exact of the {of_all.built.max()} models that are built: {'; '.join(told)}." if told else ""
+    if not told:
+        return ""
+    how = "tiny, random weights, GroupNorm for BatchNorm; a mixture of experts counts once"
+    return f"Of {of_all.built.max()} public models ({how}) are exact: {'; '.join(told)}."
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
@@ -264,7 +276,7 @@ def reasons_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Le
 FIGURE = FigureKind(
     doc="on which of the models that people load each backend is exact, by library and task",
     kinds=("coverage",),
-    cell=lambda record: record.id,
+    cell=captions.libraries,  # a count is of one version
     facets={"experiment": ("coverage",)},
     table=table,
     text=text,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dpbench.report import captions
 from dpbench.report.figures import coverage
 from dpbench.report.parts import FigureKind
 
 FIGURE = FigureKind(
     doc="why a backend is not exact on a model that people load, or the model is not built",
     kinds=("coverage",),
-    cell=lambda record: record.id,
+    cell=captions.libraries,
     facets={"experiment": ("coverage",)},
     table=coverage.reasons,
     text=coverage.reasons_text,
