@@ -4,10 +4,10 @@ Imported when first used, and without torch. Its ε errs upwards with the interv
 tilt θ at ε (λ of the best Rényi order). h is chosen for `ACCURACY` of ε. The number of losses that this takes is
 predicted by the Chernoff bounds that the library itself uses, so that it is never called for more than it can hold.
 
-The library's transform is not tilted, and its rounding errors are not bounded: for 10⁴ steps at δ = 1e-10 its ε was
-seen 0.1 % below the certified lower bound and above the upper one, as if δ were off by 6e-12. So it is called with a δ
-smaller by `rounding`, 2e-15 a step. It is not called if that is a large part of δ, or if rounding reaches the masses of
-the grid's losses (which are differences of δ(ε), divided by h).
+The library's transform is not tilted, and its rounding errors are not bounded: for many steps at a small δ its ε can
+lie below the certified lower bound, or above the upper one, as if δ were off. So it is called with a δ smaller by
+`rounding`, 2e-15 a step. It is not called if that is a large part of δ, or if rounding reaches the masses of the grid's
+losses (which are differences of δ(ε), divided by h).
 
 If the library cannot be called, or is looser (rare losses, small q), the same grid composed under a tilt is used
 (`accounting.prv`, whose rounding is bounded). Its ε is raised by `ACCURACY`, as the library's is, so that ε does not

@@ -19,8 +19,8 @@ import json
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,17 @@ from dpbench.trials.line_shapes import flaw_of_trial
 from dpbench.trials.max_batch import MaxBatch, Probe
 from dpbench.trials.reference import load_module
 
-__all__ = ["Cell", "Experiment", "MaxBatch", "Probe", "experiment_names", "grid", "load_experiment"]
+__all__ = [
+    "Cell",
+    "Excerpt",
+    "Experiment",
+    "MaxBatch",
+    "Probe",
+    "experiment_names",
+    "grid",
+    "load_experiment",
+    "ratios",
+]
 
 Cell = Trial | MaxBatch
 #: More rounds than anybody waits for.
@@ -55,11 +65,51 @@ def grid(kind: type[T], **axes: Any) -> list[T]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Excerpt:
+    """The part of a figure's table that a README shows.
+
+    Args:
+        figure: a name in the experiment's `figures`.
+        rows: columns that name a row; one that the table lacks is left out.
+        cells: columns with the numbers of a cell; () for all others.
+        across: the column whose values become columns; "" for a column each of `cells`.
+        instead: the column with the reason where a cell has no number.
+        where: whether to keep a row, given as column -> text.
+    """
+
+    figure: str
+    rows: tuple[str, ...]
+    cells: tuple[str, ...]
+    across: str = ""
+    instead: str = ""
+    where: Callable[[Mapping[str, str]], bool] = lambda row: True
+
+
+def ratios(figure: str, *rows: str, where: Callable[[Mapping[str, str]], bool] = lambda row: True) -> Excerpt:
+    """The ratios of every backend to ordinary training, time and then memory: a column a backend.
+
+    Args:
+        figure: with a table of such ratios.
+        rows: columns beside model and batch size.
+        where: whether to keep a row.
+    """
+    return Excerpt(
+        figure=figure,
+        rows=("Model", *rows, "B"),
+        cells=("Time ratio", "Memory ratio"),
+        across="Backend",
+        instead="Time/step",
+        where=lambda row: row["Backend"] != "Non-private" and where(row),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """What is measured, how often, and which figures are drawn of it.
 
     `cells(device)` and `smoke(device)` take ``"cpu"`` or ``"cuda"``; `smoke` is the same in miniature, done in seconds.
-    `figures` names what `dpbench.report` draws. `in_order`: each round runs the cells as they are declared, and not in
+    `figures` names what `dpbench.report` draws; `excerpts` names the tables of READMEs, the first that of
+    results/README.md. `in_order`: each round runs the cells as they are declared, and not in
     an order of its own: for an experiment whose first cells tell most, and which may be given little time.
     """
 
@@ -70,6 +120,7 @@ class Experiment:
     rounds: int = 3
     figures: tuple[str, ...] = ()
     in_order: bool = False
+    excerpts: Mapping[str, Excerpt] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isprintable() or not _NAME.fullmatch(self.name):

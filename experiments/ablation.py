@@ -5,7 +5,7 @@ One trial a model, in which all variants take turns in one process. Most of thes
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OWN_VARIANTS
 
@@ -36,4 +36,13 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("overhead",),
+    excerpts={
+        "table": Excerpt(
+            figure="overhead",
+            rows=("Backend",),
+            across="Model",
+            cells=("Time ratio", "Memory ratio"),
+            where=lambda row: row["Backend"] != "Non-private",
+        )
+    },
 )

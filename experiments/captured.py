@@ -7,7 +7,7 @@ autograd's.
 from __future__ import annotations
 
 from dpbench.conformance.coverage import COMPILED, CoverageTrial, models
-from dpbench.experiment import Experiment
+from dpbench.experiment import Excerpt, Experiment
 
 BACKENDS = (f"bk_mixed{COMPILED}",)
 
@@ -27,4 +27,11 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("coverage", "coverage_reasons"),
+    excerpts={
+        "table": Excerpt(
+            figure="coverage",
+            rows=("Library", "Task"),
+            cells=("Models", "Built", "Exact", "Refused", "Wrong", "Crashed"),
+        )
+    },
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.trials.backends import OURS, PEERS
 
 CLIPPING = [name for name in (*OURS, *PEERS) if name != "nonprivate"]
@@ -35,4 +35,7 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("scorecard",),
+    excerpts={
+        "table": Excerpt(figure="scorecard", rows=("case",), cells=(), where=lambda row: row["case"] == "in all"),
+    },
 )

@@ -8,7 +8,7 @@ DP-SGD baseline does too: there is no amplification, and the adjacency differs.
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.training import CorrelatedTrial
 
 EPSILONS, SEEDS = [1.0, 2.0, 8.0], [0, 1, 2, 3, 4]
@@ -40,4 +40,7 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("correlated",),
+    excerpts={
+        "table": Excerpt(figure="correlated", rows=("target_epsilon", "batch_size"), across="noise", cells=("loss",))
+    },
 )

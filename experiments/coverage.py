@@ -7,7 +7,7 @@ lists the models.
 from __future__ import annotations
 
 from dpbench.conformance.coverage import CoverageTrial, models
-from dpbench.experiment import Experiment
+from dpbench.experiment import Excerpt, Experiment
 
 BACKENDS = ("bk_mixed", "ghost", "opacus_hooks", "opacus_ghost")
 
@@ -32,4 +32,12 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("coverage", "coverage_reasons"),
+    excerpts={
+        "table": Excerpt(
+            figure="coverage",
+            rows=("Backend",),
+            cells=("Models", "Built", "Exact", "Refused", "Wrong", "Crashed"),
+            where=lambda row: row["Library"] == "all libraries",
+        )
+    },
 )

@@ -6,7 +6,7 @@ processes than CPUs are marked as oversubscribed. On CUDA a process has a GPU; m
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.training.scale import DistributedTrial
 
 VIT = "timm:vit_tiny_patch16_224?patch_size=4"
@@ -40,4 +40,12 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("distributed",),
+    excerpts={
+        "table": Excerpt(
+            figure="distributed",
+            rows=("model", "spread", "precision", "batch_size", "processes"),
+            cells=("throughput_ratio", "least", "greatest", "memory_ratio", "oversubscribed"),
+            where=lambda row: row["backend"] == "bk_mixed",
+        )
+    },
 )

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench.experiment import Cell, Experiment
+from dpbench.experiment import Cell, Experiment, ratios
 from dpbench.trials import OverheadTrial, PeakTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.max_batch import searches
@@ -268,5 +268,6 @@ EXPERIMENT = Experiment(
         "parts",
         "profile",
     ),
+    excerpts={"table": ratios("overhead", "Precision")},
     in_order=True,
 )

@@ -6,7 +6,7 @@ launches is not counted; `evidence` and `overhead` measure it.
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment
+from dpbench.experiment import Excerpt, Experiment
 from dpbench.trials.launches import LaunchesTrial
 
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost")
@@ -48,4 +48,12 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("launches",),
+    excerpts={
+        "table": Excerpt(
+            figure="launches",
+            rows=("Model", "B", "Dtype"),
+            cells=("Ratio of launches", "Ratio of bytes", "Ratio of operations", "Ratio of predicted"),
+            where=lambda row: row["Backend"] == "BK mixed",
+        )
+    },
 )

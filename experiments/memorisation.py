@@ -7,7 +7,7 @@ ordinary fine-tuning and at each ε. The code is `dpbench/integrations/tutorials
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.training import MemorisationTrial
 
 
@@ -27,4 +27,7 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("memorisation",),
+    excerpts={
+        "table": Excerpt(figure="memorisation", rows=("times",), across="fine-tuning", cells=("exposure",)),
+    },
 )

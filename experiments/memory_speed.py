@@ -6,7 +6,7 @@ the experiment ends within twenty minutes on two cores.
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.trials import StepTrial
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed", "opacus_hooks"]
@@ -36,4 +36,9 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=2,
     figures=("memory_speed_table",),
+    excerpts={
+        "table": Excerpt(
+            figure="memory_speed_table", rows=("Model", "B"), across="Backend", cells=("Time/step", "Peak memory")
+        )
+    },
 )

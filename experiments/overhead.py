@@ -7,7 +7,7 @@ three (see `OverheadTrial`). At 1024 tokens and more only backends that end in r
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OURS, PEERS
 
@@ -75,4 +75,5 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("overhead", "claims"),
+    excerpts={"table": ratios("overhead")},
 )

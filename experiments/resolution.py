@@ -8,7 +8,7 @@ only those that end in reasonable time.
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 
 VIT = "timm:vit_tiny_patch16_224"
@@ -55,4 +55,5 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("resolution", "beside_papers", "claims"),
+    excerpts={"table": ratios("resolution", "Pixels")},
 )

@@ -6,7 +6,7 @@ This does not measure speed: small models, one round. A peer that cannot be impo
 from __future__ import annotations
 
 from dpbench.conformance.sensitivity import DTYPES, SensitivityTrial
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.trials.backends import OURS, PEERS
 
 CLIPPING = [name for name in (*OURS, *PEERS) if name != "nonprivate"]
@@ -27,4 +27,7 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("sensitivity",),
+    excerpts={
+        "table": Excerpt(figure="sensitivity", rows=("Backend",), across="Dtype", cells=("Furthest",)),
+    },
 )

@@ -7,7 +7,7 @@ it is the model of the overhead experiment (6 layers, 384 wide).
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 
 SMALL = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
@@ -68,4 +68,5 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("sequence_length", "claims"),
+    excerpts={"table": ratios("sequence_length", "Tokens")},
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpbench.experiment import Cell, Experiment, grid
+from dpbench.experiment import Cell, Excerpt, Experiment, grid
 from dpbench.trials import OverheadTrial
 from dpbench.trials.max_batch import searches
 
@@ -56,4 +56,9 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("max_batch_throughput", "claims"),
+    excerpts={
+        "table": Excerpt(
+            figure="max_batch_throughput", rows=("Model", "Memory"), across="Backend", cells=("Maximum batch",)
+        )
+    },
 )

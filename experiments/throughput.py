@@ -6,7 +6,7 @@ weigh more, so ratios to ordinary training hold for one batch size only.
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 
 BACKENDS = ("nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_hooks", "opacus_ghost")
@@ -40,4 +40,5 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("throughput",),
+    excerpts={"table": ratios("throughput")},
 )

@@ -12,7 +12,10 @@ transformers and small steps. On a CPU it ends in an hour on two cores.
 
 from __future__ import annotations
 
-from dpbench.experiment import Cell, Experiment, grid
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dpbench.experiment import Cell, Experiment, grid, ratios
 from dpbench.trials.evidence import PartsTrial
 from dpbench.trials.whole_step import TrainingStepTrial
 
@@ -76,6 +79,14 @@ def smoke(device: str) -> list[Cell]:
     ]
 
 
+def is_usual(row: Mapping[str, str]) -> bool:
+    """True for an eager step of a usual size, one for each model: README has no room for more."""
+    small = {("CNN", "32"), ("timm's ResNet18", "16"), ("ViT-tiny/16", "16")}
+    return (
+        row.get("Compiled") != "yes" and row["Model"] != "ResNet18, copying" and (row["Model"], row["B"]) not in small
+    )
+
+
 EXPERIMENT = Experiment(
     name="training_step",
     doc="the whole private training step, forward to optimizer, of our engine and of every peer's, on 9 models",
@@ -83,4 +94,8 @@ EXPERIMENT = Experiment(
     smoke=smoke,
     rounds=1,
     figures=("training_step", "parts"),
+    excerpts={
+        "table": ratios("training_step", "Optimizer", "Compiled"),
+        "brief": replace(ratios("training_step", where=is_usual), rows=("Model",)),
+    },
 )

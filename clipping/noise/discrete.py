@@ -18,8 +18,8 @@ noise, and the product with the grid afterwards, which is a one-to-one map.
 tensor's own streams, one for each group of 128 coordinates, with the group's number as nonce. 64-bit words are read
 block after block, little-endian. So a draw is a function of (key, nonce, coordinate), on any number of threads.
 
-Without a compiler, Python computes the same bits, about a thousand times slower than the C kernel: for tests. Tensors
-on other devices are copied to the CPU and back.
+Without a compiler, Python computes the same bits, much slower than the C kernel: for tests. Tensors on other devices
+are copied to the CPU and back.
 """
 
 from __future__ import annotations

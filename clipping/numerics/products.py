@@ -47,10 +47,10 @@ def on_gpu(x: Tensor) -> bool:
 def padding(shape: Sequence[int], dtype: torch.dtype, others: int) -> int:
     """Entries to add to each row of an operand so that a product on a GPU is fast; 0 if that does not pay.
 
-    The choice depends on sizes only. Take a product of K·M·N multiplications with unaligned rows of M half-precision
-    entries. On an H200 it ran at a fifth of the aligned speed (GPT-2's head, M = 50,257: 4.27 ms instead of 0.91): a
-    multiplication took 1.1e-14 s more. Copying moves 4·K·M bytes in 1.3e-12 s·K·M. So padding pays if N is above 128
-    and the product is large enough to save more than a launch; an image model's head of ten classes is not.
+    The choice depends on sizes only. A product of K·M·N multiplications is several times slower if its rows of M
+    half-precision entries are not aligned (GPT-2's head: M = 50,257), and copying the operand moves 4·K·M bytes. So
+    padding pays if N is large, and the product large enough to save more than a launch; an image model's head of ten
+    classes is not.
 
     Args:
         shape, dtype: [*, M], of the operand.

@@ -87,8 +87,7 @@ class Work(NamedTuple):
 
 
 RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12), "cuda, half": (2.8e14, 2e12)}
-"""Rough multiplications and bytes a second of each kind of device. Only ratios matter, and timings override them.
-Half precision: `bmm` into float32 on an H200."""
+"""Rough multiplications and bytes a second of each kind of device. Only ratios matter, and timings override them."""
 
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
 """Ways of `clipping.accel` for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""

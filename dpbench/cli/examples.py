@@ -62,6 +62,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "report": (
         ("overhead", "figures and tables beside the records in ./results/overhead"),
         ("out/my_own --output figures", "of any folder of records"),
+        ("--readme", "the numbers of README.md and results/README.md, from the records in ./results"),
     ),
     "epsilon": (
         (f"{_POINT} --noise-multiplier 1.1", "by every accountant, with the kind of its result (bound, estimate)"),

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `report`."""
     parser.add_argument(
         "source",
+        nargs="?",
         metavar="EXPERIMENT|DIR",
         help="an experiment, whose records lie in ./results/EXPERIMENT, or any folder with records in it",
     )
@@ -30,14 +31,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="figures' folder (default: that of the records); if `run --output DIR` left this experiment's records "
         "in there, these are drawn",
     )
+    parser.add_argument(
+        "--readme",
+        action="store_true",
+        help="write the numbers of ./README.md and ./results/README.md from the records in ./results",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the figures and print their paths; 0.
+    """Write the figures, or the numbers of the READMEs, and print the paths; 0.
 
     Raises:
         UsageError: neither an experiment nor a folder; no records there; a folder that cannot be written.
     """
+    if args.readme:
+        if args.source is not None or args.output is not None:
+            raise UsageError("--readme alone", args.source or f"--output {args.output}")
+        from dpbench.report.readme import write_readme  # imports pandas
+
+        print(*write_readme(Path(), streams.tell), sep="\n")
+        return 0
+    if args.source is None:
+        raise UsageError("an experiment, a folder with records, or --readme", "none")
     source, figures, remedy = _source(args.source, args.output)
     from dpbench.report import FIGURES, write_report  # pandas and matplotlib are slow to import
 

@@ -63,8 +63,8 @@ Each executor needs an extra: `pip install -e '.[ray]'` or `'.[slurm]'` in the r
 
 ## Memory that glibc hands back
 
-After `export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999` the C library keeps its memory between steps. A
-step then took 0.65 to 1 times as long (results/README.md).
+After `export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999` the C library keeps its memory between steps, which
+may make them faster.
 
 ## One of your own
 

@@ -54,10 +54,10 @@ from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
 AT_ONCE = 64
 #: Entries per launch on a list: 320 blocks of 65,536.
 ENTRIES = 320 * 65_536
-#: Bytes a second of a copy, and operations a second of products of 8,192³: an H100's.
+#: Bytes a second of a copy, and operations a second of products of 8,192³: an H100's (`results/evidence`, `device`).
 BANDWIDTH = 3.0e12
 RATES = {"half": 767e12, "tf32": 400e12, "float32": 52e12}
-#: Shares of these: a product of half precision whose rows are not aligned (an H200's); what Triton is taken to reach.
+#: Shares of these, assumed: a product of half precision whose rows are not aligned; what Triton reaches.
 UNALIGNED, TRITON = 0.2, 0.5
 #: Operations that make the host wait for the device.
 WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero"}

@@ -32,7 +32,7 @@ from dpbench.report.figures import found
 from dpbench.report.output import files, page
 from dpbench.report.parts import Claim, FigureKind, Part
 
-__all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "find_figures", "write_report"]
+__all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "find_figures", "parts_of", "write_report"]
 
 #: Name -> figure, in the order of a page.
 FIGURES = found()
@@ -85,14 +85,14 @@ def write_report(
         matplotlib.rcdefaults()  # figures must not depend on the user's matplotlibrc
         matplotlib.rcParams.update(style.RC)
         parts: list[Part] = []
-        for part in _parts(records, chosen):
+        for part in parts_of(records, chosen):
             tell(f"figure {len(parts) + 1}, {part.name} on {part.device}")
             parts.append(_written(part, output, pictures))
         others = {r.kind for r in records} - {r.kind for part in parts for r in part.records}
         # a record's author chooses the kind: it must not lead to another folder
         named = {kind: kind if kind.isidentifier() and len(kind) < 80 else slug(kind) for kind in sorted(others)}
         tables = {f"trials-{name}": plain.kind_of(kind) for kind, name in named.items()}
-        parts += [_written(part, output, pictures) for part in _parts(records, tables)]
+        parts += [_written(part, output, pictures) for part in parts_of(records, tables)]
         output.mkdir(parents=True, exist_ok=True)
         tell("the page")
         path = page.write(output / "report.html", parts, again, source)
@@ -105,7 +105,13 @@ def _written(part: Part, output: Path, pictures: Pictures) -> Part:
     return dataclasses.replace(part, files={p.suffix[1:].upper(): f"{folder.name}/{p.name}" for p in written})
 
 
-def _parts(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Iterator[Part]:
+def parts_of(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Iterator[Part]:
+    """The figures of these kinds: by device, the latest measured first, then in the order of `chosen`.
+
+    Args:
+        records: of any kinds and devices.
+        chosen: name -> kind.
+    """
     for own_device in by_device(records).values():
         kinds = [record.kind for record in own_device]
         for name, kind in chosen.items():

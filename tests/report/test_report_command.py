@@ -112,3 +112,15 @@ def test_an_experiment_of_one_s_own_is_planned_and_reported_by_reference(here, c
     assert main(["plan", "own.py:TABLE", "--device", "cpu"]) == 0
     assert "own on cpu" in capsys.readouterr().out
     assert main(["compare", "own.py:TABLE", "results/own"]) == 0
+
+
+def test_readme_stands_alone_and_needs_the_pages(here, capsys):
+    assert dpbench("--readme", capsys=capsys)[::2] == (
+        2,
+        ["dpbench: expected README.md and results/README.md in the current folder, got 'no README.md'"],
+    )
+    assert dpbench("overhead", "--readme", capsys=capsys)[0] == dpbench(capsys=capsys)[0] == 2
+    (here / "results").mkdir()
+    for page in ("README.md", "results/README.md"):
+        (here / page).write_text("no block\n")
+    assert dpbench("--readme", capsys=capsys) == (0, ["README.md", "results/README.md"], [])

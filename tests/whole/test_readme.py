@@ -1,17 +1,20 @@
-"""The README's programs run as they stand there."""
+"""The README's programs run as they stand there, and its numbers are in the records."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 from pages import assert_extras, assert_taken, blocks, commands
 
 from dpbench.integrations import sharp_edges
+from dpbench.report import readme, style
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,27 +35,72 @@ def test_the_first_page_fits_three_screens():
     assert len(README.splitlines()) <= 130 and len(README.split()) <= 700
 
 
-def test_the_first_command_is_the_benchmark_and_the_table_agrees_with_the_figure_above_it():
+def test_the_first_command_is_the_benchmark():
     assert blocks(README, "sh")[0].startswith("make stress_test ")
-    (folder,) = {path.rpartition("/")[0] for path in re.findall(r"\((results/training_step/[^)]*\.png)\)", README)}
-    rows = {}
-    for path in (ROOT / folder).glob("training_step-*-way-eager.md"):
-        for cells in (line[1:-1].split("|") for line in path.read_text(encoding="utf-8").splitlines()):
-            names = [cell.strip() for cell in cells]
-            if names[0] == "Model":
-                time, memory = names.index("Time ratio"), names.index("Memory ratio")
-            elif len(names) > 9:
-                rows[names[0].partition(", T=")[0], names[1], names[2]] = (names[time], names[memory])
-    lines = [line for line in README.splitlines() if line.startswith("|")]
-    columns = ["BK mixed", *(cell.strip() for cell in lines[0].strip("|").split("|")[2:])]
-    assert len(lines) > 6
-    for line in lines[2:]:
-        what, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        model, batch_size, _ = what.split(", ")
-        for column, cell in zip(columns, cells, strict=True):
-            said = tuple(cell.strip("*").split(", ")) if cell != "–" else ("", "")
-            known = rows[model, batch_size, column]
-            assert said == known or (cell == "–" and known[1] == ""), (what, column, cell, known)
+
+
+@pytest.mark.parametrize("page", readme.PAGES)
+def test_the_command_writes_every_number_of_a_page(page):
+    """`python -m dpbench report --readme` changes nothing, and outside of its blocks nothing looks measured."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert readme.filled(ROOT, page) == text
+    typed = re.sub(r"<!-- \w+: .*?<!-- end -->|```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+    units = r"×|%|x\b|times|of \d|ms\b|s\b|minutes|hours|[KMG]i?B|percent"
+    assert re.findall(rf"\d[\d.,]* ?(?:{units})|[=≤≥<>] ?\d", typed) == []
+
+
+def test_every_experiment_with_records_has_a_section():
+    text = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+    there = {path.parent.name for path in (ROOT / "results").glob("*/*.jsonl")}
+    assert set(re.findall(r"<!-- (\w+): results -->", text)) == there
+
+
+def lines_of(experiment):
+    """The newest line of each trial, round and version, straight from the files."""
+    newest = {}
+    for path in (ROOT / "results" / experiment).glob("*.jsonl"):
+        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            key = tuple(line.get(name) for name in ("id", "round", "fingerprint"))
+            if line["type"] == "trial" and line["utc"] >= newest.get(key, line)["utc"]:
+                newest[key] = line
+    return list(newest.values())
+
+
+def test_every_ratio_of_the_table_is_a_median_of_pairs_in_the_records():
+    """Computed anew: ratios of two turns of one round, pooled over the rounds of one trial and version."""
+    pairs, peaks = {}, {}
+    for line in lines_of("training_step"):
+        if line["trial"]["kind"] == "training_step" and line["outcome"] == "ok":
+            entries = {name: e for name, e in line["result"]["backends"].items() if e["outcome"] == "ok"}
+            steps = {name: {t["round"]: median(t["step_seconds"]) for t in e["turns"]} for name, e in entries.items()}
+            for name, entry in entries.items():
+                key = (style.model(line["trial"]["model"]), style.backend(name).name, line["id"], line["fingerprint"])
+                plain = steps["nonprivate"]
+                pairs.setdefault(key, []).extend(s / plain[at] for at, s in steps[name].items() if at in plain)
+                peaks.setdefault(key, []).append(
+                    entry["memory"]["peak_bytes"] / entries["nonprivate"]["memory"]["peak_bytes"]
+                )
+    known = {(*key[:2], f"{style.times(median(pairs[key]))}, {style.times(median(peaks[key]))}") for key in pairs}
+    table = [[cell.strip() for cell in row.strip("|").split("|")] for row in README.splitlines() if row.startswith("|")]
+    found = {
+        (row[0], name, cell)
+        for row in table[2:]
+        for name, cell in zip(table[0][1:], row[1:], strict=True)
+        if "×" in cell
+    }
+    assert len(table) > 6 and len(found) > 20 and found <= known, found - known
+
+
+def test_the_counts_of_exact_models_are_in_the_records():
+    verdicts = {}
+    for line in lines_of("coverage"):
+        for row in (line["result"] or {"rows": [{"backend": "bk_mixed", "status": "crash"}]}).get("rows", ()):
+            if row["backend"] == "bk_mixed":
+                name = line["trial"]["model"].removesuffix("?experts_implementation=eager")
+                verdicts.setdefault(name, set()).add(row["status"])
+    exact = sum(found == {"exact"} for found in verdicts.values())
+    said = re.search(r"Of (\d+) public models \(.*\) are exact: .*BK mixed on (\d+) ", README)
+    assert said and (int(said[1]), int(said[2])) == (len(verdicts), exact)
 
 
 @pytest.mark.parametrize("line", commands(README))

@@ -92,11 +92,9 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     """The attack, its tests, and the meaning of the two kinds of row."""
     if not len(frame):
         return captions.caption(["No audit gave a number."], records, left_out, setting=False)
-    faults, sound = frame[frame.fault != ""], frame[frame.fault == ""]
     said = [
-        f"Of {len(sound)} runs of the engine as it is {(sound.verdict == 'REFUTED').sum()} are refuted; of",
-        f"{len(faults)} runs with a seeded fault {(faults.verdict == 'found').sum()} are. A number: how many of the",
-        "row's runs a test refutes; a dot: none, which is no proof of privacy.",
+        finding(frame),
+        "A number: how many of the row's runs a test refutes; a dot: none, which is no proof of privacy.",
         "Canaries in gradient space, each in the data by a fair coin. ε of one run: guesses of the coins from all",
         "released gradients (Steinke, Nasr and Jagielski 2023). The other tests know coins and batches, as the",
         "adversary of DP-SGD's proof does. μ of a step: errors in telling who is in a release (Nasr et al. 2023).",
@@ -107,6 +105,18 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     if levels := sorted(set(frame.level.dropna())):
         said.append(f"A sound engine is refuted by any test with probability {style.plain(levels[-1])} at most, a run.")
     return captions.caption([" ".join(said)], records, left_out, setting=False)
+
+
+def finding(frame: pd.DataFrame) -> str:
+    """How many runs are refuted, of the engine as it is and with seeded faults."""
+    if frame.empty:
+        return ""
+    faults, sound = frame[frame.fault != ""], frame[frame.fault == ""]
+    seeded = f"{len(faults)} runs with one of {faults.fault.nunique()} seeded faults"
+    return (
+        f"Of {len(sound)} runs of the engine as it is {(sound.verdict == 'REFUTED').sum()} are refuted; of {seeded} "
+        f"{(faults.verdict == 'found').sum()} are."
+    )
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
@@ -220,5 +230,6 @@ FIGURE = FigureKind(
     text=text,
     caption=caption,
     plot=plot,
+    finding=finding,
     place=240,
 )

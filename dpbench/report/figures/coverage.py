@@ -122,8 +122,8 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         f"{len(records)} trials: the smallest model of each family of timm and torchvision, every type of transformers"
         " made tiny, with each of its heads; a mixture of experts in both of its implementations, which count as one"
         " over all libraries. Random weights, on three samples and then two, in train mode with dropout off and"
-        " GroupNorm for BatchNorm. Exact: norms and clipped sums are autograd's own. Refused: says so, with a reason (what Opacus"
-        " raises counts as one). A backend's own verification, which finds a wrong one out, is off here.",
+        " GroupNorm for BatchNorm. Exact: norms and clipped sums are autograd's own. Refused: says so, with a reason"
+        " (what Opacus raises counts as one). A backend's own verification, which finds a wrong one out, is off here.",
         f"{failing} that cannot be built or trained so are in the table of reasons, and in no share.",
     ]
     narrow = sum(r.result.get("dtype") == "float32" for r in built)
@@ -144,14 +144,16 @@ def finding(frame: pd.DataFrame) -> str:
     """The counts over all libraries, backend by backend."""
     of_all = frame[(frame.library == ALL) & (frame.built > 0)]
     rows: Iterable[Any] = of_all.itertuples()
-    told = [
-        f"{style.backend(r.backend).name} on {r.exact} (refuses {r.refused}, wrong on {r.wrong}, crashed on {r.crash})"
-        for r in rows
-    ]
+    told: dict[str, list[str]] = {}
+    for r in rows:
+        others = {"refuses": r.refused, "wrong on": r.wrong, "crashed on": r.crash}
+        notes = ", ".join(f"{word} {count}" for word, count in others.items() if count)
+        told.setdefault(f"on {r.exact}" + (f" ({notes})" if notes else ""), []).append(style.backend(r.backend).name)
     if not told:
         return ""
     how = "tiny, random weights, GroupNorm for BatchNorm; a mixture of experts counts once"
-    return f"Of {of_all.built.max()} public models ({how}) are exact: {'; '.join(told)}."
+    said = "; ".join(f"{' and '.join(names)} {result}" for result, names in told.items())
+    return f"Of {of_all.built.max()} public models ({how}) are exact: {said}."
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:

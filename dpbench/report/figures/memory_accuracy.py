@@ -102,18 +102,22 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     said = [
         "Peak memory of one step, simulated on fake tensors and measured by the allocator: simulated over measured."
     ]
-    errors = frame[frame.error.notna()]
-    if len(errors):
-        sizes = errors.error.astype(float).abs()
-        worst: Any = errors.iloc[int(sizes.to_numpy().argmax())]
-        said.append(
-            f"{int((sizes <= WITHIN).sum())} of {len(errors)} cells are within {WITHIN:.0%}; the median error is "
-            f"{sizes.median():.2%}, the largest {worst.error:+.1%} ({style.model(worst.model)}, "
-            f"{style.backend(worst.backend).name})."
-        )
-    else:
-        said.append("No cell has both.")
+    said.append(finding(frame) or "No cell has both.")
     return captions.caption(said, records, left_out)
+
+
+def finding(frame: pd.DataFrame) -> str:
+    """How many simulated peaks are within the target, and the cell with the largest error."""
+    errors = frame[frame.error.notna()]
+    if errors.empty:
+        return ""
+    sizes = errors.error.astype(float).abs()
+    worst: Any = errors.iloc[int(sizes.to_numpy().argmax())]
+    return (
+        f"Simulated peaks of {int((sizes <= WITHIN).sum())} of {len(errors)} cells are within {WITHIN:.0%} of the "
+        f"measured ones; the median error is {sizes.median():.2%}, the largest {worst.error:+.1%} "
+        f"({style.model(worst.model)}, {style.backend(worst.backend).name})."
+    )
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
@@ -158,6 +162,7 @@ FIGURE = FigureKind(
     text=text,
     caption=caption,
     plot=plot,
+    finding=finding,
     applies=applies,
     place=30,
 )

@@ -99,14 +99,19 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 
 def finding(frame: pd.DataFrame) -> str:
-    """The largest move of each library."""
+    """The largest move of each library, and how many kinds of record it refuses."""
     told = []
     for backend, part in frame.groupby("backend", sort=False):
         most = _furthest(part)
         if most is not None:
             bad = most.outcome == "exceeds"
-            told.append(f"{style.backend(str(backend)).name} {in_units(most.excess)}" + (f" ({most.case})" * bad))
-    return f"One record moves the computed sum by up to: {'; '.join(told)}." if told else ""
+            refused = part[part[REFUSED] > 0].case.nunique()
+            notes = [most.case] * bad + [f"refuses {refused} of the kinds"] * bool(refused)
+            named = f" ({'; '.join(notes)})" if notes else ""
+            told.append(f"{style.backend(str(backend)).name} {in_units(most.excess)}{named}")
+    if not told:
+        return ""
+    return f"One record, of {frame.case.nunique()} hard kinds, moves the computed sum by up to: {'; '.join(told)}."
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:

@@ -1,0 +1,202 @@
+"""Writes the marked blocks of README.md and results/README.md from the records.
+
+A block lies between ``<!-- EXPERIMENT: WHAT DEVICE -->`` and ``<!-- end -->``. WHAT is "results" (the findings and
+tables of every device), "figure", "finding", or the name of one of the experiment's `excerpts`. DEVICE may be missing;
+"cpu" or "cuda" chooses the newest such machine with enough numbers. Text outside of blocks stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from clipping import cache
+from dpbench.errors import UsageError, one_of
+from dpbench.experiment import Excerpt, Experiment, load_experiment
+from dpbench.records.store import slug
+from dpbench.report import FIGURES, find_figures, parts_of, readable
+from dpbench.report.data.select import read
+from dpbench.report.parts import Part
+from dpbench.report.summary import days, join
+
+RESULTS = "results"
+PAGES = ("README.md", f"{RESULTS}/README.md")
+_BLOCK = re.compile(r"(<!-- (\w+): (\w+)(?: (cpu|cuda))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_WORDS = {"True": "yes", "False": "no"}
+
+Parts = list[tuple[str, Part]]
+"""(name of the figure, one of its parts)."""
+
+
+def write_readme(root: Path, tell: Callable[[str], None] = lambda words: None) -> list[Path]:
+    """Rewrite the blocks of the pages below `root` from the records in ``root/results``; returns the pages.
+
+    Args:
+        root: the folder of README.md.
+        tell: receives the progress, in words.
+
+    Raises:
+        UsageError: as `filled` does.
+    """
+    texts = [(root / page, filled(root, page, tell)) for page in PAGES]
+    for path, text in texts:
+        cache.replace(path, text.encode(), mode=0o666)
+    return [path for path, _ in texts]
+
+
+def filled(root: Path, page: str, tell: Callable[[str], None] = lambda words: None) -> str:
+    """The text of a page with its blocks written from the records in ``root/results``.
+
+    Args:
+        root: the folder of README.md.
+        page: one of `PAGES`.
+        tell: receives the progress, in words.
+
+    Raises:
+        UsageError: the page is missing, or a block names no experiment or excerpt, or one without records or figures.
+    """
+    path = root / page
+    if not path.is_file():
+        raise UsageError(f"{' and '.join(PAGES)} in the current folder", f"no {page}")
+    results = _Results(root / RESULTS, path.parent, tell)
+    return _BLOCK.sub(lambda found: f"{found[1]}{results.block(*found.group(2, 3, 4))}\n", path.read_text("utf-8"))
+
+
+class _Results:
+    """The records of every experiment, read once, for a page in the folder `beside`."""
+
+    def __init__(self, folder: Path, beside: Path, tell: Callable[[str], None]) -> None:
+        self._folder, self._tell = folder, tell
+        self._way = os.path.relpath(folder, beside)
+        self._of = functools.cache(self._parts)
+
+    def _parts(self, name: str) -> tuple[Experiment, Parts]:
+        self._tell(f"records of {name}")
+        experiment = load_experiment(name)
+        kinds = find_figures(experiment.figures)
+        undrawn = {figure: dataclasses.replace(kind, plot=None) for figure, kind in kinds.items()}
+        records = read(self._folder / name)
+        found = [(figure, part) for figure, kind in undrawn.items() for part in parts_of(records, {figure: kind})]
+        if not found:
+            raise UsageError(f"records in {self._folder / name} (`python -m dpbench run {name}` makes them)", "none")
+        return experiment, found
+
+    def block(self, name: str, what: str, device: str | None) -> str:
+        """The text of a block; see the module."""
+        experiment, parts = self._of(name)
+        first = next(iter(experiment.excerpts.values()), None)
+        machines = _machines(parts, device, first)
+        if not machines:
+            return f"Not measured on {device} yet."
+        if what == "results":
+            return "\n\n".join(self._machine(experiment.name, own, first) for own in machines)
+        own = machines[0]
+        if what == "figure":
+            figure, part = _largest(own)
+            return f"![{name.replace('_', ' ')}]({self._link(name, figure, part)})"
+        if what == "finding":
+            return " ".join(readable.no_html(part.finding) for _, part in own if part.finding)
+        excerpt = experiment.excerpts[one_of(f"a table of {name}", what, experiment.excerpts)]
+        own = [each for each in own if each[0] == excerpt.figure]
+        return f"{readable.markdown(table(own, excerpt))}\n{_where(own)}"
+
+    def _machine(self, name: str, parts: Parts, excerpt: Excerpt | None) -> str:
+        """The findings of one machine with links to the figures, and the table or the first picture."""
+        said = [_where(parts)]
+        others = []
+        for figure, part in parts:
+            link = f"[{_title(figure, part)}]({self._link(name, figure, part)})"
+            said += [f"- {link}: {readable.no_html(part.finding)}"] if part.finding else []
+            others += [] if part.finding else [link]
+        said += [f"- {', '.join(others)}"] if others else []
+        own = parts if excerpt is None else [each for each in parts if each[0] == excerpt.figure]
+        if excerpt is not None and own:
+            said += ["", readable.markdown(table(own, excerpt)).rstrip()]
+        elif excerpt is None and FIGURES[parts[0][0]].plot is not None:
+            figure, part = _largest(parts)
+            said += ["", f"![{name.replace('_', ' ')}]({self._link(name, figure, part)})"]
+        warnings = [line for _, part in own for line in part.caption.splitlines() if line.startswith("Warning:")]
+        said += ["", *dict.fromkeys(warnings)] if warnings else []
+        return "\n".join([said[0], "", *said[1:]])
+
+    def _link(self, name: str, figure: str, part: Part) -> str:
+        suffix = "png" if FIGURES[figure].plot is not None else "md"
+        path = f"{name}/{slug(part.device)}/{part.name}.{suffix}"
+        if not (self._folder / path).is_file():
+            raise UsageError(f"figures of {name} (`python -m dpbench report {name}` draws them)", f"no {path}")
+        return path if self._way == "." else f"{self._way}/{path}"
+
+
+def table(parts: Parts, excerpt: Excerpt) -> pd.DataFrame:
+    """The excerpt of one machine's figures, as texts; a setting that tells figures apart is a column.
+
+    Args:
+        parts: of one device.
+        excerpt: of one of the figures.
+    """
+    texts = []
+    for _, part in [each for each in parts if each[0] == excerpt.figure]:
+        setting = {name.capitalize(): _WORDS.get(str(value), str(value)) for name, value in part.setting.items()}
+        texts.append(part.text.astype(str).assign(**setting))
+    frame = pd.concat(texts, ignore_index=True).fillna("")
+    texts_of = [dict(zip(frame.columns, row, strict=True)) for row in frame.itertuples(index=False)]
+    frame = frame[[excerpt.where(row) for row in texts_of]]
+    rows = [column for column in excerpt.rows if column in frame]
+    if not excerpt.across:
+        return frame[[*rows, *(excerpt.cells or frame.columns.drop(rows))]]
+    instead = frame[excerpt.instead] if excerpt.instead else ""
+    frame = frame.assign(cell=[", ".join(filter(None, cells)) for cells in frame[list(excerpt.cells)].to_numpy()])
+    frame.loc[frame.cell == "", "cell"] = instead
+    wide = frame.pivot(index=rows, columns=excerpt.across, values="cell").fillna("")
+    order = frame.drop_duplicates(rows).set_index(rows).index
+    return wide.reindex(index=order, columns=frame[excerpt.across].unique()).reset_index()
+
+
+def _machines(parts: Parts, device: str | None, excerpt: Excerpt | None) -> list[Parts]:
+    """The figures of each device, those with a table and then the latest first; of `device`, only with enough numbers.
+
+    A machine has few if its table has less than half of the cells of the fullest.
+    """
+
+    def order(own: Parts) -> tuple[bool, str]:
+        shown = excerpt is None or any(figure == excerpt.figure for figure, _ in own)
+        return shown, max(r.utc for _, part in own for r in part.records)
+
+    names = {part.device for _, part in parts if device is None or part.device.startswith(f"{device} ")}
+    found = [[(figure, part) for figure, part in parts if part.device == name] for name in sorted(names)]
+    found.sort(key=order, reverse=True)
+    if device is None or excerpt is None:
+        return found
+    found = [own for own in found if any(figure == excerpt.figure for figure, _ in own)]
+    sizes = [int((table(own, excerpt) != "").to_numpy().sum()) for own in found]
+    return [own for own, size in zip(found, sizes, strict=True) if 2 * size >= max(sizes)]
+
+
+def _largest(parts: Parts) -> tuple[str, Part]:
+    """The part with the most rows of the first figure."""
+    return max((each for each in parts if each[0] == parts[0][0]), key=lambda each: len(each[1].frame))
+
+
+def _where(parts: Parts) -> str:
+    """A line with the machine and the version of the records."""
+    records = sorted((r for _, part in parts for r in part.records), key=lambda r: r.utc)
+    torch = sorted({str(r.environment["torch"]) for r in records if r.environment.get("torch")})
+    commits = dict.fromkeys(_commit(r.environment) for r in records)
+    said = [records[0].device, *([f"torch {join(torch)}"] if torch else []), days(records)]
+    return f"*{'; '.join(said)}; {'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}.*"
+
+
+def _commit(environment: Mapping[str, object]) -> str:
+    changed = " with changes" if environment.get("git_dirty") else ""
+    return f"{str(environment.get('git_sha') or 'unknown')[:7]}{changed}"
+
+
+def _title(figure: str, part: Part) -> str:
+    setting = [f"{name} {_WORDS.get(str(value), value)}" for name, value in part.setting.items()]
+    return ", ".join([figure, *setting])
