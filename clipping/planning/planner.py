@@ -45,8 +45,8 @@ from clipping.tape.uses import Use
 
 _LOG = logging.getLogger(__name__)
 UNTIMED = {False: 2.0, True: 3.0}
-"""How much slower than libraries a Triton kernel is taken to multiply, by "in half precision", in a plan that nothing is
-timed for: it wins where Gram matrices or gradients would be written, and read, for little work. Assumptions."""
+"""In half precision or not: how much slower than libraries a Triton kernel is taken to multiply, in a plan that nothing
+is timed for. It wins where Gram matrices or gradients would be written, and read, for little work."""
 
 WORKSPACES = {"cpu": 4}
 """The share of a rule's room that "auto" may use as a workspace, if any route needs so little. A GPU's may be whole:
