@@ -79,7 +79,7 @@ def smoke(device: str) -> list[Cell]:
     ]
 
 
-def is_usual(row: Mapping[str, str]) -> bool:
+def _is_usual(row: Mapping[str, str]) -> bool:
     """True for an eager step of a usual size, one for each model: README has no room for more."""
     small = {("CNN", "32"), ("timm's ResNet18", "16"), ("ViT-tiny/16", "16")}
     return (
@@ -96,6 +96,6 @@ EXPERIMENT = Experiment(
     figures=("training_step", "parts"),
     excerpts={
         "table": ratios("training_step", "Optimizer", "Compiled"),
-        "brief": replace(ratios("training_step", where=is_usual), rows=("Model",)),
+        "brief": replace(ratios("training_step", where=_is_usual), rows=("Model",)),
     },
 )

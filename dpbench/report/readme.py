@@ -139,6 +139,9 @@ def table(parts: Parts, excerpt: Excerpt) -> pd.DataFrame:
     Args:
         parts: of one device.
         excerpt: of one of the figures.
+
+    Raises:
+        UsageError: two numbers belong in one cell.
     """
     texts = []
     for _, part in [each for each in parts if each[0] == excerpt.figure]:
@@ -153,6 +156,9 @@ def table(parts: Parts, excerpt: Excerpt) -> pd.DataFrame:
     instead = frame[excerpt.instead] if excerpt.instead else ""
     frame = frame.assign(cell=[", ".join(filter(None, cells)) for cells in frame[list(excerpt.cells)].to_numpy()])
     frame.loc[frame.cell == "", "cell"] = instead
+    alike = frame[frame.duplicated([*rows, excerpt.across])]
+    if len(alike):
+        raise UsageError(f"`rows` of {excerpt.figure} that tell its records apart", ", ".join(alike[rows].iloc[0]))
     wide = frame.pivot(index=rows, columns=excerpt.across, values="cell").fillna("")
     order = frame.drop_duplicates(rows).set_index(rows).index
     return wide.reindex(index=order, columns=frame[excerpt.across].unique()).reset_index()

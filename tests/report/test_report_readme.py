@@ -108,6 +108,8 @@ def test_rows_of_several_settings_stand_in_one_table_and_some_are_left_out(root)
     wide = readme.table(
         parts, replace(excerpt, rows=("Model", "Precision"), where=lambda row: row["Backend"] == "BK mixed")
     )
+    with pytest.raises(UsageError, match="tell its records apart, got 'CNN'"):
+        readme.table(parts, replace(excerpt, rows=("Model",)))
     assert wide.to_numpy().tolist() == [
         ["CNN", "float32", "1.10×, 1.00×"],
         ["VGG11", "float32", "0.50×, 1.00×"],
