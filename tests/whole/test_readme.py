@@ -32,7 +32,8 @@ def test_what_a_page_points_at_is_there(page):
 
 
 def test_the_first_page_fits_three_screens():
-    assert len(README.splitlines()) <= 130 and len(README.split()) <= 700
+    words = [word for word in README.split() if re.search(r"\w", word)]  # a table's rules and marks are none
+    assert len(README.splitlines()) <= 130 and len(words) <= 700
 
 
 def test_the_first_command_is_the_benchmark():
@@ -52,7 +53,7 @@ def test_the_command_writes_every_number_of_a_page(page):
 def test_every_experiment_with_records_has_a_section():
     text = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
     there = {path.parent.name for path in (ROOT / "results").glob("*/*.jsonl")}
-    assert set(re.findall(r"<!-- (\w+): results -->", text)) == there
+    assert set(re.findall(r"<!-- (\w+): \w+ -->", text)) == there
 
 
 def lines_of(experiment):
