@@ -350,7 +350,8 @@ def test_the_table_has_a_row_a_case_and_the_words_name_the_furthest(records):
     columns = ["Too far", "Not a number", "Record refused", "Model refused", "Within"]
     assert said[columns].values.tolist() == [list("00102"), list("11001"), list("10010")]
     assert figure.finding(frame) == (
-        "One record moves the computed sum by up to: BK mixed 1.000 C; Opacus ghost 52,000 C (cancels)."
+        "One record, of 5 hard kinds, moves the computed sum by up to: BK mixed 1.000 C (refuses 1 of the kinds); "
+        "Opacus ghost 52,000 C (cancels)."
     )
 
 

@@ -244,7 +244,7 @@ def test_the_figure_says_what_was_found_and_what_was_not():
     ]
     assert words["refuted by"].tolist() == ["ε of one run 1", "", "", "μ of a step 1, noise: size 3", "noise: size 1"]
     caption = audit.caption(records, frame, left_out)
-    assert "Of 4 runs of the engine as it is 1 are refuted; of 5 runs with a seeded fault 4 are." in caption
+    assert "Of 4 runs of the engine as it is 1 are refuted; of 5 runs with one of 2 seeded faults 4 are." in caption
     axes = audit.plot(frame, caption).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         *("Ghost", "BK mixed", "BK mixed, batches in padded pieces"),
