@@ -59,7 +59,7 @@ def cells(device: str) -> list[Cell]:
         for model, (optimizer, on_cpu, on_cuda) in models.items():
             of = {"model": model, "batch_size": on_cuda if cuda else on_cpu, "optimizer": optimizer, "device": device}
             of |= more
-            engines = [OURS] if models is SMALL else [OURS, OTHERS]
+            engines = [OURS] if models is SMALL else [OURS, OTHERS, JAX] if model in IN_JAX else [OURS, OTHERS]
             rounds = 15 if cuda or models is SMALL else 7
             found += grid(TrainingStepTrial, backends=engines, rounds=rounds, max_seconds=12.0, **of)
             if models is not SMALL:
@@ -83,7 +83,9 @@ def _is_usual(row: Mapping[str, str]) -> bool:
     """True for an eager step of a usual size, one for each model: README has no room for more."""
     small = {("CNN", "32"), ("timm's ResNet18", "16"), ("ViT-tiny/16", "16")}
     return (
-        row.get("Compiled") != "yes" and row["Model"] != "ResNet18, copying" and (row["Model"], row["B"]) not in small
+        row.get("Way", "eager") == "eager"
+        and row["Model"] != "ResNet18, copying"
+        and (row["Model"], row["B"]) not in small
     )
 
 
@@ -95,7 +97,7 @@ EXPERIMENT = Experiment(
     rounds=1,
     figures=("training_step", "parts"),
     excerpts={
-        "table": ratios("training_step", "Optimizer", "Compiled"),
+        "table": ratios("training_step", "Optimizer", "Way"),
         "brief": replace(ratios("training_step", where=_is_usual), rows=("Model",)),
     },
 )
