@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.core.dtypes import HALF
 from clipping.numerics.rng_replay import Draws
+from clipping.numerics.traced_operations import is_traced
 from clipping.planning.choices import Choice, choices_of, formula_route, has_choice
 from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
 from clipping.provenance.derived_parameters import Source
@@ -202,7 +203,7 @@ class Planner:
         return costs
 
     def _times(self, losses: Tensor) -> bool:
-        real = not isinstance(losses, FakeTensor) and losses.device.type != "meta"
+        real = not isinstance(losses, FakeTensor) and losses.device.type != "meta" and not is_traced()
         return self.timing and real and self.strategy in ("auto", "time")
 
     def _cache(self, device: torch.device) -> CostCache:

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import checkpoint
 
 from clipping.numerics.rng_replay import is_random
+from clipping.program.gaps import CTC, activations_may_require_gradients, ctc_loss_has_shapes
 
 LossesOf = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> ℓ [B]: forward pass and loss."""
@@ -72,6 +73,7 @@ class Capture:
             accumulated_recompile_limit=1024,
             skip_nnmodule_hook_guards=False,
             allow_rnn=True,
+            capture_dynamic_output_shape_ops=True,
             use_numpy_random_stream=True,  # else torch's random functions, with another stream, replace NumPy's
         )
         self._instead = instead
@@ -99,9 +101,19 @@ class Capture:
             NotCaptured: the code cannot be captured.
             TooMany: another graph is needed. Existing graphs still run.
         """
+        try:
+            return self._run(inputs, targets)
+        except NotCaptured as error:
+            if CTC not in str(error.__cause__):
+                raise
+        with ctc_loss_has_shapes():
+            return self._run(inputs, targets)
+
+    def _run(self, inputs: Any, targets: Any) -> Tensor:
         with ExitStack() as stack:
             stack.enter_context(_capturing)
             stack.enter_context(self._patched)
+            stack.enter_context(activations_may_require_gradients())
             try:
                 return self._losses(inputs, targets)
             except self._full as error:

@@ -4,7 +4,9 @@
                guard fails or a decision of this library changes: the threshold, or the batch size
     traced     the private step of that graph depends on shapes only. So it runs once on fake tensors under `make_fx`,
                which records all operations: forward pass, gradients of activations, norms, factors and weighted sums,
-               with the kernels of `clipping.accel`, without autograd and hooks
+               with the kernels of `clipping.accel`, without autograd and hooks. A step that depends on values (rows
+               sorted by expert, a mask that selects rows) is traced on one batch's; the graph checks in each batch
+               what was decided from them, and the step runs eagerly if it does not hold
 
 A step has about a thousand operations. The Python of autograd and of the tape between them takes most of the time of a
 small model, or of any model on a GPU. A graph runs in one of these ways:
@@ -38,7 +40,7 @@ from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from clipping.program.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
 from clipping.program.cuda_graph import Pool
-from clipping.program.step import Batch, Graph, StepOf, Way, no_graph, places_of
+from clipping.program.step import Batch, Graph, OtherValues, StepOf, Way, no_graph, places_of
 
 _LOG = logging.getLogger(__name__)
 Compile = bool | Literal["auto"] | None
@@ -213,9 +215,18 @@ class Graphs:
             with suppress(torch.OutOfMemoryError):  # beside the graph's memory there may be none
                 graph.require_same_losses(given, self._batch)
             self._was_used = False
+        try:
+            if graph.is_conditional and graph.steps == 1:  # on the second batch
+                with suppress(torch.OutOfMemoryError):
+                    graph.require_same_gradient(given, self._batch.parameters)
+            self._found, outputs = graph(given, self._batch.parameters)
+        except OtherValues as error:
+            graph.missed += 1
+            if graph.missed > max(MOST, graph.steps):
+                graph.way = "eager"
+            raise _AsItIs from error
         self.steps += 1
         graph.steps += 1
-        self._found, outputs = graph(given, self._batch.parameters)
         return outputs
 
     def _made(self, captured: Captured, given: Sequence[Any], batch: Batch, version: Hashable) -> Graph:
@@ -232,6 +243,8 @@ class Graphs:
             ways = ["eager", "traced", *(ways if on_gpu else [])]
             if self._strict or on_gpu:
                 ways.append("compiled")
+        if graph.is_conditional:  # its operations may read values
+            ways = [way for way in ways if way in ("eager", "traced")] or ["traced"]
         graph.take_fastest(ways, given, batch.parameters)
         self._graphs.append(graph)
         return graph

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
+from torch.utils._pytree import tree_map
 
 from clipping.checks.second_look import TOLERANCE, Moving, of_other_kernels, put_back
 from clipping.checks.verification import WrongGradient, compare, limit_of
@@ -31,6 +32,7 @@ from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import tracing
 from clipping.program.capture import DRAWS, Captured, LossesOf, NotCaptured
 from clipping.program.cuda_graph import Pool, Replayed
+from clipping.provenance.static_values import assuming
 
 _LOG = logging.getLogger(__name__)
 TURNS = 5
@@ -61,8 +63,16 @@ class Batch:
     size: int
 
 
+class OtherValues(Exception):
+    """Raised if a batch does not meet the conditions of a step that was traced on one batch's values."""
+
+
 class Graph:
     """The step of one captured graph.
+
+    It is traced on shapes alone, if possible. Else it is traced on this batch's values, for example because the order
+    of rows depends on them. What was decided from values, and shapes that depend on values, are then conditions that
+    each run checks.
 
     Args:
         name, step, moving, losses_of: as for `Graphs`.
@@ -77,6 +87,7 @@ class Graph:
         way: how the step runs.
         shapes: of the batch, as text.
         device: of the batch.
+        is_conditional: True if runs check conditions.
 
     Methods take:
         given: arguments of the captured graph.
@@ -86,6 +97,8 @@ class Graph:
     way: Way = "traced"
     steps = 0
     """Number of steps run so far."""
+    missed = 0
+    """Number of batches that did not meet its conditions."""
 
     def __init__(
         self,
@@ -114,15 +127,36 @@ class Graph:
         casts = torch.is_autocast_enabled(self.device.type) and torch.get_autocast_dtype(self.device.type)
         text = repr((captured.graph.code, kinds, casts, sorted(self._own), version))
         self.kind = hashlib.sha256(text.encode()).hexdigest()[:24]
-        self._has_norms = True
+        self._has_norms, self.is_conditional, self._has_flag = True, False, False
+        self._written: list[int] = []  # arguments that a conditional step writes to
         self._losses_of = losses_of
         self.require_same_losses(given, batch)
         self._step: Run = self._traced(given)
 
     def __call__(self, given: Sequence[Tensor], parameters: Parameters) -> tuple[ClippedGradient, Sequence[Tensor]]:
-        """Run the step; return its result and the outputs of the captured graph."""
+        """Run the step; return its result and the outputs of the captured graph.
+
+        Raises:
+            OtherValues: a condition does not hold. Nothing has changed.
+        """
+        if not self.is_conditional:
+            return self._run(given, parameters)
+        draws, kept = Draws(), [(given[i], given[i].detach().clone(), given[i]._version) for i in self._written]
+        try:
+            return self._run(given, parameters)
+        except OtherValues:
+            draws.restore()
+            put_back(kept)
+            raise
+
+    def _run(self, given: Sequence[Tensor], parameters: Parameters) -> tuple[ClippedGradient, Sequence[Tensor]]:
         with torch.no_grad(), without_autocast(self.device):
-            outputs, norms, grads = self._parted(self._step(*(x.detach() for x in given)))
+            tensors = self._step(*(x.detach() for x in given))
+        if self._has_flag:
+            *tensors, holds = tensors
+            if not bool(holds):
+                raise OtherValues
+        outputs, norms, grads = self._parted(tensors)
         names = {id(p): name for name, p in parameters.items()}
         found = {names[id(given[i])]: grad for i, grad in zip(self._own.values(), grads, strict=True)}
         return ClippedGradient(with_zeros(found, parameters), norms, outputs[self._captured.losses]), outputs
@@ -190,6 +224,21 @@ class Graph:
             finally:
                 put_back(kept)
 
+    def require_same_gradient(self, given: Sequence[Tensor], parameters: Parameters) -> None:
+        """Compare the step with the eager step on this batch; a step traced on another one may hold its values.
+
+        Raises:
+            WrongGradient: they differ.
+            OtherValues: a condition does not hold.
+        """
+        draws = Draws()
+        with self._repeated(given, draws):
+            found = _sketched(self(given, parameters)[0])
+        with self._repeated(given, draws):
+            eager, _ = self._eager(given)
+        grads = with_zeros(eager.grads, parameters)
+        self._compare(found, _sketched(ClippedGradient(grads, eager.norms, eager.losses)), given)
+
     def require_same_losses(self, given: Sequence[Tensor], batch: Batch) -> None:
         """Compare the graph's losses with those of the caller's code, which runs once more.
 
@@ -237,7 +286,7 @@ class Graph:
             return _sketched(run())
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OtherValues) as error:
             raise no_graph(self._name, "what was traced does not run", error) from error
 
     def _compare(self, found: ClippedGradient, expected: ClippedGradient, given: Sequence[Tensor]) -> None:
@@ -250,31 +299,58 @@ class Graph:
             raise WrongGradient(f"{self._name}, as a graph ({REMEDY} runs it without),", agreement, limit)
 
     def _traced(self, given: Sequence[Tensor]) -> GraphModule:
-        """Trace the step: arguments of the captured graph -> its outputs, norms, gradients."""
-
-        def step(*tensors: Tensor) -> list[Tensor]:
-            found, outputs = self._eager(tensors)
-            self._has_norms = found.norms is not None
-            norms = [found.norms] if found.norms is not None else []
-            outputs = [x.detach() for x in outputs]
-            return [*outputs, *norms, *(found.grads[name] for name in self._own)]
-
-        # autograd uses another thread for a CUDA device, which a tracer does not follow
-        in_one_thread = torch.autograd.set_multithreading_enabled(False)
+        """Trace the step: arguments of the captured graph -> its outputs, norms, gradients, and perhaps a condition."""
         try:
-            with torch.enable_grad(), in_one_thread, tracing(), self._repeated(given, Draws()):
-                tracer: Any = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
-                graph: GraphModule = tracer(*given)
+            graph = self._traced_as("fake", given)
         except UnsupportedModel:
             raise
         except Exception as error:
-            raise no_graph(self._name, "something in it depends on more than shapes", error) from error
+            _LOG.debug("a step depends on more than shapes: %s", error)
+            before = [x._version for x in given]
+            try:
+                with assuming() as conditions:
+                    graph = self._traced_as("real", given, conditions, before)
+            except Exception as second:  # an eager step is supported
+                raise no_graph(self._name, "something in it depends on the batch's values", second) from second
+            self.is_conditional, self._has_flag = True, bool(conditions)
+            _require_shapes(graph)
         for node in graph.graph.nodes:
             if node.target is torch.ops.aten.view.default:  # the layout may differ on this device
                 node.target = torch.ops.aten.reshape.default
         graph.graph.eliminate_dead_code()
         graph.graph.set_codegen(CodeGen())
         graph.recompile()
+        return graph
+
+    def _traced_as(
+        self,
+        mode: Literal["fake", "real"],
+        given: Sequence[Tensor],
+        conditions: Sequence[Tensor] = (),
+        before: Sequence[int] = (),
+    ) -> GraphModule:
+        """Trace the step by make_fx.
+
+        Args:
+            mode: "fake" for tensors without values, or "real".
+            conditions: filled by the step; they become its last output.
+            before: versions of the arguments.
+        """
+
+        def step(*tensors: Tensor) -> list[Tensor]:
+            found, outputs = self._eager(tensors)
+            self._has_norms = found.norms is not None
+            norms = [found.norms] if found.norms is not None else []
+            outputs = [x.detach() for x in outputs]
+            flag = [torch.stack([x.reshape(()) for x in conditions]).all()] if conditions else []
+            return [*outputs, *norms, *(found.grads[name] for name in self._own), *flag]
+
+        # autograd uses another thread for a CUDA device, which a tracer does not follow
+        in_one_thread = torch.autograd.set_multithreading_enabled(False)
+        with torch.enable_grad(), in_one_thread, tracing(), self._repeated(given, Draws()):
+            tracer: Any = make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True)
+            graph: GraphModule = tracer(*given)
+            self._written = [i for i, version in enumerate(before) if given[i]._version != version]
         return graph
 
     def _made(self, way: Way, given: Sequence[Tensor], draws: Draws) -> Run:
@@ -292,6 +368,35 @@ class Graph:
                     return Replayed(step, given, self._data, self._pool)
         except Exception as error:
             raise no_graph(self._name, "it does not compile", error) from error
+
+
+def _require_shapes(graph: GraphModule) -> None:
+    """Let a traced step check each result with a shape that may depend on values."""
+    for node in list(graph.graph.nodes):
+        tags, library = getattr(node.target, "tags", ()), getattr(node.target, "namespace", "aten")
+        if torch.Tag.dynamic_output_shape not in tags and library in ("aten", "prims", "dpbench"):
+            continue
+        with graph.graph.inserting_after(node):
+            shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, node.meta["val"])
+            checked = graph.graph.call_function(of_shapes, (node, shapes))
+        node.replace_all_uses_with(checked, delete_user_cb=lambda user, mine=checked: user is not mine)
+
+
+def of_shapes(found: Any, shapes: Any) -> Any:
+    """Return a result, whose tensors must have these shapes.
+
+    Args:
+        found: a tensor, or several.
+        shapes: of each tensor.
+
+    Raises:
+        OtherValues: another shape.
+    """
+    several = isinstance(found, (tuple, list))
+    for x, shape in zip(found, shapes, strict=True) if several else ((found, shapes),):
+        if isinstance(x, Tensor) and tuple(x.shape) != tuple(shape):
+            raise OtherValues
+    return found
 
 
 def places_of(parameters: Parameters, given: Sequence[Any]) -> tuple[int | None, ...]:

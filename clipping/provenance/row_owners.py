@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.provenance.static_values import require_numbers, with_numbers
+from clipping.provenance.static_values import at_most, holds, require_numbers, with_numbers
 
 NOBODY = -1
 """The owner of a row that no sample has written."""
@@ -69,7 +69,7 @@ class Rows:
         if not count or count % self.batch_size:
             return False
         ordered = in_order(count, self.batch_size, owners.device)
-        return bool(((owners == ordered) | (owners == NOBODY)).all())
+        return holds(((owners == ordered) | (owners == NOBODY)).all())
 
 
 def in_order(count: int, batch_size: int, device: torch.device) -> Tensor:
@@ -92,14 +92,14 @@ def padded(owners: Tensor, count: int) -> Tensor:
         count: number of owners.
     """
     rows = len(owners)
-    ordered, order = owners.sort(stable=True)
-    order, ordered = order[ordered >= 0], ordered[ordered >= 0]
-    lengths = torch.bincount(ordered, minlength=count)
-    longest = max(1, int(lengths.max())) if rows else 1
-    starts = lengths.cumsum(0) - lengths
-    found = owners.new_full((count, longest), rows)
-    found[ordered, torch.arange(len(ordered), device=owners.device) - starts[ordered]] = order
-    return found
+    ordered, order = torch.where(owners >= 0, owners, count).sort(stable=True)
+    lengths = owners.new_zeros(count + 1).index_add_(0, ordered, torch.ones_like(ordered))
+    longest = at_most(lengths[:count])
+    place = torch.arange(rows, device=owners.device) - (lengths.cumsum(0) - lengths)[ordered]
+    at = torch.where((ordered < count) & (place < longest), ordered * longest + place, count * longest)
+    found = owners.new_full((count * longest + 1,), rows)
+    found[at] = order
+    return found[:-1].view(count, longest)
 
 
 def taken(x: Tensor, index: Tensor, *, filled: bool = False) -> Tensor:
@@ -124,4 +124,4 @@ def _alike(owners: Tensor, dim: int) -> bool:
     if owners.shape[dim] <= 1:
         return True
     highest = owners.amax(dim, keepdim=True)
-    return bool(((owners == highest) | (owners == NOBODY)).all())
+    return holds(((owners == highest) | (owners == NOBODY)).all())

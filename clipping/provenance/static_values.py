@@ -3,7 +3,10 @@
 The owners of rows are computed beside the step (`clipping.provenance.row_owners`), from shapes and from the step's own
 index tensors. Values from shapes are available during tracing if they are computed outside of it (`with_numbers`). So
 are those of an `arange`, and of operations that only rearrange one (`note`). All others depend on the batch: another
-batch would have rows in another order, and could not reuse the graph.
+batch may have rows in another order.
+
+A step may then be traced on the values of one batch (`assuming`). Owners are computed within the graph. A decision that
+reads them (`holds`) becomes a condition, which the graph checks in each batch.
 """
 
 from __future__ import annotations
@@ -29,18 +32,64 @@ REARRANGE = {
     torch.Tensor.view,
     torch.unsqueeze,
 }
+_assumed: list[Tensor] | None = None
 _known = WeakTensorKeyDictionary()
 """Tensor of a traced step -> its values, and its version at that time: a write may change them."""
 
 
 @contextmanager
 def with_numbers() -> Iterator[None]:
-    """Context outside the traced step: results have values if their operands do."""
-    if not is_traced():
+    """Context outside the traced step: results have values if their operands do.
+
+    A step that is traced on the values of one batch is not left, as another batch has other values.
+    """
+    if not is_traced() or _assumed is not None:
         yield
         return
     with _disable_current_modes():
         yield
+
+
+@contextmanager
+def assuming() -> Iterator[list[Tensor]]:
+    """Context that traces a step on one batch's values; yields the conditions, booleans, that it relies on."""
+    global _assumed
+    before, _assumed = _assumed, []
+    try:
+        yield _assumed
+    finally:
+        _assumed = before
+
+
+def holds(condition: Tensor) -> bool:
+    """Return a condition's value. If it is true, a step that is traced on one batch's values relies on it.
+
+    A caller must be right for any batch if the answer is False.
+
+    Args:
+        condition: one boolean.
+    """
+    if _assumed is None:
+        return bool(condition)
+    with _disable_current_modes():
+        found = bool(condition)
+    if found:
+        _assumed.append(condition)
+    return found
+
+
+def at_most(counts: Tensor) -> int:
+    """Return the largest of some counts, at least 1, which a step traced on one batch's values takes for a bound.
+
+    Args:
+        counts: [n].
+    """
+    if _assumed is None or not counts.numel():
+        return max(1, int(counts.max())) if counts.numel() else 1
+    with _disable_current_modes():
+        bound = max(1, int(counts.max()))
+    _assumed.append((counts <= bound).all())
+    return bound
 
 
 def note(func: Any, args: Any, kwargs: Any, output: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from clipping.core.microbatching import blocks
 from clipping.numerics.rounding_bounds import Reach
+from clipping.numerics.traced_operations import is_traced
 from clipping.provenance.row_owners import Rows, taken
 from clipping.rules.base import Rule, Spec, Work
 from clipping.rules.embedding import EmbeddingWeight
@@ -92,7 +93,7 @@ class AddedUp(Rule):
         everything = samples.start == 0 and samples.stop >= self.order.batch_size
         total = None
         for each in blocks(len(owners), int(self.rule.work(g, way).workspace), self.workspace(g)):
-            if not everything and not bool(mine[each].any()):
+            if not everything and not is_traced() and not bool(mine[each].any()):
                 continue
             found = self.rule.instantiate(g, each, way).reshape(-1, *self.parameter.shape)
             found = found * mine[each].view(-1, *[1] * (found.dim() - 1)) if not everything else found

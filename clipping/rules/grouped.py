@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import power_of_two
 from clipping.numerics.gram import gram_product
 from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_operands
+from clipping.numerics.traced_operations import is_traced, operation
 from clipping.provenance.row_owners import Rows, in_order, padded, taken
 from clipping.rules.base import Gradient, Refused, Rule, Spec
 
@@ -81,31 +83,77 @@ class GroupedWeight(Rule):
         return owners[mine] - samples.start, experts[mine], a if a.dtype == g.dtype else a.to(g.dtype), g
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        return self._run("gradients", g, samples)
+
+    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
+        return self._run("squares", g, samples)
+
+    def reach(self, g: Tensor) -> Reach:
+        return Reach(*self._run("terms", g, slice(0, self.count)))
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        factors = torch.where(self.owners >= 0, factors[self.owners.clamp(min=0)], torch.zeros_like(factors[:1]))
+        return self._run("total", g * factors[:, None].to(norm_dtype(g.dtype)), slice(0, self.count))
+
+    def _run(self, what: str, g: Tensor, samples: slice) -> Tensor:
+        """Compute one of the results below; as one operation in a traced step, which follows no loop over experts."""
+        if not is_traced():
+            found: Tensor = getattr(self, what)(g, samples)
+            return found
+        matrices = self.parameter.detach()
+        return grouped(what, matrices, self.a, self.ends, self.owners, g, self.count, samples.start, samples.stop)
+
+    def gradients(self, g: Tensor, samples: slice) -> Tensor:
+        """Per-sample gradients [b, E, d, p]."""
         owners, experts, a, g = self._side_by_side(g, samples)
         shape = samples.stop - samples.start, *self.parameter.shape
         total = torch.zeros(shape, dtype=norm_dtype(g.dtype), device=g.device)
         total[owners, experts] = products(a.transpose(1, 2), g.transpose(1, 2))
         return total
 
-    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
+    def squares(self, g: Tensor, samples: slice) -> Tensor:
+        """Squared norms [b], by Gram matrices."""
         owners, _, a, g = self._side_by_side(g, samples)
         squares = gram_product(a, g, self.workspace(g)) if len(a) else a.new_zeros(0)
         return squares.new_zeros(samples.stop - samples.start).index_add_(0, owners, squares)
 
-    def reach(self, g: Tensor) -> Reach:
-        owners, _, a, g = self._side_by_side(g, slice(0, self.count))
-        found = of_operands(a, g, self.inputs, self.outputs)
-        return Reach(*(each.new_zeros(self.count).index_add_(0, owners, each) for each in found))
+    def terms(self, g: Tensor, samples: slice) -> Tensor:
+        """The fields of the reach [3, b]."""
+        owners, _, a, g = self._side_by_side(g, samples)
+        found = torch.stack(of_operands(a, g, self.inputs, self.outputs))
+        return found.new_zeros(len(found), samples.stop - samples.start).index_add_(1, owners, found)
 
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        factors = torch.where(self.owners >= 0, factors[self.owners.clamp(min=0)], torch.zeros_like(factors[:1]))
-        g = g * factors[:, None].to(norm_dtype(g.dtype))
+    def total(self, g: Tensor, samples: slice) -> Tensor:
+        """Sum of the gradients of all rows, [E, d, p]."""
         total, start = torch.zeros_like(self.parameter, dtype=g.dtype), 0
         for expert, end in enumerate(self.ends.tolist()):
             if end > start:
                 total[expert] = product(self.a[start:end], g[start:end])
             start = end
         return total
+
+
+@operation
+def grouped(
+    what: str, matrices: Tensor, a: Tensor, ends: Tensor, owners: Tensor, g: Tensor, count: int, start: int, stop: int
+) -> Tensor:
+    """Compute a result of `GroupedWeight` where rows may be sorted in any way.
+
+    Args:
+        what: "gradients", "squares", "terms" or "total".
+        matrices, a, ends: [E, d, p], [n, d] and [E], as for the rule.
+        owners: [n], the sample of each row.
+        g: [n, p], gradient of the output.
+        count: B.
+        start, stop: range of samples.
+    """
+    if isinstance(g, FakeTensor):
+        shape = {"squares": (stop - start,), "terms": (3, stop - start), "total": matrices.shape}
+        return g.new_empty(shape.get(what, (stop - start, *matrices.shape)), dtype=norm_dtype(g.dtype))
+    rule = GroupedWeight(matrices, a, ends)
+    rule.of_rows(Rows(owners, count))
+    found: Tensor = getattr(rule, what)(g, slice(start, stop))
+    return found
 
 
 def grouped_mm(
@@ -116,6 +164,12 @@ def grouped_mm(
         raise Refused("grouped_mm has a rule for rows [n, d] in groups times [E, d, p], without a bias", "use matmul")
     options = {} if out_dtype is None else {"out_dtype": out_dtype}
     return GROUPED(mat_a, mat_b, offs=offs, **options), ((mat_b, GroupedWeight, mat_a, offs),)
+
+
+def grouped_by_transformers(input: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Sequence[Gradient]]:
+    """The same product, as an operator of transformers that TorchDynamo captures in place of `grouped_mm`."""
+    output = torch.ops.transformers.grouped_mm_fallback(input, weight, offs)
+    return output, ((weight, GroupedWeight, input, offs),)
 
 
 GROUPED: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm

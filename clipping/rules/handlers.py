@@ -21,7 +21,7 @@ from clipping.rules.contraction import einsum
 from clipping.rules.convolution import convolution
 from clipping.rules.elementwise import add, add_, cat, mul, sub
 from clipping.rules.embedding import embedding, embedding_bag, embedding_bag_of_largest
-from clipping.rules.grouped import grouped_mm
+from clipping.rules.grouped import grouped_by_transformers, grouped_mm
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
 from clipping.rules.recurrent import (
@@ -69,6 +69,20 @@ HANDLERS: dict[Any, Handler] = {
     torch.cat: cat,
     torch.concat: cat,
 }
+
+OPERATORS: dict[str, Handler] = {"transformers::grouped_mm_fallback": grouped_by_transformers}
+"""Custom operators of other libraries, by name."""
+
+
+def handler_of(func: Any) -> Handler | None:
+    """Return the handler of an operation, or None.
+
+    Args:
+        func: a function, or an operator of `torch.ops`.
+    """
+    packet = getattr(func, "overloadpacket", func)
+    return HANDLERS.get(func) or OPERATORS.get(getattr(packet, "_qualified_op_name", ""))
+
 
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,

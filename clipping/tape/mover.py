@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.provenance.derived_parameters import samples_of
 from clipping.provenance.row_owners import NOBODY, Rows, in_order
-from clipping.provenance.static_values import require_numbers
+from clipping.provenance.static_values import holds, require_numbers
 
 Place = int | Rows
 """Place of an activation's samples: a dimension, or rows in any order."""
@@ -83,8 +83,10 @@ class Mover:
         if fitting:
             most = max(fitting, key=lambda place: place.owners.dim())
             require_numbers(most.owners)
-            several = len(fitting) > 1 and not most.owners.dim() and not isinstance(most.owners, FakeTensor)
-            return self.unknown() if several and len({int(place.owners) for place in fitting}) > 1 else most
+            if len(fitting) > 1 and not most.owners.dim() and not isinstance(most.owners, FakeTensor):
+                same = all(holds(place.owners == most.owners) for place in fitting if place is not most)
+                return most if same else self.unknown()
+            return most
         if output.shape[:1] == (self.batch_size,):
             return 0
         return self.unknown() if known else places[0] if places else 0

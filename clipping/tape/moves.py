@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clipping.provenance.derived_parameters import is_marked, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
-from clipping.provenance.static_values import numbers_of
+from clipping.provenance.static_values import holds, numbers_of
 from clipping.rules.assigned import width
 from clipping.rules.rewritten import methods
 from clipping.tape.batch_dimension import PERMUTATIONS
@@ -62,7 +62,7 @@ def _with_numbers(entries: Sequence[Any], owners: Tensor) -> tuple[Any, ...]:
 
 
 def _same_along(owners: Tensor, dim: int) -> bool:
-    return bool((owners.amin(dim) == owners.amax(dim)).all())
+    return holds((owners.amin(dim) == owners.amax(dim)).all())
 
 
 def _left(entries: Sequence[Any], place: int, dims: int) -> int | None:
@@ -231,7 +231,7 @@ def _reduced(it: Mover) -> Moved:
     if not inside:
         return place
     highest, lowest = place.owners.amax(inside, keepdim=True), place.owners
-    if not bool(((lowest == highest) | (lowest == NOBODY)).all()):
+    if not holds(((lowest == highest) | (lowest == NOBODY)).all()):
         return it.unknown()
     return it.rows(highest if it.kwargs.get("keepdim", False) else highest.amax(inside))
 

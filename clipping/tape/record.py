@@ -38,7 +38,7 @@ from clipping.numerics import kernels
 from clipping.provenance.derived_parameters import Source, depends_on_data, derive, mark_data, parameter_source, remade
 from clipping.rules.base import Gradient, Refused, Spec, as_refused, title
 from clipping.rules.fallback import fallback
-from clipping.rules.handlers import COMPOSITES, HANDLERS, OF_DATA, PER_SAMPLE
+from clipping.rules.handlers import COMPOSITES, OF_DATA, PER_SAMPLE, handler_of
 from clipping.rules.rewritten import REWRITTEN
 from clipping.tape.activations import Activations
 from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
@@ -264,8 +264,9 @@ class Tape(TorchFunctionMode):
             for x in data:
                 if x.layout is not torch.strided or x.is_nested:
                     raise Refused("sparse and nested tensors have no rule", "pad them, or use microbatch")
-            if func in HANDLERS:
-                output, gradients = HANDLERS[func](*args, **kwargs)
+            handler = handler_of(func)
+            if handler is not None:
+                output, gradients = handler(*args, **kwargs)
                 if output.is_complex():  # the formulas lack conjugations
                     output, gradients = fallback(
                         func, args, kwargs, output, [source.tensor for source in sources], data
@@ -289,7 +290,7 @@ class Tape(TorchFunctionMode):
         made = first, _next_number()
         if not any(x.requires_grad for x in data):
             # must not change what the operation may have saved, nor tensors that share memory with others
-            anchored = Anchored if func in HANDLERS and not output._is_view() else AnchoredCopy
+            anchored = Anchored if handler is not None and not output._is_view() else AnchoredCopy
             output = anchored.apply(output, self.arrivals.anchor(output.device))
         spec = Spec(output.shape, output.dtype)
         whole, operation = given(output, first), self._composite or func

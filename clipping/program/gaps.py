@@ -1,0 +1,85 @@
+"""Let TorchDynamo capture code that it refuses, although a graph of it is right here.
+
+`x.requires_grad = True` and `x.requires_grad_()` for an activation x: models write it so that gradient checkpointing,
+or a branch without parameters, has something to differentiate. AOTAutograd cannot return such a leaf or a result of it.
+A captured graph runs under autograd here, so it may do the same as the caller's code. The caller's own tensors stay
+refused: a graph must not change them.
+
+`ctc_loss`: the shape of its second result, which only its backward pass reads, depends on the longest target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def activations_may_require_gradients() -> Iterator[None]:
+    """Context in which TorchDynamo captures activations that are set to require a gradient."""
+    from torch._dynamo.variables import TensorVariable, builtin  # takes a second
+
+    of_setattr = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # since torch 2.14, or before
+    call_function, call_method = of_setattr.call_function, TensorVariable.call_method
+
+    def function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(self, "fn", setattr) is setattr and len(args) == 3:
+            x, name, value = (getattr(x, "realize", lambda x=x: x)() for x in args)
+            if isinstance(x, TensorVariable) and _constant(name) == "requires_grad" and _made_leaf(x, tx, value):
+                return value
+        return call_function(self, tx, args, kwargs)
+
+    def method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "requires_grad_" and _made_leaf(self, tx, *args, *kwargs.values()):
+            return self
+        return call_method(self, tx, name, args, kwargs)
+
+    with (
+        mock.patch.object(of_setattr, "call_function", function),
+        mock.patch.object(TensorVariable, "call_method", method),
+    ):
+        yield
+
+
+CTC = "aten._ctc_loss"
+"""The operator of `ctc_loss`, as TorchDynamo's errors name it."""
+
+
+@contextmanager
+def ctc_loss_has_shapes() -> Iterator[None]:
+    """Context in which TorchDynamo takes the longest possible target for the shapes of `ctc_loss`."""
+
+    def shapes(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        steps, batch = log_probs.shape[0], log_probs.shape[1:-1]
+        longest = 2 * targets.shape[-1] + 1
+        return log_probs.new_empty(batch), log_probs.new_empty(*(batch or [1]), steps, longest)
+
+    library = torch.library.Library("aten", "FRAGMENT")
+    try:
+        for name in ("aten::_ctc_loss", "aten::_ctc_loss.Tensor"):
+            torch.library.register_fake(name, shapes, lib=library)
+        yield
+    finally:
+        library._destroy()
+
+
+def _made_leaf(x: Any, tx: Any, value: Any = None) -> bool:
+    """Record that an activation requires a gradient; False if it is the caller's tensor or loses its gradient."""
+    if x.source is not None or (value is not None and _constant(value) is not True):
+        return False
+    proxy = x.as_proxy()
+    example = proxy.node.meta["example_value"]
+    if not example.requires_grad:
+        tx.output.create_proxy("call_method", "requires_grad_", (proxy,), {})
+        example.requires_grad_(True)
+        x.requires_grad = True
+    return True
+
+
+def _constant(x: Any) -> Any:
+    return x.as_python_constant() if x.is_python_constant() else None
