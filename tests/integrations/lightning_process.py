@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_lightning import Classifier, fit, strategy_of
 from torch.distributed.fsdp import fully_shard
@@ -29,8 +30,16 @@ class Sharded(Whole):
             fully_shard(self.net, mesh=mesh)
 
 
+class Counted(Whole):
+    """A program would be captured again for each number of a batch that it notes down."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+
+
 KINDS = {
     "ddp": (PrivateDDPStrategy, Whole, {}),
+    "compiled": (PrivateDDPStrategy, Counted, {"compile": True, "pad": True}),
     "sharded": (PrivateModelParallelStrategy, Sharded, {"save_distributed_checkpoint": False}),
     "saved in parts": (PrivateModelParallelStrategy, Sharded, {"save_distributed_checkpoint": True}),
 }
@@ -55,5 +64,6 @@ def main(folder, kind):
         "whole": [whole(p) for p in first.parameters()],
         "resumed": [whole(p) for p in second.parameters()],
         "steps": strategy.engine.steps,
+        "programs": 0 if strategy.programs.graphs is None else strategy.programs.graphs.steps,
         "epsilon": strategy.engine.privacy_spent().epsilon,
     }
