@@ -103,6 +103,7 @@ class Backend(ABC):
         self._closed = False
         self.moving = Moving(self.model)
         self.graphs: Graphs | None = None
+        self._why_eager = ""
         """The programs that run the steps; None to run them eagerly."""
         self._ways: Mapping[str, str] = {}
         self.use_graphs(self._losses_of, compile, timing=timing)
@@ -222,10 +223,11 @@ class Backend(ABC):
         self.graphs, has_graphs = None, self.compilable and not self.sharded
         if compile is None and any(p.is_cuda for p in self.model.parameters()):
             compile = "auto"
+        what = "a model sharded by FSDP2" if self.sharded else self.name
+        self._why_eager = f": the step of {what} is no graph" if compile and not has_graphs else ""
         if not compile or (compile == "auto" and not has_graphs):
             return None
         if not has_graphs:
-            what = "a model sharded by FSDP2" if self.sharded else self.name
             raise ValueError(f"expected compile=False for {what}, whose step is no graph; bk_mixed's is one")
         self.graphs = Graphs(
             self.name,
@@ -245,8 +247,8 @@ class Backend(ABC):
 
     @property
     def ways(self) -> dict[str, str]:
-        """Maps the shapes of a batch to how its steps run: "eager", "traced", "replayed" or "compiled"."""
-        return {"all": "eager"} if self.graphs is None else self.graphs.ways
+        """Maps shapes of a batch to how its steps run: "eager" (and why), "traced", "replayed" or "compiled"."""
+        return {"all": f"eager{self._why_eager}"} if self.graphs is None else self.graphs.ways
 
     def _decided(self) -> tuple[int, str]:
         """The batch size that routes are chosen for, and the clipping: graphs are traced again if one changes.

@@ -111,8 +111,9 @@ class Graphs:
     @property
     def ways(self) -> dict[str, str]:
         """How each shape runs: shapes of its batch -> a way, or "eager" and why."""
-        ways: dict[str, str] = {graph.shapes: graph.way for graph in self._graphs}
-        return {**ways, "others": f"eager: {self._why}"} if self._why else ways
+        ways: dict[str, str] = {graph.shapes: f"{graph.way}{graph.said}" for graph in self._graphs}
+        why = self._why or (self._told and f"there are more than {MOST} graphs")
+        return {**ways, "others": f"eager: {why}"} if why else ways
 
     @property
     def way(self) -> Way:

@@ -161,6 +161,11 @@ class Graph:
         found = {names[id(given[i])]: grad for i, grad in zip(self._own.values(), grads, strict=True)}
         return ClippedGradient(with_zeros(found, parameters), norms, outputs[self._captured.losses]), outputs
 
+    @property
+    def said(self) -> str:
+        """How many batches ran eagerly; "" if none did."""
+        return f", eager in {self.missed} batches that did not meet its conditions" if self.missed else ""
+
     def take_fastest(self, ways: Iterable[Way], given: Sequence[Tensor], parameters: Parameters) -> None:
         """Compare each available way with the eager step, and take the fastest.
 

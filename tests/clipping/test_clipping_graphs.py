@@ -306,6 +306,7 @@ def test_more_shapes_than_there_are_graphs_for(monkeypatch):
             warnings.simplefilter("error")
             steps(b, x, y)  # said once
         assert len(b.graphs._graphs) == 2
+        assert b.ways["others"] == "eager: there are more than 2 graphs"
 
 
 def test_an_empty_batch_has_no_graph():
@@ -335,6 +336,8 @@ def test_a_step_that_is_no_graph_is_refused(backend):
     pytest.importorskip("opacus")
     with pytest.raises(ValueError, match=rf"^expected compile=False for {backend}, whose step is no graph"):
         load_backend(backend)(small(), cross_entropy, compile=True)
+    said = load_backend(backend)(small(), cross_entropy, compile="auto").ways
+    assert said == {"all": f"eager: the step of {backend} is no graph"}
 
 
 class Last(nn.Module):
@@ -406,6 +409,7 @@ def require_equal(model, batches, loss=cross_entropy, most_missed=0):
             assert max(agreement.norm_error, agreement.grad_error) < 1e-12
         assert b.graphs.steps >= len(batches) - 3 - most_missed
         assert b.graphs.steps < len(batches) - 3 or not most_missed
+        assert ("eager in" in " ".join(b.ways.values())) == (most_missed > 0)
 
 
 class Routed(nn.Module):
