@@ -18,6 +18,7 @@ from torch import Tensor
 
 from clipping import ClippedGradient
 from dpbench.models.workload import Workload
+from dpbench.trials.not_here import NotHere
 from dpbench.trials.packages import to_be_installed
 
 WORKER = "dpbench.measure.jax_peer.worker"
@@ -43,6 +44,7 @@ class Process:
         cuda: whether jax uses a GPU.
 
     Raises:
+        NotHere: jax has no such device.
         RuntimeError: it did not start.
     """
 
@@ -132,6 +134,8 @@ class Process:
             return told
         if told["kind"] == "MemoryError" or "RESOURCE_EXHAUSTED" in told["error"]:
             raise MemoryError(told["error"])
+        if "initialize backend" in told["error"]:
+            raise NotHere(f"jax has no such device here: {told['error'].splitlines()[0]} (pip install 'jax[cuda13]')")
         raise RuntimeError(f"jax_privacy: {told['kind']}: {told['error']}")
 
 

@@ -63,8 +63,8 @@ def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]
     ]
     found = [e.result for e in entries(records) if "plain" in e.result and "compile_seconds" in e.result]
     versions = sorted({" ".join(pair) for result in found for pair in result.get("versions", {}).items()})
-    compiling = [float(result["compile_seconds"]["private"]) for result in found]
-    took = f"{style.duration(min(compiling))} to {style.duration(max(compiling))}" if compiling else "unknown"
+    compiling = sorted(float(result["compile_seconds"]["private"]) for result in found)
+    took = " to ".join(dict.fromkeys(style.duration(seconds) for seconds in (*compiling[:1], *compiling[-1:])))
     return [
         "§ The same model in jax, its gradients compared with the oracle's; jitted, and beside jax's jitted plain "
         f"step, not beside torch's. That step takes {', '.join(steps)}. Compiling the private one took {took}, not "
