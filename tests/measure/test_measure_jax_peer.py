@@ -116,6 +116,16 @@ def test_a_device_that_jax_has_not_is_not_here(tmp_path, monkeypatch):
 
 
 @with_jax
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="jax may have a GPU")
+def test_jax_without_a_gpu_says_so():
+    workload = Workload(torch.nn.Linear(2, 2), torch.nn.MSELoss(), lambda size: ())
+    settings = settings_of(trial(), workload)
+    with pytest.raises(NotHere, match="JAX_PLATFORMS=cuda"):
+        handed.Process(workload, torch.ones(1, 2), torch.ones(1), settings, cuda=True)
+
+
+@with_jax
 @pytest.mark.parametrize(
     "changes",
     [

@@ -75,7 +75,7 @@ class Steps:
 
     def __init__(self, settings: Settings, arrays: dict[str, np.ndarray]) -> None:
         self.settings = settings
-        put = functools.partial(jax.device_put, device=jax.devices()[settings.device])
+        put = functools.partial(jax.device_put, device=_device(settings.device))
         self._params = {name[2:]: put(to_jax(x)) for name, x in arrays.items() if name.startswith("p/")}
         inputs, targets = arrays["inputs"], arrays["targets"]
         self._batch = put(inputs.transpose(0, 2, 3, 1) if inputs.ndim == 4 else inputs), put(targets)
@@ -184,6 +184,14 @@ class Steps:
             return params, own, jax.tree.map(jnp.copy, noise.init(params))
 
         return step, initial
+
+
+def _device(number: int) -> Any:
+    try:
+        return jax.devices()[number]
+    except Exception as error:  # jax 0.10 without its CUDA plugin raises an AssertionError without words
+        wanted = f"device {number} of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"
+        raise RuntimeError(f"cannot initialize backend: {wanted} ({str(error) or type(error).__name__})") from error
 
 
 def _compiled(step: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, float]:
