@@ -22,9 +22,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from clipping import load_backend
 from clipping.core.batches import forward
@@ -115,9 +117,10 @@ class _Engine(Entry):
         self._step = TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
 
     def turn(self, number: int, position: int) -> None:
-        """As for a backend's entry, with energy."""
+        """As for a backend's entry, with energy. Our engine checks every optimizer's step; only ours pays for that."""
         before = self.joules() if self.joules is not None else 0.0
-        super().turn(number, position)
+        with mock.patch.dict(_global_optimizer_pre_hooks, clear=self.name in _OF_OTHERS):
+            super().turn(number, position)
         if self.joules is not None and self._step is not None:
             self.record["turns"][-1]["joules_per_step"] = (self.joules() - before) / (self.lead + self.steps)
 

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from clipping.program.step import Way
 from dpbench.errors import UsageError
@@ -85,6 +86,20 @@ def test_on_a_gpu_every_model_of_ours_runs_in_each_way_beside_ordinary_training(
     assert len(ways) >= 8 and set(map(frozenset, ways.values())) == {
         frozenset({"eager", "replayed", "compiled", "best"})
     }
+
+
+def test_an_ordinary_step_does_not_pay_for_our_engine_s_checks():
+    workload, device, watched = open_workload(trial()), torch.device("cpu"), []
+    entries = {name: training_step._Engine(name, trial(), device) for name in ("nonprivate", "bk_mixed")}
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: watched.append(optimizer))
+    for entry in entries.values():
+        entry.open(workload, *workload.batch(4))
+    for name, entry in entries.items():
+        watched.clear()
+        entry.turn(0, 0)
+        assert len(entry.record["turns"]) == 1 and bool(watched) == (name == "bk_mixed")
+        entry._close()
+    handle.remove()
 
 
 def test_of_text():
