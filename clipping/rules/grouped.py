@@ -104,7 +104,12 @@ class GroupedWeight(Rule):
         return grouped(what, matrices, self.a, self.ends, self.owners, g, self.count, samples.start, samples.stop)
 
     def gradients(self, g: Tensor, samples: slice) -> Tensor:
-        """Per-sample gradients [b, E, d, p]."""
+        """Per-sample gradients [b, E, d, p].
+
+        Args:
+            g: [n, p], gradient of the output.
+            samples: b samples.
+        """
         owners, experts, a, g = self._side_by_side(g, samples)
         shape = samples.stop - samples.start, *self.parameter.shape
         total = torch.zeros(shape, dtype=norm_dtype(g.dtype), device=g.device)
@@ -112,19 +117,34 @@ class GroupedWeight(Rule):
         return total
 
     def squares(self, g: Tensor, samples: slice) -> Tensor:
-        """Squared norms [b], by Gram matrices."""
+        """Squared norms [b], by Gram matrices.
+
+        Args:
+            g: [n, p], gradient of the output.
+            samples: b samples.
+        """
         owners, _, a, g = self._side_by_side(g, samples)
         squares = gram_product(a, g, self.workspace(g)) if len(a) else a.new_zeros(0)
         return squares.new_zeros(samples.stop - samples.start).index_add_(0, owners, squares)
 
     def terms(self, g: Tensor, samples: slice) -> Tensor:
-        """The fields of the reach [3, b]."""
+        """The fields of the reach [3, b].
+
+        Args:
+            g: [n, p], gradient of the output.
+            samples: b samples.
+        """
         owners, _, a, g = self._side_by_side(g, samples)
         found = torch.stack(of_operands(a, g, self.inputs, self.outputs))
         return found.new_zeros(len(found), samples.stop - samples.start).index_add_(1, owners, found)
 
     def total(self, g: Tensor, samples: slice) -> Tensor:
-        """Sum of the gradients of all rows, [E, d, p]."""
+        """Sum of the gradients of all rows, [E, d, p].
+
+        Args:
+            g: [n, p], gradient of the output.
+            samples: ignored.
+        """
         total, start = torch.zeros_like(self.parameter, dtype=g.dtype), 0
         for expert, end in enumerate(self.ends.tolist()):
             if end > start:
@@ -167,7 +187,13 @@ def grouped_mm(
 
 
 def grouped_by_transformers(input: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Sequence[Gradient]]:
-    """The same product, as an operator of transformers that TorchDynamo captures in place of `grouped_mm`."""
+    """The same product, as an operator of transformers that TorchDynamo captures in place of `grouped_mm`.
+
+    Args:
+        input: [n, d], sorted by expert.
+        weight: [E, d, p].
+        offs: [E], end of each expert's rows.
+    """
     output = torch.ops.transformers.grouped_mm_fallback(input, weight, offs)
     return output, ((weight, GroupedWeight, input, offs),)
 
