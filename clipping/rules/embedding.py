@@ -163,6 +163,8 @@ def embedding_bag(
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.embedding_bag in modes sum and mean: ids [B, T], or [N] and offsets [B]."""
     _refuse_options(max_norm, scale_grad_by_freq, sparse)
+    if mode == "max":
+        raise Refused("an embedding bag in mode max has no rule", "use an embedding and its maximum")
     output = F.embedding_bag(
         input,
         weight,
@@ -179,35 +181,6 @@ def embedding_bag(
         kept = (scale != 0) if padding_idx is None else (scale != 0) & (input != padding_idx)
         scale = scale / kept.sum(1, keepdim=True).clamp(min=1)
     return output, ((weight, EmbeddingWeight, input, padding_idx, scale),)
-
-
-def embedding_bag_of_largest(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    """torch.nn.functional.embedding_bag in mode max, as an embedding and a maximum of each feature."""
-    if mode != "max":
-        return NotImplemented
-    _refuse_options(max_norm, scale_grad_by_freq, sparse)
-    kept = torch.ones_like(input, dtype=torch.bool)
-    if offsets is not None:
-        input, scale = _padded(input, kept.to(weight.dtype), offsets, include_last_offset)
-        kept = scale != 0
-    if padding_idx is not None:
-        kept = kept & (input != padding_idx)
-    read = F.embedding(input, weight, padding_idx).masked_fill(~kept[..., None], -math.inf)
-    if not read.shape[1]:
-        return read.sum(1)
-    return read.max(1).values.masked_fill(~kept.any(1, keepdim=True), 0)
 
 
 def _padded(ids: Tensor, scale: Tensor, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:

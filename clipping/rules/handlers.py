@@ -20,7 +20,7 @@ from clipping.rules.composite import bilinear, multi_head_attention_forward, sca
 from clipping.rules.contraction import einsum
 from clipping.rules.convolution import convolution
 from clipping.rules.elementwise import add, add_, cat, mul, sub
-from clipping.rules.embedding import embedding, embedding_bag, embedding_bag_of_largest
+from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.grouped import grouped_by_transformers, grouped_mm
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
@@ -96,7 +96,6 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     torch.gru_cell: gru_cell,
     torch.rnn_tanh_cell: rnn_tanh_cell,
     torch.rnn_relu_cell: rnn_relu_cell,
-    F.embedding_bag: embedding_bag_of_largest,
 }
 
 PER_SAMPLE: dict[Any, Callable[..., Any]] = {
