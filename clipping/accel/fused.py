@@ -7,7 +7,7 @@
     weighted_patches  Σ_i c_i g_i of a convolution's weight in half precision, without scaled or wide copies
     turned            images with channels last, and the norms of their pixels
     added             the sum of portions, in float64 (see `clipping.numerics.chunked_sums`)
-    scale_gradient    Σ_t g x̂ and Σ_t g of layer norm (see `clipping.rules.norm`), in one pass over g and x
+    scale_gradient    Σ_t g x̂ of layer norm (see `clipping.rules.norm`), in one pass over g and x
     weighted          Σ_i c_i g_iᵀ a_i in half precision (see `clipping.rules.linear`): the factors multiply float32
                       sums in registers, so no scaled copy is allocated or rounded
 
@@ -178,7 +178,7 @@ def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
 
 @operation
 def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
-    """Σ_t g (x - mean) rstd and Σ_t g of each sample: [n, 2, features] float32.
+    """Σ_t g (x - mean) rstd of each sample: [n, features] float32.
 
     Args:
         x, g: [n, *, features], contiguous.
@@ -187,7 +187,7 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
     """
     count, positions = len(x), mean.numel() // max(1, len(x))
     block = cuda._power(positions, TILE)
-    out = torch.empty(count, math.ceil(positions / block), 2, features, dtype=torch.float32, device=g.device)
+    out = g.new_empty(count, math.ceil(positions / block), features, dtype=torch.float32)
     programs = count * out.shape[1] * math.ceil(features / TILE)
     _run("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)
     return _whole(out)

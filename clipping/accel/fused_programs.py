@@ -356,7 +356,7 @@ def added(parts, rest, out, entries, COUNT: tl.constexpr, RESTS: tl.constexpr, B
 
 @triton.jit
 def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Σ_t g (x - mean) rstd and Σ_t g over a block of positions and of features: out [n · blocks, 2, features].
+    """Σ_t g (x - mean) rstd over a block of positions and of features: out [n · blocks, features].
 
     All are contiguous: x and g [n, positions, features], mean and rstd [n, positions].
     """
@@ -375,9 +375,7 @@ def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLO
     of_x = tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
     of_g = tl.load(g + where, mask=inside, other=0.0).to(tl.float32)
     found = tl.where(inside, (of_x - of_mean[:, None]) * of_rstd[:, None] * of_g, 0.0)
-    out += line.to(tl.int64) * 2 * features + at
-    tl.store(out, tl.sum(found, 0), mask=at < features)
-    tl.store(out + features, tl.sum(of_g, 0), mask=at < features)
+    tl.store(out + line.to(tl.int64) * features + at, tl.sum(found, 0), mask=at < features)
 
 
 @triton.jit

@@ -7,7 +7,6 @@ pass computes them. Layer norm keeps the forward kernel's mean and rstd, so that
 from __future__ import annotations
 
 import math
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -19,8 +18,9 @@ from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import blocks, concatenated
 from clipping.numerics import kernels
 from clipping.numerics.gram import part
-from clipping.numerics.rounding_bounds import Reach, all_alike, row_norms
+from clipping.numerics.rounding_bounds import Reach, row_norms
 from clipping.rules.base import Gradient, Refused, Rule
+from clipping.rules.elementwise import Broadcast
 
 
 class _Scale(Rule):
@@ -39,7 +39,9 @@ class _Scale(Rule):
 
         def summed(block: slice) -> Tensor:
             at = slice(samples.start + block.start, samples.start + block.stop)
-            return _sum_positions(self.normalised(at, dtype).mul_(part(g, at)), self.parameter)
+            terms = self.normalised(at, dtype).mul_(part(g, at))
+            positions = tuple(range(1, terms.dim() - self.parameter.dim()))
+            return terms.sum(positions) if positions else terms
 
         size = 2 * math.prod(g.shape[1:]) * dtype.itemsize
         return concatenated(summed, blocks(samples.stop - samples.start, size, self.workspace(g)))
@@ -60,13 +62,11 @@ class LayerNormWeight(_Scale):
 
     Args:
         weight, x, mean, rstd: of the operation.
-        shift: stores the gradients of β if a kernel computes both.
     """
 
-    def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, shift: _Shift) -> None:
+    def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
         super().__init__(weight)
         self.x, self.mean, self.rstd = x, mean.detach(), rstd.detach()  # avoids a reference cycle with the node
-        self.shift = shift
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         given = x, mean, rstd, of = tuple(part(each, samples) for each in (self.x, self.mean, self.rstd, g))
@@ -74,8 +74,7 @@ class LayerNormWeight(_Scale):
         if kernels.cpu.in_one_piece(*given):
             found = kernels.cpu.scale_gradient(x, mean, rstd, of, features)
         elif kernels.fused.runs(*given) and all(each.is_contiguous() for each in given):
-            found, shift = kernels.fused.scale_gradient(x, mean, rstd, of, features).unbind(1)
-            self.shift.keep(shift, g, samples)
+            found = kernels.fused.scale_gradient(x, mean, rstd, of, features)
         else:
             return super().instantiate(g, samples)
         return found.reshape(-1, *self.parameter.shape)
@@ -87,27 +86,15 @@ class LayerNormWeight(_Scale):
         return (part(self.x, at).to(dtype).abs() + part(self.mean, at).abs()).mul_(part(self.rstd, at))
 
 
-class RecomputedNormWeight(_Scale):
-    """γ of a normalisation without kept statistics: recompute x̂ = normalise(x).
+class RMSNormWeight(_Scale):
+    """γ of an RMS norm, [*normalized_shape]; recomputes x̂."""
 
-    Args:
-        weight: γ.
-        x: the input.
-        normalise: x -> x̂, for each sample independently.
-    """
-
-    def __init__(self, weight: Tensor, x: Tensor, normalise: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, weight: Tensor, x: Tensor, normalized_shape: list[int], eps: float | None) -> None:
         super().__init__(weight)
-        self.x, self.normalise = x, normalise
+        self.x, self.normalized_shape, self.eps = x, normalized_shape, eps
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
-        return self.normalise(part(self.x, at).detach()).to(dtype)
-
-
-def _sum_positions(x: Tensor, parameter: Tensor) -> Tensor:
-    """Sum over positions in float32 or wider: [b, ..., *parameter's shape] to [b, *parameter's shape]."""
-    positions = tuple(range(1, x.dim() - parameter.dim()))
-    return x.sum(positions, dtype=norm_dtype(x.dtype)) if positions else x
+        return F.rms_norm(part(self.x, at).detach(), self.normalized_shape, None, self.eps).to(dtype)
 
 
 def layer_norm(
@@ -119,46 +106,7 @@ def layer_norm(
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.layer_norm and the gradients of its parameters."""
     output, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), weight, bias, eps)
-    shift = _Shift()
-    return output, ((weight, LayerNormWeight, input, mean, rstd, shift), (bias, _LayerNormBias, shift))
-
-
-class _Shift:
-    """Holds per-sample gradients of β, which a kernel computed with those of γ, until they are requested."""
-
-    wanted = False
-    """True if β is trained."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, weakref.ref[Tensor], int, slice]] = []
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"  # rules that differ in tensors' values alone are alike
-
-    def keep(self, found: Tensor, g: Tensor, samples: slice) -> None:
-        """Keep the gradients of some samples, computed from the present value of g, if they are wanted."""
-        self._kept = [(found, weakref.ref(g), g._version, samples)] if self.wanted else []
-
-    def take(self, g: Tensor, samples: slice) -> Tensor | None:
-        """Return the gradients of these samples, if kept and g is unchanged; keep nothing afterwards."""
-        kept, self._kept = self._kept, []
-        return next((found for found, of, *at in kept if of() is g and at == [g._version, samples]), None)
-
-
-class _LayerNormBias(Rule):
-    """β [*normalized]: Σ_t g."""
-
-    def __init__(self, bias: Tensor, shift: _Shift) -> None:
-        super().__init__(bias)
-        self.shift, shift.wanted = shift, True
-
-    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        if (found := self.shift.take(g, samples)) is not None:
-            return found.reshape(-1, *self.parameter.shape)
-        return _sum_positions(part(g, samples), self.parameter)
-
-    def reach(self, g: Tensor) -> Reach:
-        return all_alike(g, self.parameter.numel())
+    return output, ((weight, LayerNormWeight, input, mean, rstd), (bias, Broadcast, output.shape))
 
 
 Each = Callable[[Tensor, int], Tensor]
@@ -212,7 +160,7 @@ def rms_norm(
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.rms_norm and the gradient of its weight."""
     output = F.rms_norm(input, normalized_shape, weight, eps)
-    return output, ((weight, RecomputedNormWeight, input, lambda x: F.rms_norm(x, normalized_shape, None, eps)),)
+    return output, ((weight, RMSNormWeight, input, normalized_shape, eps),)
 
 
 def instance_norm(

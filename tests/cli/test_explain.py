@@ -369,9 +369,10 @@ def test_the_model_is_left_as_it_was():
     assert all(p.grad is None for p in model.parameters()) and not vars(x)
 
 
-def test_layer_norms_that_differ_in_values_alone_are_alike():
-    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.LayerNorm(6))
+@pytest.mark.parametrize(("norm", "parameters"), [(nn.LayerNorm, 2), (nn.RMSNorm, 1)])
+def test_norms_that_differ_in_values_alone_are_alike(norm, parameters):
+    model = nn.Sequential(nn.Linear(5, 6), norm(6), norm(6))
     planner = Planner(file=False)
     readings, _ = record(MixedGhost(model, total, verify=False), torch.randn(BATCH, 4, 5), torch.zeros(BATCH), planner)
     kinds = Counter(likeness(reading) for reading in readings)
-    assert sorted(kinds.values()) == [1, 1, 2, 2]  # weights and biases of the linear layer, and of both norms
+    assert sorted(kinds.values()) == [1, 1] + [2] * parameters  # of the linear layer, and of both norms
