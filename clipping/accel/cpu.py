@@ -1,12 +1,12 @@
 """Squared per-sample norms on CPUs by kernels in C, which store no Gram matrix of the batch.
 
-    gram_norm         Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
-    pixel_norms       the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
-    sum_of_squares    ‖x_i‖² of instantiated gradients                   reads them once
-    column_norms      norms of pixels over their channels                reads them once
-    scale_gradient    Σ_t g x̂ of a layer norm                            reads g and x once
-    row_reach         Σ_t ‖a_t‖ ‖g_t‖ of a linear layer                  reads a and g once
-    patch_reach       the same of a convolution, from norms of pixels    reads them once for each pixel of the kernel
+    gram_norm_and_reach   Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
+    pixel_norms           the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
+    sum_of_squares        ‖x_i‖² of instantiated gradients                   reads them once
+    column_norms          norms of pixels over their channels                reads them once
+    scale_gradient        Σ_t g x̂ of a layer norm                            reads g and x once
+    row_reach             Σ_t ‖a_t‖ ‖g_t‖ of a linear layer                  reads a and g once
+    patch_reach           the same of a convolution, from norms of pixels    reads them once for each kernel offset
 
 torch's matrix libraries are built for large matrices; the Gram matrices of one sample are small and symmetric. Here a
 tile of inner products stays in registers for all features, only a triangle is computed, and entries of the two Gram
@@ -64,24 +64,14 @@ def supported(*tensors: Tensor) -> bool:
 
 
 @operation
-def gram_norm(a: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """Σ_g Σ_{t,s} (a_t · a_s)(g_t · g_s), [n]: the sum of the squared norms of linear layers that share an input.
-
-    It is float32 or wider. Rounding may make the square of a vanishing gradient slightly negative.
-    """
-    return _gram(a, gradients, ())[0]
-
-
-@operation
 def gram_norm_and_reach(
     a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]
 ) -> tuple[Tensor, Tensor]:
-    """`gram_norm` [n], and `row_reach` of each layer [n, layers, 2] from the diagonals of the Gram matrices."""
-    return _gram(a, gradients, lost)
+    """Σ_g Σ_{t,s} (a_t · a_s)(g_t · g_s), [n]: the sum of the squared norms of linear layers that share an input.
 
-
-def _gram(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]) -> tuple[Tensor, Tensor]:
-    """`gram_norm_and_reach`; an empty `lost` gives no reaches."""
+    Also return `row_reach` of each layer, [n, layers, 2], from the diagonals of the Gram matrices; an empty `lost`
+    gives none. Both are float32 or wider. Rounding may make the square of a vanishing gradient slightly negative.
+    """
     dtype = norm_dtype(gradients[0].dtype)
     count, positions, inputs = a.shape
     parts = max(1, -(-positions // PART))
@@ -111,7 +101,7 @@ def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -
         g: [n, p, *output size].
 
     Returns:
-        [n, 3], float32 or wider: squared norms as in `gram_norm`, and the two columns of the reach.
+        [n, 3], float32 or wider: squared norms as in `gram_norm_and_reach`, and the two columns of the reach.
     """
     dtype = norm_dtype(g.dtype)
     found = g.new_empty(len(g), 3, dtype=dtype)
@@ -288,22 +278,18 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     number: Any = ctypes.c_int64
     address: Any = ctypes.c_void_p
     real: Any = ctypes.c_double
-    kernels.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, *[address] * 3]
-    kernels.pixel_norms.argtypes = [address, number, *[address] * 3, number, address, real, real, address]
-    kernels.squares.argtypes = [address, address, number, number, address]
-    kernels.column_norms.argtypes = [address, address, number, number, number, address]
-    kernels.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
-    for reaches in (kernels.row_reaches, kernels.patch_reaches):
-        reaches.argtypes = [*[address] * 4, number, real, real, address]
+    reach = [*[address] * 4, number, real, real, address]
+    arguments = {
+        "gram_norm": [*[address] * 3, *[number] * 3, address, number, number, *[address] * 3],
+        "pixel_norms": [address, number, *[address] * 3, number, address, real, real, address],
+        "squares": [address, address, number, number, address],
+        "column_norms": [address, address, number, number, number, address],
+        "scale_gradients": [*[address] * 5, *[number] * 3, address],
+        "row_reaches": reach,
+        "patch_reaches": reach,
+    }
+    for name, types in arguments.items():
+        kernel = getattr(kernels, name)
+        kernel.argtypes, kernel.restype = types, None
     kernels.pixel_scratch.argtypes, kernels.pixel_scratch.restype = [address, number, address], number
-    for kernel in (
-        kernels.gram_norm,
-        kernels.pixel_norms,
-        kernels.squares,
-        kernels.column_norms,
-        kernels.scale_gradients,
-        kernels.row_reaches,
-        kernels.patch_reaches,
-    ):
-        kernel.restype = None
     return kernels

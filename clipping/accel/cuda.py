@@ -1,6 +1,6 @@
 """Squared per-sample norms on CUDA by Triton kernels, which store no Gram matrices or per-sample gradients.
 
-    gram_norm               Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²     operations 2 · n T² (d + p) / 2
+    gram_norm_and_reach     Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²     operations 2 · n T² (d + p) / 2
     embedding_gram_norm     Σ_{t,s} [id_t = id_s] (g_t · g_s)           operations 2 · n T² p / 2
     instantiated_norm       ‖Σ_t g_t a_tᵀ‖²                             operations 2 · n T p d
     convolution_norm        the same over the patches of an image, without unfolding it
@@ -11,9 +11,9 @@ allocates 16 bytes for each tile of up to 128 × 128 numbers. Gram matrices are 
 computed. Their diagonals hold the squared norms of rows, so the first two kernels find the reach in the same pass
 (`..._and_reach`). The third launches extra programs that read rows.
 
-**Exactness.** Accumulators are float32. Products of float32 use IEEE arithmetic (`precision="ieee"`), not TF32,
-whatever torch.backends.cuda.matmul.allow_tf32 says. There are no atomic operations, and tiles depend on sizes, layout
-and dtype, not on timing: the same tensors give the same bits in every run and process.
+**Exactness.** Accumulators are float32. Products of float32 use IEEE arithmetic, not TF32, whatever
+torch.backends.cuda.matmul.allow_tf32 says. There are no atomic operations, and tiles depend on sizes, layout and dtype,
+not on timing: the same tensors give the same bits in every run and process.
 
 **Launching** does not synchronise. There is no autotuning, which would have to time kernels and could choose other
 tiles, and so other last bits, in the next run. Rows that begin at multiples of 32 bytes get deep tiles, as they are
@@ -25,14 +25,13 @@ registers on compute capabilities 8.0 and 9.0; `tiles` overrides them.
 Importing this module does not import Triton. If `supported` returns False, the formulas of `clipping.rules` are the
 exact fallback. Fake tensors of a CUDA device give fake results and allocate what a launch would.
 
-Norms raise ValueError if shapes do not fit or tensors are not `supported`.
+Norms check nothing: ask `supported` first.
 
 Functions take:
     a: [n, T, d], of any strides; rounded to g's dtype, as autocast rounds it.
     g: [n, T, p], of any strides.
     ids: [n, T] integers, of any strides.
     lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
-    precision: of float32 products: "tf32x3" and "tf32" are faster and not exact.
     tiles: override the default tiles.
 """
 
@@ -44,9 +43,8 @@ import importlib.util
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +54,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from clipping.numerics.traced_operations import operation
 from clipping.rules.pixel_gram import in_two_dimensions
-
-Precision = Literal["ieee", "tf32x3", "tf32"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int64, torch.int32)
@@ -69,6 +65,8 @@ ROWS, COLUMNS = 32, 16
 """Positions of a program that reads rows, and features that each of its warps reads at a time."""
 PROGRAMS = 2**31 - 1
 """Most programs in one launch; larger batches take several launches."""
+WARPS = 8
+"""Groups of 32 threads in a program without tiles of its own."""
 
 
 class Tiles(NamedTuple):
@@ -87,6 +85,10 @@ class Tiles(NamedTuple):
     depth: int
     warps: int
     stages: int = 3
+
+    def options(self) -> dict[str, int]:
+        """Options of Triton."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 BY_ROWS = Tiles(ROWS, ROWS, ROWS, 8)
@@ -108,7 +110,7 @@ def supported(*tensors: Tensor) -> bool:
             return False
     if device.type == "cuda":
         return _capability(device) >= CAPABILITY and trouble(device) is None
-    return device.type == "cpu" and _programs().INTERPRETED
+    return device.type == "cpu" and bool(_program("INTERPRETED"))
 
 
 @functools.cache
@@ -129,7 +131,7 @@ def trouble(device: torch.device) -> str | None:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             a, g = (torch.full((1, 1, 1), value, device=device) for value in (2.0, 3.0))
             tiles = _gradient_tiles(1, 1, 1, g.dtype, _generation(g))
-            found = float(_one_gradient(a, g, tiles, "ieee", (0.0, 0.0))[0, 0])
+            found = float(_one_gradient(a, g, tiles, (0.0, 0.0))[0, 0])
         reason = None if found == 36.0 else f"a program computed {found} for 36.0"
     except torch.OutOfMemoryError:
         raise
@@ -141,71 +143,50 @@ def trouble(device: torch.device) -> str | None:
     return reason
 
 
-def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
-    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, [n] float32, without storing Gram matrices.
-
-    Rounding may make the square of a vanishing gradient slightly negative.
-    """
-    return gram_norm_and_reach(a, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
-
-
 @operation
-def gram_norm_and_reach(
-    a: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
-) -> Tensor:
-    """`gram_norm` and `row_reach` in one pass: [n, 4] float32."""
-    _check("gram_norm", a, g)
-    sizes = _sizes(a, g)
+def gram_norm_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float], *, tiles: Tiles | None = None) -> Tensor:
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, without storing Gram matrices, and `row_reach`.
+
+    The result is [n, 4] float32. Rounding may make the square of a vanishing gradient slightly negative.
+    """
+    sizes = *a.shape[1:], g.shape[2]
     positions, inputs, outputs = sizes
     dense = _is_dense(a, g)
     tiles = tiles or _gram_tiles(positions, max(inputs, outputs), g.dtype, _generation(g), dense=dense)
-    constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth, "PRECISION": precision}
-    return _with_reach("gram", (a, g), sizes, _pairs(positions, tiles), tiles, lost, constants)
-
-
-def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
-    """Σ_{t,s} [id_t = id_s] (g_t · g_s) of each sample, [n] float32: ‖∂/∂W‖² of an embedding.
-
-    g must be zero where the padding row was read.
-    """
-    return embedding_gram_norm_and_reach(ids, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
+    constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
+    return _with_reach("gram", (a, g), sizes, pairs(positions, tiles.rows), tiles, lost, constants)
 
 
 @operation
 def embedding_gram_norm_and_reach(
-    ids: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
+    ids: Tensor, g: Tensor, lost: tuple[float, float], *, tiles: Tiles | None = None
 ) -> Tensor:
-    """`embedding_gram_norm` and the reach, with rows a_t of norm 1, in one pass: [n, 4] float32."""
-    _check("embedding_gram_norm", g, ids=ids)
-    _same("ids [n, T] and g [n, T, p]", ids.dim() == 2 and g.dim() == 3 and ids.shape == g.shape[:2], ids, g)
+    """Σ_{t,s} [id_t = id_s] (g_t · g_s) of each sample, ‖∂/∂W‖² of an embedding, and the reach: [n, 4] float32.
+
+    g must be zero where the padding row was read. The reach is that of rows a_t of norm 1.
+    """
     _, positions, outputs = g.shape
     tiles = tiles or _gram_tiles(positions, outputs, g.dtype, _generation(g), dense=_is_dense(g))
-    constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth, "PRECISION": precision}
-    return _with_reach("embedding_gram", (ids, g), g.shape[1:], _pairs(positions, tiles), tiles, lost, constants)
-
-
-def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
-    """‖Σ_t g_t a_tᵀ‖² of each sample, [n] float32, never negative, without storing its gradient [p, d]."""
-    return instantiated_norm_and_reach(a, g, (0.0, 0.0), precision=precision, tiles=tiles)[:, 0]
+    constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
+    return _with_reach("embedding_gram", (ids, g), g.shape[1:], pairs(positions, tiles.rows), tiles, lost, constants)
 
 
 @operation
 def instantiated_norm_and_reach(
-    a: Tensor, g: Tensor, lost: tuple[float, float], *, precision: Precision = "ieee", tiles: Tiles | None = None
+    a: Tensor, g: Tensor, lost: tuple[float, float], *, tiles: Tiles | None = None
 ) -> Tensor:
-    """`instantiated_norm` and `row_reach` in one launch: [n, 4] float32."""
-    _check("instantiated_norm", a, g)
-    positions, inputs, outputs = _sizes(a, g)
+    """‖Σ_t g_t a_tᵀ‖² of each sample, never negative, without storing its gradient, and `row_reach`: [n, 4] float32."""
+    positions, inputs, outputs = *a.shape[1:], g.shape[2]
     tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), dense=_is_dense(a, g))
-    return _one_gradient(a, g, tiles, precision, lost)
+    return _one_gradient(a, g, tiles, lost)
 
 
-def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, precision: Precision, lost: tuple[float, float]) -> Tensor:
-    """`instantiated_norm_and_reach` without checking the tensors."""
+def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, lost: tuple[float, float]) -> Tensor:
+    """`instantiated_norm_and_reach` by these tiles, never traced."""
     sizes = positions, inputs, outputs = *a.shape[1:], g.shape[2]
     each = math.ceil(positions / ROWS) + math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns)
     blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
-    constants = {**blocks, "ROWS": ROWS, "COLUMNS": COLUMNS * tiles.warps, "PRECISION": precision}
+    constants = {**blocks, "ROWS": ROWS, "COLUMNS": COLUMNS * tiles.warps}
     return _with_reach("instantiated", (a, g), sizes, each, tiles, lost, constants)
 
 
@@ -215,8 +196,7 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
 
     The result is [n, 4] float32, with a first column of 0.
     """
-    _check("row_reach", a, g)
-    sizes = positions, *_ = _sizes(a, g)
+    positions, *_ = sizes = *a.shape[1:], g.shape[2]
     constants = {"ROWS": ROWS, "COLUMNS": COLUMNS * BY_ROWS.warps}
     return _with_reach("rows", (a, g), sizes, math.ceil(positions / ROWS), BY_ROWS, lost, constants)
 
@@ -231,23 +211,19 @@ def _with_reach(
     constants: dict[str, Any],
 ) -> Tensor:
     """Squared norms and the columns of a reach [n, 4], by `each` programs for each sample; 0 if a size is 0."""
-
-    def numbers(x: Tensor, y: Tensor) -> tuple[float, ...]:
-        return *sizes, *x.stride(), *y.stride(), *map(float, lost)
-
-    count = len(tensors[1]) if min(sizes) else 0
-    return _launch(program, tensors, count, each, numbers, tiles, columns=4, **constants)
+    a, g = tensors
+    numbers = *sizes, *a.stride(), *g.stride(), *map(float, lost)
+    return _launch(program, tensors, each if min(sizes) else 0, numbers, tiles, columns=4, **constants)
 
 
-def _sizes(a: Tensor, g: Tensor) -> tuple[int, int, int]:
-    """T, d and p of a [n, T, d] and g [n, T, p]."""
-    _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
-    return a.shape[1], a.shape[2], g.shape[2]
+def pairs(positions: int, rows: int) -> int:
+    """Return the number of unordered pairs of blocks of positions.
 
-
-def _pairs(positions: int, tiles: Tiles) -> int:
-    """Number of unordered pairs of blocks of positions."""
-    blocks = math.ceil(positions / tiles.rows)
+    Args:
+        positions: T.
+        rows: positions in a block.
+    """
+    blocks = math.ceil(positions / rows)
     return blocks * (blocks + 1) // 2
 
 
@@ -269,7 +245,6 @@ def convolution_norm(
     dilation: Sequence[int],
     groups: int,
     *,
-    precision: Precision = "ieee",
     tiles: Tiles | None = None,
 ) -> Tensor:
     """‖∂/∂W‖² of each sample, [n] float32, for a convolution, without storing patches or gradients.
@@ -280,62 +255,88 @@ def convolution_norm(
         kernel, stride, padding, dilation: one number a spatial dimension; the same padding on both sides.
         groups: as in torch.nn.Conv2d.
     """
-    _check("convolution_norm", x, g)
-    spatial = len(kernel)
-    shaped = x.dim() == g.dim() == spatial + 2 and spatial in (1, 2) and x.shape[0] == g.shape[0]
-    _same("x [n, C, *size] and g [n, P, *output size] in one or two dimensions", shaped, x, g)
-    if x.shape[1] % groups or g.shape[1] % groups:
-        raise ValueError(f"expected channels {x.shape[1]} and {g.shape[1]} to be multiples of groups={groups}")
     x, g, options = in_two_dimensions(x, g, (kernel, stride, padding, dilation))
     channels, outputs = x.shape[1] // groups, g.shape[1] // groups
     positions, inputs = g.shape[2] * g.shape[3], channels * math.prod(kernel)
     tiles = tiles or _patch_tiles(positions, inputs, outputs, g.dtype, _generation(g) if rows_at_once(x, g) else 0)
     sizes = (groups, channels, outputs, *x.shape[2:], *g.shape[2:])
-    named = zip(("KERNEL", "STRIDE", "PADDING", "DILATION"), options, strict=True)
-    constants = {f"{name}_{axis}": option[i] for name, option in named for i, axis in enumerate("HW")}
     return _launch(
         "convolution",
         (x, g),
-        x.shape[0] if min(positions, inputs, outputs) else 0,
-        groups * math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
-        lambda x, g: (*sizes, *x.stride(), *g.stride()),
+        groups * math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns) if positions else 0,
+        (*sizes, *x.stride(), *g.stride()),
         tiles,
-        **constants,
+        **named(options),
         BLOCK_T=tiles.depth,
         BLOCK_D=tiles.columns,
         BLOCK_P=tiles.rows,
-        PRECISION=precision,
-    )
+    )[:, 0]
 
 
 def _launch(
     program: str,
     tensors: tuple[Tensor, Tensor],
-    count: int,
     each: int,
-    numbers: Callable[[Tensor, Tensor], tuple[float, ...]],
+    numbers: Sequence[float],
     tiles: Tiles,
     *,
-    columns: int = 0,
+    columns: int = 1,
     **constants: Any,
 ) -> Tensor:
-    """Launch `each` programs for each sample, none if `count` is 0, and sum their numbers: [n], or [n, columns]."""
+    """Launch `each` programs for each sample, and sum their numbers: [n, columns]."""
     first, second = (x.detach() for x in tensors)
-    several = (columns,) if columns else ()
-    if not count:
-        return second.new_zeros(second.shape[0], *several, dtype=torch.float32)
-    parts = second.new_empty(count, each, *several, dtype=torch.float32)
-    if not isinstance(parts, FakeTensor):
-        kernel = getattr(_programs(), program)
-        if program != "rows":
-            constants["WIDEN"] = _programs().INTERPRETED and second.dtype == torch.bfloat16
-        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        step = max(1, PROGRAMS // each)
-        with torch.cuda.device_of(second):
-            for at in (slice(start, start + step) for start in range(0, count, step)):
-                a, g, out = first[at], second[at], parts[at]
-                kernel[(len(out) * each,)](a, g, out, *numbers(a, g), **constants, **options)
-    return parts.sum(1)
+    parts = second.new_empty(len(second), each, columns, dtype=torch.float32)
+    launch(program, each, (first, second, parts), numbers, count=len(parts), **tiles.options(), **constants)
+    return whole(parts)
+
+
+def launch(
+    program: str,
+    each: int,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
+    results: int = 1,
+    *,
+    count: int = 1,
+    **constants: Any,
+) -> None:
+    """Launch `each` programs for each sample, at most `PROGRAMS` at a time; none for fake tensors.
+
+    Args:
+        program, each: its name, and programs for each sample.
+        tensors, results: [count, ...] if count is above 1, and how many of them, the last ones, are written.
+        numbers: the arguments after the tensors.
+        count: number of samples.
+        constants: compile-time arguments and options of Triton.
+    """
+    if isinstance(tensors[-1], FakeTensor) or not each:
+        return
+    kernel, step = _program(program), max(1, PROGRAMS // each)
+    with torch.cuda.device_of(tensors[-1]):
+        for at in (slice(start, min(start + step, count)) for start in range(0, count, step)):
+            some = tensors if count <= step else [x[at] for x in tensors]
+            kernel[((at.stop - at.start) * each,)](*some, *numbers, **{"num_warps": WARPS, **constants})
+
+
+def named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Name a convolution's geometry as the programs do.
+
+    Args:
+        geometry: two numbers each.
+    """
+    names = "KERNEL", "STRIDE", "PADDING", "DILATION"
+    return {
+        f"{name}_{axis}": option[i] for name, option in zip(names, geometry, strict=True) for i, axis in enumerate("HW")
+    }
+
+
+def whole(parts: Tensor) -> Tensor:
+    """Sum parts: [n, parts, k] to [n, k].
+
+    Args:
+        parts: of each sample.
+    """
+    return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
 
 
 def _gram_tiles(positions: int, features: int, dtype: torch.dtype, generation: int, *, dense: bool = False) -> Tiles:
@@ -403,26 +404,10 @@ def _warps(rows: int, columns: int, dtype: torch.dtype) -> int:
     return min(8, max(1, rows * columns // (512 if dtype == torch.float32 else 1024)))
 
 
-def _check(name: str, *tensors: Tensor, ids: Tensor | None = None) -> None:
-    every = tensors if ids is None else (ids, *tensors)
-    known = all(x.dtype in DTYPES for x in tensors) and (ids is None or ids.dtype in IDS)
-    if not known or not supported(*every):
-        found = ", ".join(f"{x.dtype} on {x.device}" for x in every)
-        raise ValueError(
-            f"expected {name} to get float32, bfloat16 or float16 (ids: int64 or int32) on one CUDA device; "
-            f"got {found}, {'on ROCm' if _is_rocm() else 'with Triton' if _has_triton() else 'without Triton'}; "
-            "use the formulas of clipping.rules"
-        )
-
-
-def _same(expected: str, found: bool, *tensors: Tensor) -> None:
-    if not found:
-        raise ValueError(f"expected {expected}, got {' and '.join(str(list(x.shape)) for x in tensors)}")
-
-
 @functools.cache
-def _programs() -> ModuleType:
-    return importlib.import_module("clipping.accel.cuda_programs")
+def _program(name: str) -> Any:
+    modules = (importlib.import_module(f"clipping.accel.{place}_programs") for place in ("cuda", "fused"))
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def _is_rocm() -> bool:

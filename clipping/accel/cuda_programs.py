@@ -11,6 +11,15 @@ import triton.language as tl
 
 
 @triton.jit
+def _nothing():
+    pass
+
+
+INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
+"""True if TRITON_INTERPRET=1 was set before Triton was imported, so that its own functions are interpreted as well."""
+
+
+@triton.jit
 def gram(
     a,
     g,
@@ -28,8 +37,6 @@ def gram(
     of_outputs,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Σ (a_t · a_s)(g_t · g_s) over a block of positions t and one of s, and the reach over t = s: [n · pairs, 4]."""
     sample, first, second = _pair(positions, BLOCK_T)
@@ -38,21 +45,13 @@ def gram(
     out += tl.program_id(0).to(tl.int64) * 4
     dtype = g.dtype.element_ty  # under autocast a may be wider than the dtype it was multiplied in
     if first == second:
-        of_a = _products(
-            a, first, first, positions, inputs, a_position, a_input, dtype, True, BLOCK_T, BLOCK_K, PRECISION, WIDEN
-        )
-        of_g = _products(
-            g, first, first, positions, outputs, g_position, g_output, dtype, True, BLOCK_T, BLOCK_K, PRECISION, WIDEN
-        )
+        of_a = _products(a, first, first, positions, inputs, a_position, a_input, dtype, True, BLOCK_T, BLOCK_K)
+        of_g = _products(g, first, first, positions, outputs, g_position, g_output, dtype, True, BLOCK_T, BLOCK_K)
         tl.store(out, tl.sum(of_a * of_g))
         _store_reach(out, _diagonal(of_a, BLOCK_T), _diagonal(of_g, BLOCK_T), of_inputs, of_outputs)
     else:
-        of_a = _products(
-            a, first, second, positions, inputs, a_position, a_input, dtype, False, BLOCK_T, BLOCK_K, PRECISION, WIDEN
-        )
-        of_g = _products(
-            g, first, second, positions, outputs, g_position, g_output, dtype, False, BLOCK_T, BLOCK_K, PRECISION, WIDEN
-        )
+        of_a = _products(a, first, second, positions, inputs, a_position, a_input, dtype, False, BLOCK_T, BLOCK_K)
+        of_g = _products(g, first, second, positions, outputs, g_position, g_output, dtype, False, BLOCK_T, BLOCK_K)
         _store_alone(out, 2.0 * tl.sum(of_a * of_g))
 
 
@@ -72,8 +71,6 @@ def embedding_gram(
     of_outputs,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Σ [id_t = id_s] (g_t · g_s) over blocks of positions t and s, and the reach over t = s: [n · pairs, 4]."""
     sample, first, second = _pair(positions, BLOCK_T)
@@ -87,15 +84,11 @@ def embedding_gram(
     same = row_ids[:, None] == column_ids[None, :]  # ids read outside may match, but their products are zero
     dtype = g.dtype.element_ty
     if first == second:
-        of_g = _products(
-            g, first, first, positions, outputs, g_position, g_output, dtype, True, BLOCK_T, BLOCK_K, PRECISION, WIDEN
-        )
+        of_g = _products(g, first, first, positions, outputs, g_position, g_output, dtype, True, BLOCK_T, BLOCK_K)
         tl.store(out, tl.sum(tl.where(same, of_g, 0.0)))
         _store_reach(out, (rows < positions).to(tl.float32), _diagonal(of_g, BLOCK_T), of_inputs, of_outputs)
     else:
-        of_g = _products(
-            g, first, second, positions, outputs, g_position, g_output, dtype, False, BLOCK_T, BLOCK_K, PRECISION, WIDEN
-        )
+        of_g = _products(g, first, second, positions, outputs, g_position, g_output, dtype, False, BLOCK_T, BLOCK_K)
         _store_alone(out, 2.0 * tl.sum(tl.where(same, of_g, 0.0)))
 
 
@@ -120,8 +113,6 @@ def instantiated(
     BLOCK_P: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Σ (Σ_t g_tp a_td)² over a tile of (p, d), or the reach over a block of positions: out [n · (blocks + tiles), 4].
 
@@ -154,7 +145,7 @@ def instantiated(
             there = t < positions
             left = tl.load(g_at + wide[None, :] * g_position, mask=there[None, :] & (p < outputs)[:, None], other=0.0)
             right = tl.load(a_at + wide[:, None] * a_position, mask=there[:, None] & (d < inputs)[None, :], other=0.0)
-            total = _dot(left, right.to(dtype), total, PRECISION, WIDEN)
+            total = _dot(left, right.to(dtype), total)
         _store_alone(out, tl.sum(total * total))
 
 
@@ -224,12 +215,13 @@ def _diagonal(x, BLOCK_T: tl.constexpr):
 def _store_reach(out, of_a, of_g, of_inputs, of_outputs):
     """Store Σ_t ‖a_t‖ ‖g_t‖, Σ_t ‖a_t‖ · of_inputs + ‖g_t‖ · of_outputs and Σ_t ‖a_t‖² ‖g_t‖² in out[1:4].
 
-    of_a and of_g are the squares ‖a_t‖² and ‖g_t‖².
+    of_a and of_g are the squares ‖a_t‖² and ‖g_t‖²; rounding may have made them negative.
     """
-    a_norms, g_norms = tl.sqrt(of_a), tl.sqrt(of_g)
-    tl.store(out + 1, tl.sum(a_norms * g_norms))
+    a_norms, g_norms = tl.sqrt(tl.maximum(of_a, 0.0)), tl.sqrt(tl.maximum(of_g, 0.0))
+    terms = a_norms * g_norms
+    tl.store(out + 1, tl.sum(terms))
     tl.store(out + 2, tl.sum(a_norms) * of_inputs + tl.sum(g_norms) * of_outputs)
-    tl.store(out + 3, tl.sum(of_a * of_g))
+    tl.store(out + 3, tl.sum(terms * terms))
 
 
 @triton.jit
@@ -271,8 +263,6 @@ def convolution(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Σ (Σ_t g_tp patch_td)² over a tile of (p, d) of one group, d = (kernel row, kernel column, channel).
 
@@ -312,7 +302,7 @@ def convolution(
             mask=inside & there[:, None] & (d < inputs)[None, :],
             other=0.0,
         )
-        total = _dot(of_outputs, patches.to(dtype), total, PRECISION, WIDEN)
+        total = _dot(of_outputs, patches.to(dtype), total)
     tl.store(out + tl.program_id(0), tl.sum(total * total))
 
 
@@ -348,8 +338,6 @@ def _products(
     SAME: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """x_t · x_s for positions t of the first block and s of the second, [BLOCK_T, BLOCK_T], float32.
 
@@ -368,22 +356,17 @@ def _products(
         right = left
         if not SAME:
             right = tl.load(columns_at + at, mask=(columns < positions)[:, None] & there, other=0.0).to(dtype)
-        total = _dot(left, tl.trans(right), total, PRECISION, WIDEN)
+        total = _dot(left, tl.trans(right), total)
     return total
 
 
 @triton.jit
-def _dot(x, y, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+def _dot(x, y, total):
     """total + x @ y, accumulated in float32.
 
     Triton's interpreter reads a bfloat16 operand as an integer, so it widens. This changes nothing, as products of
-    bfloat16 are exact in float32.
+    half precision are exact in float32.
     """
-    if WIDEN:
-        return tl.dot(x.to(tl.float32), y.to(tl.float32), total, input_precision=PRECISION)
-    else:
-        return tl.dot(x, y, total, input_precision=PRECISION)
-
-
-INTERPRETED = not isinstance(gram, triton.JITFunction)
-"""True if TRITON_INTERPRET=1 was set before Triton was imported, so that its own functions are interpreted as well."""
+    if INTERPRETED:
+        x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.dot(x, y, total, input_precision="ieee")

@@ -2,6 +2,7 @@
 
     shifted_norms     Σ_{t,u} A_tu G_tu and the reach, from the Gram matrices of an image's pixels and of the output's
                       gradient; A sums shifts of the former (see `clipping.rules.pixel_gram`)
+    patch_norms       the same of patches, which the kernel reads from the image without unfolding it
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels or input rows, and of gradient rows (see
                       `clipping.numerics.rounding_bounds`)
     weighted_patches  Σ_i c_i g_i of a convolution's weight in half precision, without scaled or wide copies
@@ -23,30 +24,25 @@ Functions take:
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.accel import cuda
 from clipping.core.microbatching import power_of_two
 from clipping.numerics.traced_operations import operation
+from clipping.rules.pixel_gram import in_two_dimensions
 
 TILE = 64
 """Positions along a tile's side: 4,096 products, 16 for each thread."""
+GRAM_SIDE = 64
+"""Most positions along a side of a tile of `patch_norms`; twice as many if shared memory holds them."""
 LINE = 1024
 """Positions in one program of `reach`, or entries in one of `added`."""
-WARPS = 8
-"""Groups of 32 threads in a program."""
 SIDE, DEPTHS, PROGRAMS = 128, (128, 64, 32, 16), 256
 """For `weighted`: a tile's side, positions it may read at a time, and programs that occupy a GPU twice."""
-NAMES = ("KERNEL", "STRIDE", "PADDING", "DILATION")
 
 
 def runs(*tensors: Tensor) -> bool:
@@ -79,10 +75,8 @@ def shifted_norms(
     out = g.new_empty(count, each, 4)
     numbers = (positions, width, x.shape[2], *grid, *map(float, lost))
     constants = {"PHASES_H": phases[0], "PHASES_W": phases[1], "BLOCK": block}
-    step = max(1, cuda.PROGRAMS // max(1, each))
-    for at in (slice(start, start + step) for start in range(0, count, step)):
-        _run("shifted", out[at].numel() // 4, (x[at], g[at], out[at]), numbers, **_named(geometry), **constants)
-    return _whole(out)
+    cuda.launch("shifted", each, (x, g, out), numbers, count=count, **cuda.named(geometry), **constants)
+    return cuda.whole(out)
 
 
 @operation
@@ -103,8 +97,71 @@ def reach(
     block = cuda._power(positions, LINE)
     out = g.new_empty(count, math.ceil(positions / block), 3)
     numbers = (positions, width, *x.shape[1:], *x.stride(), *g.stride(), *map(float, lost))
-    _run("reach", out.numel() // 3, (x, g, out), numbers, **_named(geometry), BLOCK=block)
-    return _whole(out)
+    cuda.launch("reach", out.numel() // 3, (x, g, out), numbers, **cuda.named(geometry), BLOCK=block)
+    return cuda.whole(out)
+
+
+@operation
+def patch_norms(
+    x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int, lost: tuple[float, float]
+) -> Tensor:
+    """`shifted_norms` of each group of a convolution, [n · groups, 4] float32, from the image itself.
+
+    Args:
+        x: [n, C, *size], of any strides, in one or two dimensions; rounded to g's dtype.
+        g: [n, P, *output size], of any strides.
+        geometry: kernel, stride, padding and dilation of the convolution, one number a spatial dimension.
+        groups: as in torch.nn.Conv2d.
+    """
+    x, g, options = in_two_dimensions(x, g, geometry)
+    channels, outputs, positions = x.shape[1] // groups, g.shape[1] // groups, g.shape[2] * g.shape[3]
+    tiles = gram_tiles(positions, channels, g.dtype, cuda._generation(g), cuda.rows_at_once(x, g))
+    each = groups * cuda.pairs(positions, tiles.rows)
+    out = g.new_empty(len(g), each, 4, dtype=torch.float32)
+    numbers = (groups, channels, outputs, *x.shape[2:], *g.shape[2:], *x.stride(), *g.stride(), *map(float, lost))
+    cuda.launch(
+        "convolution_gram",
+        each,
+        (x, g, out),
+        numbers,
+        count=len(g),
+        **cuda.named(options),
+        ALONE=positions <= tiles.rows,
+        BLOCK=tiles.rows,
+        BLOCK_K=tiles.depth,
+        **tiles.options(),
+    )
+    return cuda.whole(out.view(len(g) * groups, -1, 4))
+
+
+def multiplications(positions: int, channels: int, outputs: int, offsets: int) -> int:
+    """Multiplications for one sample and group: whole tiles of a triangle with its diagonal.
+
+    Args:
+        positions: T.
+        channels, outputs: of one group.
+        offsets: ∏ kernel.
+    """
+    side = cuda._power(positions, GRAM_SIDE)
+    channels, outputs = (-(-size // 16) * 16 for size in (channels, outputs))
+    return cuda.pairs(positions, side) * side**2 * (offsets * channels + outputs)
+
+
+def gram_tiles(positions: int, channels: int, dtype: torch.dtype, generation: int, at_once: bool) -> cuda.Tiles:
+    """Choose tiles by sizes, dtype and layout.
+
+    Args:
+        positions: T.
+        channels: of one group.
+        dtype: of the operands.
+        generation: major compute capability of the device.
+        at_once: result of `cuda.rows_at_once`; if False, tiles are shallower, as entries pass through registers.
+    """
+    half = dtype != torch.float32 and at_once
+    large = half and generation in (9, 10)
+    side = cuda._power(positions, 2 * GRAM_SIDE if large else GRAM_SIDE)
+    depth = cuda._power(channels, (4096 if half else 2048) // side)
+    return cuda.Tiles(side, side, depth, max(4, cuda._warps(side, side, dtype)), 4 if large else 3)
 
 
 def turned(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +182,7 @@ def _turned(x: Tensor) -> tuple[Tensor, Tensor]:
     norms = x.new_empty(len(x), *x.shape[2:], dtype=torch.float32)
     blocks = {"BLOCK_C": cuda._power(channels, TILE), "BLOCK_N": cuda._power(pixels, TILE)}
     programs = len(x) * math.ceil(pixels / blocks["BLOCK_N"])
-    _run("turned", programs, (x, out, norms), (channels, pixels), 2, **blocks)
+    cuda.launch("turned", programs, (x, out, norms), (channels, pixels), 2, **blocks)
     return out, norms
 
 
@@ -145,18 +202,16 @@ def weighted_patches(x: Tensor, g: Tensor, factors: Tensor, geometry: Sequence[S
     tiles = cuda._patch_tiles(positions, inputs, outputs, g.dtype, generation)
     out = g.new_empty(portions, outputs, channels, *kernel, dtype=torch.float32)
     numbers = (channels, outputs, *x.shape[2:], *g.shape[2:], len(g) // portions, *x.stride(), *g.stride())
-    _run(
+    cuda.launch(
         "weighted_patches",
         portions * math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
         (x, g, factors, out),
         numbers,
-        **_named(geometry),
+        **cuda.named(geometry),
         BLOCK_T=tiles.depth,
         BLOCK_D=tiles.columns,
         BLOCK_P=tiles.rows,
-        WIDEN=g.is_cpu and g.dtype == torch.bfloat16,  # in Triton's interpreter
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **tiles.options(),
     )
     return out
 
@@ -172,7 +227,7 @@ def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
     out = parts.new_empty(parts.shape[1:])
     given = (parts, parts if rest is None else rest, out)
     counts = {"COUNT": len(parts), "RESTS": 0 if rest is None else len(rest)}
-    _run("added", math.ceil(out.numel() / LINE), given, (out.numel(),), **counts, BLOCK=LINE)
+    cuda.launch("added", math.ceil(out.numel() / LINE), given, (out.numel(),), **counts, BLOCK=LINE)
     return out
 
 
@@ -189,8 +244,8 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
     block = cuda._power(positions, TILE)
     out = g.new_empty(count, math.ceil(positions / block), features, dtype=torch.float32)
     programs = count * out.shape[1] * math.ceil(features / TILE)
-    _run("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)
-    return _whole(out)
+    cuda.launch("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)
+    return cuda.whole(out)
 
 
 def weighs(*tensors: Tensor) -> bool:
@@ -237,31 +292,6 @@ def weighted(a: Tensor, g: Tensor, factors: Tensor, size: int) -> Tensor:
     out = factors.new_empty(max(1, -(-count // size)), outputs, inputs)
     numbers = (count, size, positions, inputs, outputs, *a.stride()[:2], *g.stride()[:2])
     programs = len(out) * -(-inputs // SIDE) * -(-outputs // SIDE)
-    constants = {"BLOCK_T": depth, "BLOCK_D": SIDE, "BLOCK_P": SIDE, "WIDEN": g.is_cpu and g.dtype == torch.bfloat16}
-    _run("weighted", programs, (a, g, factors.contiguous(), out), numbers, **constants)
+    constants = {"BLOCK_T": depth, "BLOCK_D": SIDE, "BLOCK_P": SIDE}
+    cuda.launch("weighted", programs, (a, g, factors.contiguous(), out), numbers, **constants)
     return out
-
-
-def _whole(parts: Tensor) -> Tensor:
-    """Sum parts: [n, parts, k] to [n, k]."""
-    return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
-
-
-def _named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:
-    return {
-        f"{name}_{axis}": option[i] for name, option in zip(NAMES, geometry, strict=True) for i, axis in enumerate("HW")
-    }
-
-
-def _run(
-    program: str, programs: int, tensors: Sequence[Tensor], numbers: Sequence[Any], results: int = 1, **constants: int
-) -> None:
-    """Launch once; never for fake tensors. The last `results` tensors are written."""
-    if programs and not isinstance(tensors[-1], FakeTensor):
-        with torch.cuda.device_of(tensors[-1]):
-            getattr(_programs(), program)[(programs,)](*tensors, *numbers, **{"num_warps": WARPS, **constants})
-
-
-@functools.cache
-def _programs() -> ModuleType:
-    return importlib.import_module("clipping.accel.fused_programs")

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""Triton programs of `clipping.accel.fused` and `convolution_gram`. Importing this module requires Triton.
+"""Triton programs of `clipping.accel.fused`. Importing this module requires Triton.
 
 Each program writes to its own place. There are no atomic operations, so the same tensors give the same bits. Reads
 outside a tensor give zero. Diagonals of Gram matrices are clamped at 0 before the square root, as rounding may make
@@ -9,7 +9,7 @@ them negative.
 import triton
 import triton.language as tl
 
-from clipping.accel.cuda_programs import _dot
+from clipping.accel.cuda_programs import _dot, _pair, _store_reach
 
 
 @triton.jit
@@ -70,12 +70,8 @@ def shifted(
     out += tl.program_id(0).to(tl.int64) * 4
     tl.store(out, tl.sum(sums * of_g) * weight)
     same = there & (t[:, None] == u[None, :])
-    a_norms = tl.sqrt(tl.maximum(tl.sum(tl.where(same, sums, 0.0), 1), 0.0))
-    g_norms = tl.sqrt(tl.maximum(tl.sum(tl.where(same, of_g, 0.0), 1), 0.0))
-    terms = a_norms * g_norms
-    tl.store(out + 1, tl.sum(terms))
-    tl.store(out + 2, tl.sum(a_norms) * of_inputs + tl.sum(g_norms) * of_outputs)
-    tl.store(out + 3, tl.sum(terms * terms))
+    of_a, of_g = tl.sum(tl.where(same, sums, 0.0), 1), tl.sum(tl.where(same, of_g, 0.0), 1)
+    _store_reach(out, of_a, of_g, of_inputs, of_outputs)
 
 
 @triton.jit
@@ -119,7 +115,6 @@ def convolution_gram(
     ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Σ A_tu G_tu over a block of positions t and one of u, and the reach over t = u.
 
@@ -127,20 +122,10 @@ def convolution_gram(
     are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is True if there is one block.
     """
     positions = out_height * out_width
-    blocks = tl.cdiv(positions, BLOCK)
-    tiles = blocks * (blocks + 1) // 2
-    group = (tl.program_id(0) // tiles % groups).to(tl.int64)
-    sample = (tl.program_id(0) // tiles // groups).to(tl.int64)
+    found, first, second = _pair(positions, BLOCK)
+    sample, group = found // groups, found % groups
     x += sample * x_sample + group * channels * x_channel
     g += sample * g_sample + group * outputs * g_channel
-    # a long and a short row of the triangle together fill one line of a rectangle
-    odd = blocks % 2
-    columns = blocks + 1 - odd
-    line = tl.program_id(0) % tiles // columns
-    at = tl.program_id(0) % tiles % columns
-    last = blocks - 1 - line
-    first = tl.where(at <= last, last, line - odd)
-    second = tl.where(at <= last, at, at - last - 1)
     t = first * BLOCK + tl.arange(0, BLOCK)
     u = second * BLOCK + tl.arange(0, BLOCK)
     # positions beyond the output are read outside the image, as zero
@@ -154,7 +139,7 @@ def convolution_gram(
         right = left
         if not ALONE:
             right = _pixels(g, u_row, u_column, out_height, out_width, k, outputs, g_row, g_column, g_channel)
-        of_g = _dot(left, tl.trans(right), of_g, "ieee", WIDEN)
+        of_g = _dot(left, tl.trans(right), of_g)
     t_row = tl.where(t < positions, t_row * STRIDE_H - PADDING_H, height)
     u_row = tl.where(u < positions, u_row * STRIDE_H - PADDING_H, height)
     t_column, u_column = t_column * STRIDE_W - PADDING_W, u_column * STRIDE_W - PADDING_W
@@ -168,16 +153,12 @@ def convolution_gram(
         right = left
         if not ALONE:
             right = _pixels(x, u_row + down, u_column + across, height, width, k, channels, x_row, x_column, x_channel)
-        of_x = _dot(left.to(dtype), tl.trans(right.to(dtype)), of_x, "ieee", WIDEN)
+        of_x = _dot(left.to(dtype), tl.trans(right.to(dtype)), of_x)
     out += tl.program_id(0).to(tl.int64) * 4
     tl.store(out, tl.sum(of_x * of_g) * tl.where(first == second, 1.0, 2.0))
     same = t[:, None] == u[None, :]
-    a_norms = tl.sqrt(tl.maximum(tl.sum(tl.where(same, of_x, 0.0), 1), 0.0))
-    g_norms = tl.sqrt(tl.maximum(tl.sum(tl.where(same, of_g, 0.0), 1), 0.0))
-    terms = a_norms * g_norms
-    tl.store(out + 1, tl.sum(terms))
-    tl.store(out + 2, tl.sum(a_norms) * of_inputs + tl.sum(g_norms) * of_outputs)
-    tl.store(out + 3, tl.sum(terms * terms))
+    of_a, of_g = tl.sum(tl.where(same, of_x, 0.0), 1), tl.sum(tl.where(same, of_g, 0.0), 1)
+    _store_reach(out, of_a, of_g, of_inputs, of_outputs)
 
 
 @triton.jit
@@ -212,7 +193,6 @@ def weighted_patches(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d) of a portion of `each` samples: out [n / each, p, d].
 
@@ -247,7 +227,7 @@ def weighted_patches(
         inside = (y >= 0) & (y < height) & (z >= 0) & (z < width) & (d < inputs)[None, :]
         at = y.to(tl.int64) * x_row + z.to(tl.int64) * x_column + channel.to(tl.int64)[None, :] * x_channel
         of_x = tl.load(x + sample * x_sample + at, mask=inside, other=0.0)
-        found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32), "ieee", WIDEN)
+        found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
         total += found * tl.load(factors + sample)
     at = p.to(tl.int64)[:, None] * inputs + (channel * (KERNEL_H * KERNEL_W) + offset)[None, :]
     tl.store(out + portion * outputs * inputs + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])
@@ -396,7 +376,6 @@ def weighted(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Σ_i c_i Σ_t g_itp a_itd over a tile of (p, d), for the `each` samples i of one portion.
 
@@ -421,7 +400,7 @@ def weighted(
         of_a = a + sample * a_sample + wide[:, None] * a_position + d[None, :]
         left = tl.load(of_g, mask=there[None, :] & (p < outputs)[:, None], other=0.0)
         right = tl.load(of_a, mask=there[:, None] & (d < inputs)[None, :], other=0.0)
-        found = _dot(left, right, tl.zeros((BLOCK_P, BLOCK_D), tl.float32), "ieee", WIDEN)
+        found = _dot(left, right, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
         total += found * tl.load(factors + sample)
     at = portion.to(tl.int64) * outputs * inputs + p.to(tl.int64)[:, None] * inputs + d[None, :]
     tl.store(out + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])

@@ -36,7 +36,10 @@ def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
 
 
 def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] = ()) -> Tensor:
-    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features.
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features, blocked over rows t.
+
+    A block computes only the columns up to its own, and counts those before it twice: half of the work where blocks are
+    many. It has `ROWS` rows or more, or fewer where T² entries exceed the available bytes.
 
     Args:
         a: [n, T, d].
@@ -53,7 +56,22 @@ def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] 
         for each in others:
             squares += sum_of_squares(each)
         return squares.mul_(sum_of_squares(a))
-    return gram_inner(g, lambda rows, columns: products(part(a, rows, 1), part(a, columns, 1)), available, others)
+    count, positions, _ = g.shape
+    matrices = 3 if others else 2
+    most = max(1, available // max(1, matrices * count * positions * norm_dtype(g.dtype).itemsize))
+    rows = positions if positions < HALVED else max(min(ROWS, -(-positions // 2)), -(-positions // 8))
+    rows = min(rows, most)
+    sums = []
+    for start in range(0, positions, rows):
+        block, before = slice(start, min(start + rows, positions)), slice(0, min(start + rows, positions))
+        found = products(part(g, block, 1), part(g, before, 1))
+        for each in others:
+            found += products(part(each, block, 1), part(each, before, 1))
+        found *= products(part(a, block, 1), part(a, before, 1))
+        if start:
+            sums.append(2 * found[:, :, :start].sum((1, 2)))
+        sums.append(part(found, slice(start, before.stop), 2).sum((1, 2)))
+    return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
 
 
 def gram_norms_and_reach(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]) -> list[Tensor]:
@@ -71,41 +89,6 @@ def gram_norms_and_reach(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[
         kernels.fused.shifted_norms(of_a, products(g, g), POINT, (1, positions), (1, 1), positions, of)
         for g, of in zip(gradients, lost, strict=True)
     ]
-
-
-def gram_inner(
-    g: Tensor, other: Callable[[slice, slice], Tensor], available: int, others: Sequence[Tensor] = ()
-) -> Tensor:
-    """Σ_{t,s} other_{t,s} (g_t · g_s) with a symmetric other, blocked over rows t.
-
-    A block computes only the columns up to its own, and counts those before it twice: half of the work where blocks are
-    many. It has `ROWS` rows or more, or fewer where T² entries exceed the available bytes.
-
-    Args:
-        g: [n, T, p].
-        other: a block of the other Gram matrix: (rows, columns) -> [n, rows, columns].
-        available: bytes that Gram matrices may take.
-        others: further g; their Gram matrices are added to that of the first.
-
-    Returns:
-        [n], float32 or wider.
-    """
-    count, positions, _ = g.shape
-    matrices = 3 if others else 2
-    most = max(1, available // max(1, matrices * count * positions * norm_dtype(g.dtype).itemsize))
-    rows = positions if positions < HALVED else max(min(ROWS, -(-positions // 2)), -(-positions // 8))
-    rows = min(rows, most)
-    sums = []
-    for start in range(0, positions, rows):
-        block, before = slice(start, min(start + rows, positions)), slice(0, min(start + rows, positions))
-        found = products(part(g, block, 1), part(g, before, 1))
-        for each in others:
-            found += products(part(each, block, 1), part(each, before, 1))
-        found *= other(block, before)
-        if start:
-            sums.append(2 * found[:, :, :start].sum((1, 2)))
-        sums.append(part(found, slice(start, before.stop), 2).sum((1, 2)))
-    return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
 
 
 def within(found: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Import the kernels of `clipping.accel` at first use: `cpu`, `cuda`, `fused` and those in `PLACES`.
+"""Import the modules of `clipping.accel` in `PLACES` at first use.
 
 The folder can be deleted. A stand-in that supports nothing then takes a module's place, so that torch's own
 operations run: slower or in more memory, and just as exact.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-PLACES = ("cpu", "cuda", "fused", "convolution_gram", "chunked_conv", "overwriting")
+PLACES = ("ways", "cpu", "cuda", "fused", "chunked_conv", "overwriting")
 
 
 class Missing:
@@ -21,6 +21,14 @@ class Missing:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *args, **kwargs: False
+
+    def of(self, rule: Any) -> tuple[()]:
+        """Return no ways.
+
+        Args:
+            rule: any rule.
+        """
+        return ()
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation unchanged.

@@ -43,8 +43,7 @@ def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:
         counts: parameter name -> number of uses.
     """
     alone = all(counts[name] == 1 for name in source.parameters)
-    several = len(rule.ghosts) + len(rule.instantiations) > 1
-    return alone and source.rearranged and several and not rule.is_fallback
+    return alone and source.rearranged and len(rule.ways) > 1 and not rule.is_fallback
 
 
 def formula_route(source: Source, rule: Rule, output: Spec, count: int) -> Route:

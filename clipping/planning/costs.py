@@ -34,7 +34,7 @@ from torch import Tensor
 from clipping import cache
 from clipping.numerics import kernels
 from clipping.numerics.per_sample import sum_of_squares, weighted_sum
-from clipping.rules.base import KERNELS, Route, Rule, Spec
+from clipping.rules.base import Route, Rule, Spec
 
 Key = tuple[bool, str, int]
 Clock = Callable[[Callable[[], object]], float]
@@ -77,9 +77,8 @@ class Costs(NamedTuple):
 
     def fit(self, rule: Rule) -> bool:
         """Whether there are norms, and each is by a way of this rule."""
-        return bool(self.norms) and all(
-            way in (rule.ghosts if ghost else rule.instantiations) for ghost, way, _ in self.norms
-        )
+        ways = {(way.ghost, way.name) for way in rule.ways}
+        return bool(self.norms) and all(key[:2] in ways for key in self.norms)
 
 
 def ghost_by_paper(positions: int, inputs: int, outputs: int) -> bool:
@@ -100,12 +99,10 @@ def predicted(rule: Rule, output: Spec, *, kernels: float | None = None) -> Cost
         kernels: how much slower than libraries those ways multiply that only some machines have; None leaves them out.
     """
     norms = {}
-    for ghost, ways in ((True, rule.ghosts), (False, rule.instantiations)):
-        for way in ways:
-            if way not in KERNELS:
-                norms[ghost, way, 0] = rule.seconds(output, way)
-            elif kernels is not None:
-                norms[ghost, way, 0] = rule.seconds(output, way, kernels)
+    for way in rule.ways:
+        if not way.is_kernel or kernels is not None:
+            slower = kernels if way.is_kernel and kernels is not None else 1.0
+            norms[way.ghost, way.name, 0] = rule.seconds(output, way.name, slower)
     return Costs(norms, rule.summing_seconds(output, kept=False), rule.summing_seconds(output, kept=True))
 
 
@@ -164,12 +161,11 @@ def _run(rule: Rule, g: Tensor, key: Key) -> object:
 
 def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock) -> dict[Key, float]:
     """Seconds of one sample, from the largest block that fits the workspace, halved while that helps."""
-    find = rule._ghost if ghost else rule._instantiated
     block = rule.blocks(g, way)[0].stop
     found: dict[Key, float] = {}
     best = float("inf")
     while True:
-        seconds = clock(lambda block=block: find(g, slice(0, block), way)) / block  # type: ignore[misc]
+        seconds = clock(lambda block=block: rule.norms(g, slice(0, block), way)) / block  # type: ignore[misc]
         found[ghost, way, block] = seconds
         if seconds > 1.1 * best or block == 1:
             return found

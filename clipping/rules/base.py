@@ -7,8 +7,8 @@ Layouts: B samples first; T positions, d inputs, p outputs per group, as in arXi
     instantiate    the per-sample gradient itself, [B, *shape]:          time 2BTpd,       space Bpd
     ghost          its squared norm from two Gram matrices, [B]:         time 2BT²(p + d), space 2BT²
 
-Each may have several *ways*, all exact; the fastest depends on shape and device. A `Route` states the choice. Both
-process the batch in blocks of at most `Rule.workspace` bytes, or of one sample if it needs more.
+Each may have several ways (`Way`), all exact; the fastest depends on shape and device. A `Route` states the choice.
+Both process the batch in blocks of at most `Rule.workspace` bytes, or of one sample if it needs more.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from clipping.core.dtypes import HALF, norm_dtype
-from clipping.core.microbatching import added, blocks, concatenated, each
-from clipping.numerics import kernels
+from clipping.core.microbatching import Parts, added, blocks, concatenated, each
 from clipping.numerics.gram import HALVED, part
 from clipping.numerics.per_sample import sum_of_squares, weighted_sum
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
@@ -89,14 +88,6 @@ class Work(NamedTuple):
 RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12), "cuda, half": (2.8e14, 2e12)}
 """Rough multiplications and bytes a second of each kind of device. Only ratios matter, and timings override them."""
 
-GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
-"""Ways of `clipping.accel` for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""
-COMPILED = "compiled"
-"""The way of `clipping.accel.cpu`, also by Gram tiles."""
-KERNELS = (GRAM_KERNEL, NORM_KERNEL, COMPILED)
-"""Ways that some machines lack. The first step uses them only if nothing will be timed."""
-
-
 Gradient = tuple[Any, ...]
 """(parameter or None, class of the rule, further arguments): a rule to create later. It keeps no more of the forward
 pass alive than the rule will."""
@@ -146,6 +137,86 @@ def as_refused(error: Exception) -> Refused:
     return Refused(f"has no exact rule for such operands: {type(error).__name__}: {said}", "use microbatch or vmap")
 
 
+R = TypeVar("R", bound="Rule")
+Uses = Sequence[tuple["Rule", Tensor]]
+"""Uses of parameters, and the gradients of their outputs."""
+
+
+def with_reaches(squares: Tensor, *reaches: Reach) -> Parts:
+    """Return what `Way.norms` does.
+
+    Args:
+        squares: [b].
+        reaches: of each use.
+    """
+    return squares, *(part for reach in reaches for part in reach)
+
+
+class Way(ABC, Generic[R]):
+    """One way to compute the norms of a kind of rules. It has no state.
+
+    Attributes:
+        name: see `Route.way`.
+        ghost: True if no per-sample gradient is stored.
+        is_kernel: True if some machines lack it. The first step uses it only if nothing will be timed.
+        takes_companions: True if companions may be computed together.
+
+    Methods take:
+        rule, g, samples, others: as the methods of `Rule`.
+        block: number of samples at once.
+    """
+
+    name: ClassVar[str]
+    ghost: ClassVar[bool] = True
+    is_kernel: ClassVar[bool] = False
+    takes_companions: ClassVar[bool] = False
+
+    @abstractmethod
+    def norms(self, rule: R, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+        """‖gradient‖² [b], added over companions, float32 or wider.
+
+        A way that finds the reach of each use, too, adds their tensors: see `with_reaches`.
+        """
+
+    @abstractmethod
+    def work(self, rule: R, g: Tensor | Spec) -> Work:
+        """Cost of one sample."""
+
+    def bytes_at_once(self, rule: R, g: Tensor | Spec, block: int) -> int:
+        """Bytes that the norms of a block need, with its instantiated gradients."""
+        return min(int(block * rule.work(g, self.name).workspace), rule.workspace(g))  # large Gram matrices use blocks
+
+
+class Direct(Way[R]):
+    """Instantiates the gradients, and adds their squares."""
+
+    name, ghost = "direct", False
+
+    def norms(self, rule: R, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+        return (sum_of_squares(rule.instantiate(g, samples, self.name)),)
+
+    def work(self, rule: R, g: Tensor | Spec) -> Work:
+        entries, size = rule.parameter.numel(), g.element_size()
+        return Work(max(1, rule.positions) * entries, 2 * entries * size, entries * size)
+
+    def bytes_at_once(self, rule: R, g: Tensor | Spec, block: int) -> int:
+        return int(block * rule.work(g, self.name).workspace)
+
+
+class Gram(Way[R]):
+    """Gram matrices by torch's operations."""
+
+    name = "gram"
+
+    def work(self, rule: R, g: Tensor | Spec) -> Work:
+        pairs, wide = rule.positions**2 * rule.groups, norm_dtype(g.dtype).itemsize
+        halved = 0.75 if rule.positions >= HALVED else 1.0
+        return Work(halved * pairs * (rule.inputs + rule.outputs), 6 * pairs * wide, 2 * pairs * wide)
+
+
+DIRECT = Direct[Any]()
+
+
 class Rule(ABC):
     """The gradient of one parameter through one operation.
 
@@ -156,7 +227,7 @@ class Rule(ABC):
 
     Methods take:
         g, samples: the output's gradient, [B·fold, ...] (or its `Spec`), and a slice of the batch.
-        way, block: one of `ghosts` or `instantiations`, and samples at once; "" and 0 choose by predicted time.
+        way, block: name of one of `ways`, and samples at once; "" and 0 choose by predicted time.
         other, other_g, others: other uses, and their outputs' gradients.
         route, factors: the chosen route, and c [B].
         ghost, kept: True for Gram matrices; True if kept gradients form the sum.
@@ -164,10 +235,8 @@ class Rule(ABC):
         slower: factor by which a way multiplies more slowly than libraries.
     """
 
-    ghosts: tuple[str, ...] = ()
-    """Ways to compute the norm without storing the gradient, mostly by Gram matrices; may be empty."""
-    instantiations: tuple[str, ...] = ("direct",)
-    """Ways to form the per-sample gradient."""
+    ways: tuple[Way[Any], ...] = (DIRECT,)
+    """Ways to compute the norm, at least one of them by forming the per-sample gradient."""
     is_fallback = False
     aligned = False
     """True if each row of the output uses its own row of the tensor."""
@@ -180,6 +249,20 @@ class Rule(ABC):
     def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
         self.parameter = parameter
         self.positions, self.inputs, self.outputs, self.groups = positions, inputs, outputs, groups
+
+    @property
+    def ghosts(self) -> tuple[str, ...]:
+        """Names of the ways that store no gradient, mostly by Gram matrices; may be empty."""
+        return tuple(way.name for way in self.ways if way.ghost)
+
+    @property
+    def instantiations(self) -> tuple[str, ...]:
+        """Names of the ways that form the per-sample gradient."""
+        return tuple(way.name for way in self.ways if not way.ghost)
+
+    def named(self, way: str) -> Way[Any]:
+        """Return the way of this name; `DIRECT` for another rule's."""
+        return next((each for each in self.ways if each.name == way), DIRECT)
 
     @abstractmethod
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
@@ -210,25 +293,23 @@ class Rule(ABC):
         """Return equal keys for uses of different parameters whose squared norms are faster to compute together."""
         return id(self)
 
-    def squared_norms(self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()) -> Tensor:
+    def squared_norms(self, g: Tensor, route: Route, others: Uses = ()) -> Tensor:
         """‖per-sample gradient‖² [B], float32 or wider; with Gram matrices rounding may make it slightly negative.
 
         With `others` (companions and their output gradients), return the sum of all squared norms.
         """
-        way = route.way or self.best_way(g, ghost=route.ghost)
+        return self.squares_and_reach(g, route, others)[0]
 
-        def squares(samples: slice) -> Tensor:
-            if others:
-                return self._ghosts_together(g, samples, way, others)
-            return (self._ghost if route.ghost else self._instantiated)(g, samples, way)
-
-        return concatenated(squares, self.blocks(g, way, route.block))
-
-    def squares_and_reach(
-        self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> tuple[Tensor, list[Reach]]:
+    def squares_and_reach(self, g: Tensor, route: Route, others: Uses = ()) -> tuple[Tensor, list[Reach]]:
         """`squared_norms`, and the reach of each use if it is computed along with them."""
-        return self.squared_norms(g, route, others), []
+        way = route.way or self.best_way(g, ghost=route.ghost)
+        parts = each(lambda samples: self.norms(g, samples, way, others), self.blocks(g, way, route.block))
+        squares, *found = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+        return squares, [Reach(*found[i : i + 3]) for i in range(0, len(found), 3)]
+
+    def norms(self, g: Tensor, samples: slice, way: str, others: Uses = ()) -> Parts:
+        """`Way.norms` of some samples."""
+        return self.named(way).norms(self, g, samples, others)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""
@@ -257,16 +338,6 @@ class Rule(ABC):
     def shapes(self) -> tuple[object, ...]:
         """Return all shapes besides the output's that a sample's cost depends on."""
         return tuple(self.parameter.shape), self.positions, self.inputs, self.outputs, self.groups
-
-    def offer_kernels(self, *ways: str) -> None:
-        """Add Triton's kernels as ways of the norm, if supported; they store neither Gram matrices nor gradients."""
-        if kernels.cuda.supported(self.parameter):
-            self.ghosts = (*self.ghosts, *ways)
-
-    def offer_compiled(self) -> None:
-        """Add the CPU kernel as a way of the norm, if its library is available and there is anything to multiply."""
-        if self.positions > 1 and kernels.cpu.supported(self.parameter):
-            self.ghosts = (*self.ghosts, COMPILED)
 
     def samples(self, g: Tensor | Spec) -> int:
         """Return B from the output's gradient."""
@@ -305,25 +376,15 @@ class Rule(ABC):
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
         """Return the cost of one sample's norm by `way`."""
-        entries, size = self.parameter.numel(), g.element_size()
-        if way in self.ghosts:
-            pairs = self.positions**2 * self.groups
-            if way in KERNELS:
-                by_gradient = way == NORM_KERNEL
-                return Work(self.positions * entries if by_gradient else pairs * (self.inputs + self.outputs), 0, 4096)
-            halved = 0.75 if self.positions >= HALVED else 1.0
-            wide = norm_dtype(g.dtype).itemsize
-            return Work(halved * pairs * (self.inputs + self.outputs), 6 * pairs * wide, 2 * pairs * wide)
-        return Work(max(1, self.positions) * entries, 2 * entries * size, entries * size)
+        return self.named(way).work(self, g)
 
     def norm_bytes(self, g: Tensor | Spec, way: str, block: int) -> int:
         """Bytes that the norms of a block of samples need at once, instantiated gradients included."""
-        bytes_ = int(block * self.work(g, way).workspace)
-        return min(bytes_, self.workspace(g)) if way in self.ghosts else bytes_  # large Gram matrices use blocks
+        return self.named(way).bytes_at_once(self, g, block)
 
     def best_way(self, g: Tensor | Spec, *, ghost: bool) -> str:
         """Return the way with the lowest predicted time; kernels must be timed first."""
-        ways = [way for way in (self.ghosts if ghost else self.instantiations) if way not in KERNELS]
+        ways = [way.name for way in self.ways if way.ghost == ghost and not way.is_kernel]
         return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self.seconds(g, way))
 
     def seconds(self, g: Tensor | Spec, way: str, slower: float = 1.0) -> float:
@@ -348,15 +409,6 @@ class Rule(ABC):
         """Bytes of one sample's gradient."""
         return self.parameter.numel() * g.element_size()
 
-    def _instantiated(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        return sum_of_squares(self.instantiate(g, samples, way))
-
-    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} has no Gram form; `ghosts` says so")
-
-    def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} has no companions")
-
 
 class Regrouped(Rule):
     """A rule with `fold` rows for each sample: instantiates for each row, then sums over each sample's rows."""
@@ -364,11 +416,13 @@ class Regrouped(Rule):
     def __init__(self, rule: Rule, fold: int) -> None:
         super().__init__(rule.parameter, rule.positions * fold, rule.inputs, rule.outputs, rule.groups)
         self.rule, self.fold, self.library = rule, fold, rule.library
-        self.is_fallback, self.instantiations = rule.is_fallback, rule.instantiations
+        self.is_fallback, self.ways = rule.is_fallback, tuple(way for way in rule.ways if not way.ghost)
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
-        each = self.rule.work(g, way)
-        return Work(*(self.fold * number for number in each))
+        return Work(*(self.fold * number for number in self.rule.work(g, way)))
+
+    def norm_bytes(self, g: Tensor | Spec, way: str, block: int) -> int:
+        return int(block * self.work(g, way).workspace)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         return self.rule.instantiate(g, self.rows(samples), way).unflatten(0, (-1, self.fold)).sum(1)

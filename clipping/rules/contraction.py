@@ -21,13 +21,23 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import wide_dtype
+from clipping.core.microbatching import Parts
 from clipping.numerics.gram import gram_product, part
 from clipping.numerics.products import products
 from clipping.numerics.rounding_bounds import Reach, of_operands
-from clipping.rules.base import Gradient, Refused, Rule, Spec
+from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec, Uses
 from clipping.rules.weight import Bilinear
 
 REMEDY = "write it as torch.matmul or as several einsums of two operands, or use microbatch"
+
+
+class _Gram(Gram["Contraction"]):
+    """Gram matrices of each group."""
+
+    def norms(self, rule: Contraction, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+        x, of = rule.operands(g, samples)
+        squares = gram_product(x.flatten(0, 1), of.flatten(0, 1), rule.workspace(g)).view(len(x), -1).sum(1)
+        return (squares * rule.repeated,)
 
 
 class Contraction(Bilinear):
@@ -39,7 +49,7 @@ class Contraction(Bilinear):
         letters: a, w and y, each a string without repeated letters; y begins as a does.
     """
 
-    ghosts = ("gram",)
+    ways = (_Gram(), DIRECT)
 
     def __init__(self, weight: Tensor, x: Tensor, letters: tuple[str, str, str], fold: int = 1) -> None:
         a, w, y = letters
@@ -55,6 +65,7 @@ class Contraction(Bilinear):
 
         super().__init__(weight, fold * size(self.along), size(self.contracted), size(self.made), size(self.grouped))
         self.x, self.fold = x, fold
+        self.repeated = weight.numel() // max(1, self.groups * self.inputs * self.outputs)
 
     def held_input(self) -> Tensor | None:
         return self.x
@@ -89,12 +100,10 @@ class Contraction(Bilinear):
         return self._placed(products(*(each.flatten(0, 1).transpose(1, 2) for each in (x, g))), count)
 
     def reach(self, g: Tensor) -> Reach:
-        repeated = math.sqrt(self.parameter.numel() // max(1, self.groups * self.inputs * self.outputs))
-
         def of_block(samples: slice) -> Reach:
             x, of = (each.flatten(0, 1) for each in self.operands(g, samples))
             found = of_operands(x, of, self.inputs, self.outputs)
-            return found.of_groups(self.groups, repeated)
+            return found.of_groups(self.groups, math.sqrt(self.repeated))
 
         return self._reach_of_rows(g, of_block, self.groups * self.positions * self.inputs * g.element_size())
 
@@ -119,13 +128,6 @@ class Contraction(Bilinear):
 
     def copied(self, g: Tensor | Spec) -> int:
         return self.groups * self.positions * min(self.inputs, self.outputs) * g.element_size()
-
-    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        x, g = self.operands(g, samples)
-        count = len(x)
-        squares = gram_product(x.flatten(0, 1), g.flatten(0, 1), self.workspace(g)).view(count, -1).sum(1)
-        repeated = self.parameter.numel() // max(1, self.groups * self.inputs * self.outputs)
-        return squares * repeated
 
 
 def parsed(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:

@@ -4,32 +4,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
-from clipping.core.microbatching import added, blocks, concatenated
+from clipping.core.microbatching import Parts, added, blocks
 from clipping.numerics import kernels
 from clipping.numerics.gram import part, within
 from clipping.numerics.per_sample import sum_of_squares
 from clipping.numerics.products import products
-from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands, portion
-from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Route, Rule, Spec, Work
+from clipping.numerics.rounding_bounds import Reach, of_operands, portion
+from clipping.rules.base import Direct, Gradient, Refused, Route, Rule, Spec, Uses, Way, Work
 from clipping.rules.linear import LinearWeight
+
+
+class _Sorted(Way["EmbeddingWeight"]):
+    """Reads only the rows that were read: sorts positions by id, adds up those of one id, and sums the squares.
+
+    (The ghost norm of arXiv:2110.05679, §4.2, Σ_{t,s} [id_t = id_s] (g_t · g_s), has the same value and takes T²
+    comparisons.)
+    """
+
+    name = "sorted"
+
+    def norms(self, rule: EmbeddingWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+        ids, g = rule.by_position(g, samples)
+        ordered, order = ids.sort(1)
+        rank = torch.zeros_like(ordered)
+        rank[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)  # rank of each position's id in its sample
+        at = torch.zeros_like(rank).scatter_(1, order, rank)
+        return (sum_of_squares(_added_up(g, at, g.shape[1]).flatten(1)),)
+
+    def work(self, rule: EmbeddingWeight, g: Tensor | Spec) -> Work:
+        bytes_ = rule.positions * rule.outputs * norm_dtype(g.dtype).itemsize
+        return Work(0.0, 4 * bytes_, 2 * bytes_)
+
+
+class _Direct(Direct["EmbeddingWeight"]):
+    def work(self, rule: EmbeddingWeight, g: Tensor | Spec) -> Work:
+        return super().work(rule, g)._replace(multiplications=rule.positions * rule.outputs)
 
 
 class EmbeddingWeight(Rule):
     """∂/∂W of one sample adds g_t to row id_t; positions that read the padding row add nothing.
 
-    Its norm needs only the rows that were read: sort positions by id, add up those of one id, and sum the squares.
-    (The ghost norm of arXiv:2110.05679, §4.2, Σ_{t,s} [id_t = id_s] (g_t · g_s), has the same value and takes T²
-    comparisons.)
+    Args:
+        weight: [V, p].
+        ids: [B, *].
+        padding_idx: as in torch.nn.Embedding.
+        scale: [B, T], for a bag: the weight of each position's row in the one output of its sample.
+
+    Methods take:
+        g, samples: as those of `Rule`.
     """
 
-    ghosts: tuple[str, ...] = ("sorted",)
-    """`scale` [B, T], for a bag: the weight of each position's row in the one output of its sample."""
+    ways: tuple[Way[Any], ...] = (_Sorted(), _Direct())
 
     def __init__(
         self, weight: Tensor, ids: Tensor, padding_idx: int | None = None, scale: Tensor | None = None
@@ -37,7 +69,7 @@ class EmbeddingWeight(Rule):
         rows, outputs = weight.shape
         super().__init__(weight, positions=math.prod(ids.shape[1:]), inputs=rows, outputs=outputs)
         self.ids, self.scale = ids, scale
-        self.offer_kernels(GRAM_KERNEL)
+        self.ways = (*EmbeddingWeight.ways, *kernels.ways.of(self))
         self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else rows + padding_idx
 
     def regroup(self, fold: int) -> Rule:
@@ -45,63 +77,33 @@ class EmbeddingWeight(Rule):
         return self
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        ids, g = self._positions(g, samples)
+        ids, g = self.by_position(g, samples)
         return _added_up(g, ids, len(self.parameter))
 
     def features(self, route: Route) -> int:
-        return self.outputs if route.way == GRAM_KERNEL else 0
+        return self.outputs if self.named(route.way).is_kernel else 0
 
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
-            rows = self._positions(g, samples)[1]
+            rows = self.by_position(g, samples)[1]
             return of_operands(rows.new_ones(1).expand(*rows.shape[:2], 1), rows, 1, self.outputs)
 
         return self._reach_of_rows(g, of_block, 2 * self.positions * self.outputs * g.element_size())
-
-    def squares_and_reach(
-        self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> tuple[Tensor, list[Reach]]:
-        if route.way != GRAM_KERNEL:
-            return super().squares_and_reach(g, route, others)
-        lost = of_lost(g.dtype, 1, self.outputs)
-
-        def found(samples: slice) -> Tensor:
-            return kernels.cuda.embedding_gram_norm_and_reach(*self._positions(g, samples), lost)
-
-        columns = concatenated(found, self.blocks(g, route.way, route.block))
-        return columns[:, 0], [Reach.of_columns(columns[:, 1:])]
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         count, factors = self.samples(g), factors.to(norm_dtype(g.dtype))
 
         def summed(samples: slice) -> Tensor:
-            ids, rows = self._positions(g, samples)
+            ids, rows = self.by_position(g, samples)
             rows = rows * part(factors, samples)[:, None, None]
             return torch.zeros_like(self.parameter, dtype=rows.dtype).index_add_(0, ids.flatten(), rows.flatten(0, 1))
 
         return added(summed, blocks(count, 1, portion(count, max(1, self.positions), factors.dtype)))
 
-    def work(self, g: Tensor | Spec, way: str) -> Work:
-        rows = self.positions * self.outputs
-        if way == "sorted":
-            return Work(0.0, 4 * rows * norm_dtype(g.dtype).itemsize, 2 * rows * norm_dtype(g.dtype).itemsize)
-        work = super().work(g, way)
-        return work if way == GRAM_KERNEL else work._replace(multiplications=rows)
-
     def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
         if kept:
             return super().summing_seconds(g, kept=True)
         return super().summing_seconds(g, kept=False) / self.inputs  # adds rows, without multiplications
-
-    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        ids, g = self._positions(g, samples)
-        if way == GRAM_KERNEL:
-            return kernels.cuda.embedding_gram_norm(ids, g)
-        ordered, order = ids.sort(1)
-        rank = torch.zeros_like(ordered)
-        rank[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)  # rank of each position's id in its sample
-        at = torch.zeros_like(rank).scatter_(1, order, rank)
-        return sum_of_squares(_added_up(g, at, g.shape[1]).flatten(1))
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         """Inner product with a linear layer of the same weight (a tied head): Σ_{t,s} (g_t · a_s) h_s[id_t].
@@ -109,10 +111,10 @@ class EmbeddingWeight(Rule):
         The layer's gradient is Σ_s h_s a_sᵀ, [V, p]; the embedding's has g_t in row id_t.
         """
         everyone = slice(0, self.samples(g))
-        ids, g = self._positions(g, everyone)
+        ids, g = self.by_position(g, everyone)
         columns = g
         if isinstance(other, EmbeddingWeight):
-            other_ids, h = other._positions(other_g, everyone)
+            other_ids, h = other.by_position(other_g, everyone)
 
             def same(rows: slice) -> Tensor:
                 return products(h[:, rows], columns).mul_(other_ids[:, rows, None] == ids[:, None, :])
@@ -128,7 +130,7 @@ class EmbeddingWeight(Rule):
 
         return within(read, h.shape[1], columns, self.workspace(g))
 
-    def _positions(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+    def by_position(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """ids [b, T] and g [b, T, p], zero where the padding row was read."""
         rows = self.rows(samples)
         count = samples.stop - samples.start

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from clipping.core.microbatching import blocks
+from clipping.numerics import kernels
 from clipping.numerics.rounding_bounds import Reach
 from clipping.numerics.traced_operations import is_traced
 from clipping.provenance.row_owners import Rows, taken
-from clipping.rules.base import Rule, Spec, Work
+from clipping.rules.base import Regrouped, Rule, Spec, Work
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.grouped import GroupedWeight
 from clipping.rules.linear import LinearWeight
@@ -49,21 +50,30 @@ def of_rows(factors: Tensor, rows: Rows) -> Tensor:
     return torch.where(owners >= 0, factors[owners.clamp(min=0)], torch.zeros_like(factors[:1]))
 
 
-class Nothing(Rule):
+class _OfRows(Rule):
+    """A rule whose output has a row for each of `order`."""
+
+    order: Rows
+
+    def samples(self, g: Tensor | Spec) -> int:
+        return self.order.batch_size
+
+    def output_rows(self, count: int) -> int:
+        return len(self.order.owners)
+
+
+class Nothing(_OfRows):
     """The rule of no rows: an expert that received no token."""
 
     def __init__(self, parameter: Tensor, rows: Rows) -> None:
         super().__init__(parameter)
         self.order = rows
 
-    def samples(self, g: Tensor | Spec) -> int:
-        return self.order.batch_size
-
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         return g.new_zeros(samples.stop - samples.start, *self.parameter.shape)
 
 
-class AddedUp(Rule):
+class AddedUp(_OfRows, Regrouped):
     """Any rule, with the gradients of rows added up by sample.
 
     Args:
@@ -72,16 +82,8 @@ class AddedUp(Rule):
     """
 
     def __init__(self, rule: Rule, rows: Rows) -> None:
-        super().__init__(rule.parameter, rule.positions, rule.inputs, rule.outputs, rule.groups)
-        self.rule, self.order = rule, rows
-        self.is_fallback, self.instantiations = rule.is_fallback, rule.instantiations
-        self.library = rule.library
-
-    def samples(self, g: Tensor | Spec) -> int:
-        return self.order.batch_size
-
-    def output_rows(self, count: int) -> int:
-        return len(self.order.owners)
+        super().__init__(rule, 1)
+        self.order = rows
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
         share = max(1, -(-len(self.order.owners) // self.order.batch_size))
@@ -115,7 +117,7 @@ class AddedUp(Rule):
         return self.rule.weighted(g, of_rows(factors, self.order))
 
 
-class GatheredLinear(LinearWeight):
+class GatheredLinear(_OfRows, LinearWeight):
     """A linear layer's weight, with the rows of each sample side by side as its positions."""
 
     def __init__(self, rule: LinearWeight, rows: Rows) -> None:
@@ -125,14 +127,8 @@ class GatheredLinear(LinearWeight):
         longest = of_row * rows.padded.shape[1]
         if self.positions == 1 < longest:
             self.positions = longest
-            self.offer_compiled()
+            self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
         self.positions = 1 << (longest - 1).bit_length()  # the same in most steps, as plans depend on it
-
-    def samples(self, g: Tensor | Spec) -> int:
-        return self.order.batch_size
-
-    def output_rows(self, count: int) -> int:
-        return len(self.order.owners)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         return LinearWeight(self.parameter, self.a, self.transposed).weighted(g, of_rows(factors, self.order))
@@ -144,7 +140,7 @@ class GatheredLinear(LinearWeight):
         return a.reshape(len(index), -1, a.shape[-1]), g.reshape(len(index), -1, g.shape[-1])
 
 
-class GatheredEmbedding(EmbeddingWeight):
+class GatheredEmbedding(_OfRows, EmbeddingWeight):
     """An embedding, with the ids of each sample's rows as its positions."""
 
     def __init__(self, rule: EmbeddingWeight, rows: Rows) -> None:
@@ -153,17 +149,11 @@ class GatheredEmbedding(EmbeddingWeight):
         longest = max(1, self.positions) * rows.padded.shape[1]
         self.positions = 1 << (longest - 1).bit_length()
 
-    def samples(self, g: Tensor | Spec) -> int:
-        return self.order.batch_size
-
-    def output_rows(self, count: int) -> int:
-        return len(self.order.owners)
-
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         rule = EmbeddingWeight(self.parameter, self.ids, self.padding_idx, self.scale)
         return rule.weighted(g, of_rows(factors, self.order))
 
-    def _positions(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+    def by_position(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         index = self.order.padded[samples]
-        ids, g = super()._positions(g, slice(0, len(g)))  # one for each row
+        ids, g = super().by_position(g, slice(0, len(g)))  # one for each row
         return taken(ids, index).flatten(1), taken(g, index, filled=True).flatten(1, 2)

@@ -12,13 +12,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.core.dtypes import norm_dtype
-from clipping.core.microbatching import power_of_two
+from clipping.core.microbatching import Parts, power_of_two
 from clipping.numerics.gram import gram_product
 from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_operands
 from clipping.numerics.traced_operations import is_traced, operation
 from clipping.provenance.row_owners import Rows, in_order, padded, taken
-from clipping.rules.base import Gradient, Refused, Rule, Spec
+from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec, Uses
+
+
+class _Gram(Gram["GroupedWeight"]):
+    """Gram matrices of the rows of each sample and expert."""
+
+    def norms(self, rule: GroupedWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+        return (rule.run("squares", g, samples),)
 
 
 class GroupedWeight(Rule):
@@ -30,9 +37,12 @@ class GroupedWeight(Rule):
         weight: [E, d, p].
         a: [n, d], sorted by expert.
         ends: [E], end of each expert's rows; rows after the last belong to none.
+
+    Methods take:
+        g, samples: as those of `Rule`.
     """
 
-    ghosts = ("gram",)
+    ways = (_Gram(), DIRECT)
     library = "cublas"
 
     def __init__(self, weight: Tensor, a: Tensor, ends: Tensor) -> None:
@@ -74,7 +84,7 @@ class GroupedWeight(Rule):
         there = there[nobody:]
         return there // self.groups, there % self.groups, padded(segment - nobody, len(there))
 
-    def _side_by_side(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def side_by_side(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sample and expert of each segment of some samples, a [S, L, d] and g [S, L, p]."""
         owners, experts, index = self._segments
         mine = (owners >= samples.start) & (owners < samples.stop)
@@ -83,19 +93,16 @@ class GroupedWeight(Rule):
         return owners[mine] - samples.start, experts[mine], a if a.dtype == g.dtype else a.to(g.dtype), g
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        return self._run("gradients", g, samples)
-
-    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        return self._run("squares", g, samples)
+        return self.run("gradients", g, samples)
 
     def reach(self, g: Tensor) -> Reach:
-        return Reach(*self._run("terms", g, slice(0, self.count)))
+        return Reach(*self.run("terms", g, slice(0, self.count)))
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         factors = torch.where(self.owners >= 0, factors[self.owners.clamp(min=0)], torch.zeros_like(factors[:1]))
-        return self._run("total", g * factors[:, None].to(norm_dtype(g.dtype)), slice(0, self.count))
+        return self.run("total", g * factors[:, None].to(norm_dtype(g.dtype)), slice(0, self.count))
 
-    def _run(self, what: str, g: Tensor, samples: slice) -> Tensor:
+    def run(self, what: str, g: Tensor, samples: slice) -> Tensor:
         """Compute one of the results below; as one operation in a traced step, which follows no loop over experts."""
         if not is_traced():
             found: Tensor = getattr(self, what)(g, samples)
@@ -110,7 +117,7 @@ class GroupedWeight(Rule):
             g: [n, p], gradient of the output.
             samples: b samples.
         """
-        owners, experts, a, g = self._side_by_side(g, samples)
+        owners, experts, a, g = self.side_by_side(g, samples)
         shape = samples.stop - samples.start, *self.parameter.shape
         total = torch.zeros(shape, dtype=norm_dtype(g.dtype), device=g.device)
         total[owners, experts] = products(a.transpose(1, 2), g.transpose(1, 2))
@@ -123,7 +130,7 @@ class GroupedWeight(Rule):
             g: [n, p], gradient of the output.
             samples: b samples.
         """
-        owners, _, a, g = self._side_by_side(g, samples)
+        owners, _, a, g = self.side_by_side(g, samples)
         squares = gram_product(a, g, self.workspace(g)) if len(a) else a.new_zeros(0)
         return squares.new_zeros(samples.stop - samples.start).index_add_(0, owners, squares)
 
@@ -134,7 +141,7 @@ class GroupedWeight(Rule):
             g: [n, p], gradient of the output.
             samples: b samples.
         """
-        owners, _, a, g = self._side_by_side(g, samples)
+        owners, _, a, g = self.side_by_side(g, samples)
         found = torch.stack(of_operands(a, g, self.inputs, self.outputs))
         return found.new_zeros(len(found), samples.stop - samples.start).index_add_(1, owners, found)
 

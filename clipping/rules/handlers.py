@@ -24,50 +24,28 @@ from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.grouped import grouped_by_transformers, grouped_mm
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
-from clipping.rules.recurrent import (
-    gru,
-    gru_cell,
-    lstm,
-    lstm_cell,
-    rnn_relu,
-    rnn_relu_cell,
-    rnn_tanh,
-    rnn_tanh_cell,
-)
+from clipping.rules.recurrent import RECURRENT
 from clipping.rules.transposed import transposed_convolution
 
 Handler = Callable[..., tuple[Tensor, Sequence[Gradient]]]
 
 HANDLERS: dict[Any, Handler] = {
     F.linear: linear,
-    torch.addmm: addmm,
-    torch.Tensor.addmm: addmm,
-    torch.matmul: matmul,
-    torch.Tensor.matmul: matmul,
-    torch.mm: matmul,
-    torch.Tensor.mm: matmul,
-    F.conv1d: convolution,
-    F.conv2d: convolution,
-    F.conv3d: convolution,
-    F.conv_transpose1d: transposed_convolution,
-    F.conv_transpose2d: transposed_convolution,
-    F.conv_transpose3d: transposed_convolution,
+    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), addmm),
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.mm, torch.Tensor.mm), matmul),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed_convolution),
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.layer_norm: layer_norm,
-    F.rms_norm: rms_norm,
-    torch.rms_norm: rms_norm,  # as TorchDynamo writes it
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), rms_norm),  # the latter as TorchDynamo writes it
     **dict.fromkeys({getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}, grouped_mm),
     torch.einsum: einsum,
-    torch.add: add,
-    torch.Tensor.add: add,
+    **dict.fromkeys((torch.add, torch.Tensor.add), add),
     torch.Tensor.add_: add_,
-    torch.sub: sub,
-    torch.Tensor.sub: sub,
-    torch.mul: mul,
-    torch.Tensor.mul: mul,
-    torch.cat: cat,
-    torch.concat: cat,
+    **dict.fromkeys((torch.sub, torch.Tensor.sub), sub),
+    **dict.fromkeys((torch.mul, torch.Tensor.mul), mul),
+    **dict.fromkeys((torch.cat, torch.concat), cat),
 }
 
 OPERATORS: dict[str, Handler] = {"transformers::grouped_mm_fallback": grouped_by_transformers}
@@ -88,14 +66,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.bilinear: bilinear,
-    torch.lstm: lstm,
-    torch.gru: gru,
-    torch.rnn_tanh: rnn_tanh,
-    torch.rnn_relu: rnn_relu,
-    torch.lstm_cell: lstm_cell,
-    torch.gru_cell: gru_cell,
-    torch.rnn_tanh_cell: rnn_tanh_cell,
-    torch.rnn_relu_cell: rnn_relu_cell,
+    **RECURRENT,
 }
 
 PER_SAMPLE: dict[Any, Callable[..., Any]] = {

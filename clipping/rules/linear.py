@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import HALF, as_autocast
-from clipping.core.microbatching import each
+from clipping.core.microbatching import Parts
 from clipping.numerics import kernels
 from clipping.numerics.chunked_sums import added_in
 from clipping.numerics.gram import gram_norms_and_reach, gram_product, part, within
 from clipping.numerics.products import PADDED, aligned, on_gpu, padding, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands
-from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Route, Rule, Spec
+from clipping.rules.base import DIRECT, Bias, Gradient, Gram, Refused, Route, Rule, Spec, Uses, Way, with_reaches
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.weight import Bilinear
+
+
+class _Gram(Gram["LinearWeight"]):
+    """On a GPU, whole Gram matrices if they fit the workspace: their diagonals hold the reach."""
+
+    takes_companions = True
+
+    def norms(self, rule: LinearWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+        a, gradients, lost = rule.with_companions(g, samples, others)
+        available = rule.workspace(g)
+        if rule.positions == 1:  # ‖g aᵀ‖² is R²
+            outputs = [rule.outputs, *(other.outputs for other, _ in others)]
+            reaches = [of_operands(a, of, rule.inputs, p) for of, p in zip(gradients, outputs, strict=True)]
+            return with_reaches(
+                torch.stack([of.apart for of in reaches]).sum(0) if others else reaches[0].apart, *reaches
+            )
+        if not kernels.fused.runs(rule.a, g) or self.work(rule, g).workspace > available:
+            return (gram_product(a, gradients[0], available, gradients[1:]),)
+        columns = gram_norms_and_reach(a, gradients, lost)
+        squares = torch.stack(columns, 1)[:, :, 0].sum(1) if others else columns[0][:, 0]
+        return with_reaches(squares, *(Reach.of_columns(of[:, 1:]) for of in columns))
 
 
 class LinearWeight(Bilinear):
@@ -27,17 +49,19 @@ class LinearWeight(Bilinear):
         weight: [p, d], or [d, p] if `transposed`.
         a: [n, *, d].
         fold: rows of a and g for each sample.
+
+    Methods take:
+        g, samples, others: as those of `Rule`.
     """
 
-    ghosts = ("gram",)
+    ways: tuple[Way[Any], ...] = (_Gram(), DIRECT)
 
     def __init__(self, weight: Tensor, a: Tensor, transposed: bool = False, fold: int = 1) -> None:
         outputs, inputs = weight.shape[::-1] if transposed else weight.shape
         samples = max(1, a.shape[0] // fold)
         super().__init__(weight, positions=a.numel() // inputs // samples, inputs=inputs, outputs=outputs)
         self.a, self.transposed, self.fold = a, transposed, fold
-        self.offer_kernels(GRAM_KERNEL, NORM_KERNEL)
-        self.offer_compiled()
+        self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
 
     def held_input(self) -> Tensor | None:
         return self.a
@@ -71,45 +95,6 @@ class LinearWeight(Bilinear):
             return of_operands(*self.operands(g, samples), self.inputs, self.outputs)
 
         return self._reach_of_rows(g, of_block, self.positions * self.inputs * g.element_size())
-
-    def squares_and_reach(
-        self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> tuple[Tensor, list[Reach]]:
-        way = route.way or self.best_way(g, ghost=route.ghost)
-        if route.ghost and way == "gram" and self.positions == 1:  # ‖g aᵀ‖² is R²
-            a, (g, *more) = self._together_with(others, g, slice(0, self.samples(g)))
-            found = [of_operands(a, g, self.inputs, self.outputs)]
-            for h, (rule, _) in zip(more, others, strict=True):
-                found.append(of_operands(a, h, self.inputs, rule.outputs))
-            return torch.stack([of.apart for of in found]).sum(0) if others else found[0].apart, found
-        if not route.ghost or not self._finds_reach(g, way):
-            return super().squares_and_reach(g, route, others)
-        parts = each(lambda samples: self._with_reach(g, samples, way, others), self.blocks(g, way, route.block))
-        squares, reaches = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-        return squares, [Reach.of_columns(of) for of in reaches.unbind(1)]
-
-    def _finds_reach(self, g: Tensor, way: str) -> bool:
-        """True for kernels, and on a GPU if one sample's Gram matrices fit the workspace."""
-        if way == "gram" and (self.positions == 1 or not kernels.fused.runs(self.a, g)):
-            return False
-        return way != "gram" or self.work(g, way).workspace <= self.workspace(g)
-
-    def _with_reach(
-        self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
-        """Squared norms [b], summed over companions, and the columns of each use's reach [b, uses, k]."""
-        uses = [(self, g), *((rule, h) for rule, h in others if isinstance(rule, LinearWeight))]
-        lost = [of_lost(h.dtype, rule.inputs, rule.outputs) for rule, h in uses]
-        a, gradients = self._together_with(others, g, samples)
-        if way == COMPILED:
-            return kernels.cpu.gram_norm_and_reach(a, gradients, lost)
-        if way == "gram":
-            columns = gram_norms_and_reach(a, gradients, lost)
-        else:
-            norm = kernels.cuda.gram_norm_and_reach if way == GRAM_KERNEL else kernels.cuda.instantiated_norm_and_reach
-            columns = [norm(a, gradients[0], lost[0])]  # without companions
-        found = torch.stack(columns, 1) if others else columns[0].unsqueeze(1)
-        return found[:, :, 0].sum(1) if others else found[:, 0, 0], found[:, :, 1:]
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         if g.dtype not in HALF or not self._weighs(g):
@@ -156,41 +141,24 @@ class LinearWeight(Bilinear):
         return cross_gram(a, g, b, h, self.workspace(g))
 
     def unpadded(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """`operands` of all samples without the padding, which may differ between two uses of a weight.
-
-        Args:
-            g: of this use's output.
-        """
+        """`operands` of all samples without the padding, which may differ between two uses of a weight."""
         a, g = self.operands(g, slice(0, self.samples(g)))
         return part(a, slice(0, self.inputs), -1), part(g, slice(0, self.outputs), -1)
 
-    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        return self._ghosts_together(g, samples, way, ())
-
     def companions(self, g: Tensor, route: Route) -> Hashable:
         """Layers with the same input (a query, a key and a value) share its Gram matrix."""
-        if not route.ghost or route.way in (GRAM_KERNEL, NORM_KERNEL):
+        if not route.ghost or (route.way and not self.named(route.way).takes_companions):
             return super().companions(g, route)
         return id(self.a), self.fold, g.dtype, len(g), route.way
 
-    def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
-        if way != COMPILED and self._finds_reach(g, way):
-            return self._with_reach(g, samples, way, others)[0]
-        a, (g, *more) = self._together_with(others, g, samples)
-        if way == COMPILED:
-            return kernels.cpu.gram_norm(a, [g, *more])
-        return gram_product(a, g, self.workspace(g), more)
-
-    def _together_with(
-        self, others: Sequence[tuple[Rule, Tensor]], g: Tensor, samples: slice
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the shared input and each one's gradient, as in `operands`."""
-        a, g = self.operands(g, samples)
-        gradients = [g]
-        for rule, h in others:
-            assert isinstance(rule, LinearWeight)
-            gradients.append(rule.operands(h, samples)[1])
-        return a, gradients
+    def with_companions(
+        self, g: Tensor, samples: slice, others: Uses
+    ) -> tuple[Tensor, list[Tensor], list[tuple[float, float]]]:
+        """Return the shared input, and each use's gradient and `of_lost`; see `operands`."""
+        uses = [(self, g), *((rule, h) for rule, h in others if isinstance(rule, LinearWeight))]
+        (a, own), *more = [rule.operands(h, samples) for rule, h in uses]
+        lost = [of_lost(h.dtype, rule.inputs, rule.outputs) for rule, h in uses]
+        return a, [own, *(of for _, of in more)], lost
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p] in g's dtype, which under autocast may be narrower than the input's.

@@ -6,6 +6,7 @@ the uses of several steps add up before the norm. A packed sequence is padded; a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,46 +16,6 @@ from torch import Tensor
 from clipping.provenance.derived_parameters import depends_on_data, mark_data, samples_of
 from clipping.rules.base import Refused
 from clipping.rules.recurrence import GRU, LSTM, RELU, TANH, Cell, Layer, recurrence
-
-
-def lstm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """torch.lstm."""
-    return _sequence(LSTM, input, *args)
-
-
-def gru(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """torch.gru."""
-    return _sequence(GRU, input, *args)[:2]
-
-
-def rnn_tanh(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """torch.rnn_tanh."""
-    return _sequence(TANH, input, *args)[:2]
-
-
-def rnn_relu(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """torch.rnn_relu."""
-    return _sequence(RELU, input, *args)[:2]
-
-
-def gru_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
-    """torch.gru_cell."""
-    return _stepped(GRU, input, hx, hx, *params)[0]
-
-
-def lstm_cell(input: Tensor, hx: Any, *params: Any) -> tuple[Tensor, Tensor]:
-    """torch.lstm_cell."""
-    return _stepped(LSTM, input, hx[0], hx[1], *params)
-
-
-def rnn_tanh_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
-    """torch.rnn_tanh_cell."""
-    return _stepped(TANH, input, hx, hx, *params)[0]
-
-
-def rnn_relu_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
-    """torch.rnn_relu_cell."""
-    return _stepped(RELU, input, hx, hx, *params)[0]
 
 
 def _stepped(
@@ -146,3 +107,23 @@ def _unrolled(
         # steps first in memory, as in torch: dropout draws in that order
         x = mark_data(out.transpose(0, 1), samples_of(h))
     return x if batch_first else x.transpose(0, 1), torch.stack(last_hidden), torch.stack(last_state)
+
+
+def _of_sequences(cell: Cell, results: int = 2) -> Callable[..., Any]:
+    return lambda input, *args: _sequence(cell, input, *args)[:results]
+
+
+def _of_a_step(cell: Cell) -> Callable[..., Any]:
+    return lambda input, hx, *params: _stepped(cell, input, hx, hx, *params)[0]
+
+
+RECURRENT: dict[Any, Callable[..., Any]] = {
+    torch.lstm: _of_sequences(LSTM, 3),
+    torch.gru: _of_sequences(GRU),
+    torch.rnn_tanh: _of_sequences(TANH),
+    torch.rnn_relu: _of_sequences(RELU),
+    torch.lstm_cell: lambda input, hx, *params: _stepped(LSTM, input, *hx, *params),
+    torch.gru_cell: _of_a_step(GRU),
+    torch.rnn_tanh_cell: _of_a_step(TANH),
+    torch.rnn_relu_cell: _of_a_step(RELU),
+}

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import as_autocast
+from clipping.core.microbatching import Parts
 from clipping.numerics.gram import part
 from clipping.numerics.rounding_bounds import Reach
-from clipping.rules.base import Bias, Gradient, Refused, Route, Rule, Spec, Work
+from clipping.rules.base import Bias, Gradient, Refused, Spec, Uses, Work
 from clipping.rules.convolution import ConvolutionWeight, of_each
 
 
@@ -30,16 +31,11 @@ class TransposedConvolutionWeight(ConvolutionWeight):
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         return self._swapped(g).weighted(part(self.x, slice(0, g.shape[0])).to(g.dtype), factors)
 
-    def squares_and_reach(
-        self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> tuple[Tensor, list[Reach]]:
-        return self._swapped(g).squares_and_reach(self.x.to(g.dtype), route, others)
+    def norms(self, g: Tensor, samples: slice, way: str, others: Uses = ()) -> Parts:
+        return self._swapped(g).norms(self.x.to(g.dtype), samples, way, others)
 
     def reach(self, g: Tensor) -> Reach:
         return self._swapped(g).reach(self.x.to(g.dtype))
-
-    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        return self._swapped(g)._ghost(self.x.to(g.dtype), samples, way)
 
     def _swapped(self, g: Tensor | Spec) -> ConvolutionWeight:
         size = self.x.shape[2:]

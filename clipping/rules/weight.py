@@ -67,7 +67,8 @@ class Bilinear(Rule):
 
     def _together(self, g: Tensor | Spec) -> int:
         """Samples to form portions of at once, limited by the memory for portions and copies."""
-        room, each = max(self.room(), 4 * self.instantiated_bytes(g)), self.instantiated_bytes(g)
+        room = max(self.room(), 4 * self.instantiated_bytes(g))
+        each = self.parameter.numel() * norm_dtype(g.dtype).itemsize  # sums are wide
         return min(room // max(1, self.copied(g)), self._most(g) * max(1, room // max(1, 2 * each)))
 
     def _portions(self, g: Tensor | Spec) -> list[slice]:

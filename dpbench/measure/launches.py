@@ -240,21 +240,18 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
 
     def launched(
         program: str,
-        tensors: Any,
-        count: int,
         each: int,
+        tensors: Sequence[Tensor],
         numbers: Any,
-        *_: Any,
-        columns: int = 0,
+        results: int = 1,
+        *,
+        count: int = 1,
         **constants: Any,
-    ) -> Tensor:
-        written = torch.empty(count, each, *([columns] if columns else []), device="meta")
-        launches.program(program, tensors, [written], _FLOPS[program](*tensors, numbers(*tensors), constants))
-        return written.sum(1)
-
-    def ran(program: str, _: int, tensors: Sequence[Tensor], numbers: Any, results: int = 1, **constants: int) -> None:
-        flops = _FLOPS[program](*tensors[:-1], numbers, constants) if program in _FLOPS else 0
-        launches.program(program, tensors[:-results], tensors[-results:], flops)
+    ) -> None:
+        if each * count:
+            read = tensors[:-results]
+            flops = _FLOPS[program](*read, numbers, constants) if program in _FLOPS else 0
+            launches.program(program, read, tensors[-results:], flops)
 
     known = (*cuda.DTYPES, *cuda.IDS)
     with ExitStack() as stack:
@@ -262,9 +259,8 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         for owner, name, value in (
             (cuda, "supported", lambda *given: triton and all(x.is_meta and x.dtype in known for x in given)),
-            (cuda, "_launch", launched),
+            (cuda, "launch", launched),
             (fused, "runs", lambda *given: cuda.supported(*given)),
-            (fused, "_run", ran),
             (base.Rule, "room", lambda rule: _MEMORY // base.SHARE),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

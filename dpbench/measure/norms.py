@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda
+from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.core.dtypes import norm_dtype
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route, Rule, made
+from clipping.rules.base import Route, Rule, made
 from dpbench.measure.bench import device_of
 from dpbench.measure.norm_cases import Case, cases
 from dpbench.measure.precision import arithmetic, dtype_of
@@ -161,17 +162,17 @@ def _kernel_rows(trial: NormsTrial, generator: torch.Generator, device: torch.de
         columns = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, g)]
         for layout, (left, right) in {"features last": (a, g), "positions last": columns}.items():
             said = {"operation": layout, "sizes": f"{n}×{t}, {d} to {p}", "parameter": "weight", "route": "kernel"}
-            for norm in (cuda.gram_norm, cuda.instantiated_norm):
+            for name, given, expected in (
+                ("gram_norm", left, norms),
+                ("instantiated_norm", left, norms),
+                ("embedding_gram_norm", ids, read),
+            ):
+                norm = getattr(cuda, f"{name}_and_reach")
                 yield _judged(
-                    said | {"way": norm.__name__},
-                    lambda n=norm, a=left, g=right, r=norms: relative(_root(n(a, g)), r),  # type: ignore[misc]
+                    said | {"way": name},
+                    lambda n=norm, a=given, g=right, r=expected: relative(_root(n(a, g, (0.0, 0.0))[:, 0]), r),  # type: ignore[misc]
                     limit,
                 )
-            yield _judged(
-                said | {"way": "embedding_gram_norm"},
-                lambda i=ids, g=right, r=read: relative(_root(cuda.embedding_gram_norm(i, g)), r),  # type: ignore[misc]
-                limit,
-            )
     for case in cases("convolution", trial.small):
         if "transposed" not in case.operation and case.parameters[0][1] > 1:
             yield _convolution_kernel_row(case, generator, device, dtype, limit)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from interpreter import outcome, results
-from kernel_checks import CHECKS, COMPILED
+from kernel_checks import CHECKS, COMPILED, embedding_gram_norm, gram_norm, instantiated_norm
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping.accel import convolution_gram, cuda
-from clipping.accel.cuda import convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm, supported
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL
+from clipping.accel import cuda, fused
+from clipping.accel.cuda import convolution_norm, supported
+from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.rules.linear import LinearWeight
 from dpbench.measure.simulate import StorageLifetimes
 
@@ -100,7 +100,7 @@ def test_a_simulated_step_takes_the_memory_of_a_launch_and_launches_nothing(fake
     with StorageLifetimes() as lifetimes:
         lifetimes.watch(image)
         before = lifetimes.peak = lifetimes.alive
-        found = convolution_gram.norms(image, image, [[3, 3], [1, 1], [1, 1], [1, 1]], 2, (0.0, 0.0))
+        found = fused.patch_norms(image, image, [[3, 3], [1, 1], [1, 1], [1, 1]], 2, (0.0, 0.0))
         assert found.shape == (4, 4) and lifetimes.peak - before == 2 * 2 * 4 * 4  # four numbers for each tile
     assert embedding_gram_norm(torch.empty(3, 130, dtype=torch.int64, device="cuda"), g).shape == (3,)
 
@@ -116,13 +116,11 @@ def test_supported_on_a_gpu_that_is_new_enough(dtype: torch.dtype, fake_gpu: Non
 
 
 @TRITON
-def test_not_supported_on_an_amd_gpu_and_the_refusal_says_so(fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
+def test_not_supported_on_an_amd_gpu(fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
     x = torch.empty(2, 3, 4, device="cuda")
     assert supported(x)
     monkeypatch.setattr(torch.version, "hip", "7.2.0")
     assert not supported(x)
-    with pytest.raises(ValueError, match="on ROCm; use the formulas"):
-        gram_norm(x, x)
 
 
 def test_tiles_are_large_where_a_gpu_has_the_shared_memory():
@@ -212,38 +210,6 @@ def test_not_supported_inside_of_vmap(fake_gpu: None):
     seen = []
     torch.func.vmap(lambda x: seen.append(supported(x)) or x)(torch.empty(2, 3, device="cuda"))
     assert seen == [False]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: gram_norm(x, x),
-        lambda x: instantiated_norm(x, x),
-        lambda x: convolution_norm(x, x, [1], [1], [0], [1], 1),
-        lambda x: embedding_gram_norm(x[..., 0].long(), x),
-    ],
-)
-def test_refused_on_a_cpu_with_what_to_use_instead(call: Callable[[Tensor], Tensor]):
-    with pytest.raises(ValueError, match=r"one CUDA device.*got.*float32 on cpu.*use the formulas of clipping.rules"):
-        call(torch.zeros(2, 3, 4))
-
-
-@TRITON
-def test_shapes_that_do_not_fit_are_refused(fake_gpu: None):
-    x = torch.empty(2, 3, 4, device="cuda")
-    for norm in (gram_norm, instantiated_norm):
-        with pytest.raises(
-            ValueError, match=r"expected a \[n, T, d\] and g \[n, T, p\], got \[2, 3, 4\] and \[2, 2, 4\]"
-        ):
-            norm(x, x[:, :2])
-    with pytest.raises(ValueError, match=r"ids \[n, T\].*got \[2\] and \[2, 3, 4\]"):
-        embedding_gram_norm(x[:, 0, 0].long(), x)
-    with pytest.raises(ValueError, match=r"got torch\.float32 on cuda"):
-        embedding_gram_norm(x[:, :, 0], x)
-    with pytest.raises(ValueError, match="in one or two dimensions"):
-        convolution_norm(x[:, :, None, None], x[:, :, None, None], [1, 1, 1], [1] * 3, [0] * 3, [1] * 3, 1)
-    with pytest.raises(ValueError, match="channels 3 and 3 to be multiples of groups=2"):
-        convolution_norm(x, x, [1], [1], [0], [1], 2)
 
 
 FRESH = """

@@ -43,6 +43,10 @@ def forget() -> None:
     library._load.cache_clear()
 
 
+def gram_norm(a: Tensor, gradients: list[Tensor]) -> Tensor:
+    return cpu.gram_norm_and_reach(a, gradients, ())[0]
+
+
 def exact_linear(a: Tensor, gradients: list[Tensor]) -> Tensor:
     a = a.double()
     return sum((torch.einsum("ntp,ntd->npd", g.double(), a).square().sum((1, 2)) for g in gradients), a.new_zeros(()))
@@ -67,7 +71,7 @@ def random_layers(seed: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
 def test_norms_of_linear_layers_are_exact(seed: int):
     torch.manual_seed(seed)
     a, gradients = random_layers(seed, torch.float64)
-    found = cpu.gram_norm(a, gradients)
+    found = gram_norm(a, gradients)
     assert found.shape == (len(a),) and found.dtype == torch.float64
     torch.testing.assert_close(found, exact_linear(a, gradients), rtol=1e-11, atol=1e-12)
 
@@ -79,7 +83,7 @@ def test_norms_of_narrower_numbers_are_float32(dtype: torch.dtype):
     for seed in range(12):
         a, gradients = random_layers(seed, torch.float32)
         a, gradients = a.to(dtype), [g.to(dtype) for g in gradients]
-        found = cpu.gram_norm(a, gradients)
+        found = gram_norm(a, gradients)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), exact_linear(a, gradients), rtol=2e-5, atol=1e-4)
 
@@ -88,7 +92,7 @@ def test_norms_of_narrower_numbers_are_float32(dtype: torch.dtype):
 def test_a_long_sequence_in_float32_is_as_exact_as_its_products():
     torch.manual_seed(0)
     a, g = torch.randn(2, 5000, 8), torch.randn(2, 5000, 12)
-    torch.testing.assert_close(cpu.gram_norm(a, [g]).double(), exact_linear(a, [g]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gram_norm(a, [g]).double(), exact_linear(a, [g]), rtol=1e-6, atol=0)
 
 
 @LIBRARY
@@ -182,9 +186,7 @@ def test_exact_with_vectors_of_every_width(
         for seed in range(12):
             torch.manual_seed(seed)
             a, gradients = random_layers(seed, dtype)
-            torch.testing.assert_close(
-                cpu.gram_norm(a, gradients).double(), exact_linear(a, gradients), rtol=rtol, atol=0
-            )
+            torch.testing.assert_close(gram_norm(a, gradients).double(), exact_linear(a, gradients), rtol=rtol, atol=0)
         x = torch.randn(3, 5, 4, 4, dtype=dtype)
         rows = x.flatten(2).transpose(1, 2)
         found = compiled_norm(x, x, Geometry([1, 1], [1, 1], [0, 0], [1, 1]))
@@ -202,7 +204,7 @@ def test_nothing_is_read_behind_the_end():
         found = compiled_norm(x, x, Geometry([1, 1], [1, 1], [0, 0], [1, 1]))
         rows = x.flatten(2).transpose(1, 2)
         torch.testing.assert_close(found, exact_linear(rows, [rows]), rtol=1e-11, atol=0)
-        torch.testing.assert_close(cpu.gram_norm(rows, [rows]), exact_linear(rows, [rows]), rtol=1e-11, atol=0)
+        torch.testing.assert_close(gram_norm(rows, [rows]), exact_linear(rows, [rows]), rtol=1e-11, atol=0)
 
 
 @LIBRARY
@@ -214,7 +216,7 @@ def test_the_same_bits_on_any_number_of_threads():
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append((cpu.gram_norm(a, [g]), compiled_norm(x, y, geometry)))
+            found.append((gram_norm(a, [g]), compiled_norm(x, y, geometry)))
     finally:
         torch.set_num_threads(threads)
     for linear, convolution in found[1:]:
@@ -229,10 +231,10 @@ def test_what_is_not_finite_stays_in_its_sample(bad: float):
     for channels, outputs, side in ((1, 40, 2), (40, 1, 2), (3, 5, 3), (2, 2, 5)):
         x, g = torch.randn(4, channels, side, side), torch.randn(4, outputs, side, side)
         rows = x.flatten(2).transpose(1, 2).contiguous(), g.flatten(2).transpose(1, 2).contiguous()
-        want = compiled_norm(x, g, geometry), cpu.gram_norm(rows[0], [rows[1]])
+        want = compiled_norm(x, g, geometry), gram_norm(rows[0], [rows[1]])
         for tensor in (x, g, *rows):
             tensor[0] = bad
-        found = compiled_norm(x, g, geometry), cpu.gram_norm(rows[0], [rows[1]])
+        found = compiled_norm(x, g, geometry), gram_norm(rows[0], [rows[1]])
         for exact, others in zip(want, found, strict=True):
             assert torch.equal(exact[1:], others[1:]) and not others[0].isfinite()
 
@@ -259,7 +261,7 @@ def test_sums_of_squares_and_a_layer_norms_scale(dtype: torch.dtype):
 def test_fake_tensors_get_fake_results_and_wrapped_ones_are_left_alone():
     with FakeTensorMode():
         a = torch.empty(3, 5, 4)
-        assert cpu.supported(a) and cpu.gram_norm(a, [a]).shape == (3,)
+        assert cpu.supported(a) and gram_norm(a, [a]).shape == (3,)
         x = torch.empty(3, 2, 6, 6)
         assert compiled_norm(x, x, Geometry([1, 1], [1, 1], [0, 0], [1, 1])).shape == (3,)
     assert not cpu.supported(torch.empty(2, device="meta")) and not cpu.supported(torch.zeros(2, dtype=torch.int64))
@@ -271,7 +273,7 @@ def test_fake_tensors_get_fake_results_and_wrapped_ones_are_left_alone():
 @LIBRARY
 def test_no_samples_or_no_positions():
     for shape in ((0, 5, 3), (2, 0, 3)):
-        assert torch.equal(cpu.gram_norm(torch.zeros(shape), [torch.zeros(shape)]), torch.zeros(shape[0]))
+        assert torch.equal(gram_norm(torch.zeros(shape), [torch.zeros(shape)]), torch.zeros(shape[0]))
     empty = torch.zeros(0, 3, 4, 4)
     assert compiled_norm(empty, empty, Geometry([1, 1], [1, 1], [0, 0], [1, 1])).shape == (0,)
 
@@ -365,7 +367,7 @@ def test_reach_of_rows_with_their_norm(positions: int, dtype: torch.dtype):
     gradients.append(torch.randn(1, positions, 5).to(dtype).expand(3, -1, -1))
     lost = [(1e-3 * i, 2e-3 * i) for i in range(4)]
     squares, reaches = cpu.gram_norm_and_reach(a, gradients, lost)
-    assert torch.equal(squares, cpu.gram_norm(a, gradients))
+    assert torch.equal(squares, gram_norm(a, gradients))
     for reach, g, each in zip(reaches.unbind(1), gradients, lost, strict=True):
         wide = torch.promote_types(dtype, torch.float32)
         expected = cpu.row_reach(a.to(wide), g.to(wide), each)

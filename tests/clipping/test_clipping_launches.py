@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda, fused
+from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.numerics import chunked_sums as portions
 from clipping.numerics.chunked_sums import added_at_once, of_one_size, weighted_at_once
 from clipping.numerics.rounding_bounds import portion
@@ -29,7 +30,7 @@ from clipping.numerics.traced_operations import tracing
 from clipping.planning.costs import predicted
 from clipping.planning.planner import UNTIMED
 from clipping.rules import base, weight
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
+from clipping.rules.base import Route
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.linear import LinearWeight
 from clipping.rules.transposed import TransposedConvolutionWeight
@@ -284,7 +285,7 @@ def test_channels_of_a_block_do_not_decide_how_the_batch_is_read():
     x, gaps = (of_half(n, 32, 6, 6, layout=torch.channels_last) for n in (3, 6))
     with as_on_a_gpu(Launches()):
         rule, g = ConvolutionWeight(of_half(32, 32, 3, 3), x, x.shape[2:], [1, 1], [1, 1], [1, 1], 1), gaps[::2]
-        assert rule._turns(g) and not rule._turns(g[:1])
+        assert rule.turns(g) and not rule.turns(g[:1])
         for way in (NORM_KERNEL, GRAM_KERNEL):
             squares, (reach,) = rule.squares_and_reach(g, Route(True, way, block=1))
             assert squares.shape == reach.terms.shape == (3,)
@@ -412,14 +413,15 @@ def test_no_hard_record_moves_a_sum_of_portions_at_once_by_more_than_c(name, mon
     assert {one.case: (one.outcome, one.excess) for one in found if one.outcome != "within"} == {}
 
 
-def test_what_is_formed_at_once_stays_within_the_room():
-    """Of a large weight few portions at a time."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_formed_at_once_stays_within_the_room(dtype):
+    """Of a large weight few portions at a time; they are in float32."""
     rule = linear_rule(512, 512, 64)
     rule.parameter = rule.parameter.to("meta")
     rule.room = lambda: 8 * 2**20
-    g = base.Spec(torch.Size((4096, 64, 512)), torch.float32)
+    g = base.Spec(torch.Size((4096, 64, 512)), dtype)
     most, together = rule._most(g), rule._together(g)
-    assert together // most * 512 * 512 * 4 <= 8 * 2**20 and together * 64 * 512 * 4 <= 8 * 2**20
+    assert 2 * together // most * 512 * 512 * 4 <= 8 * 2**20 and together * 64 * 512 * dtype.itemsize <= 8 * 2**20
 
 
 def linear_rule(outputs: int, inputs: int, positions: int) -> weight.Bilinear:

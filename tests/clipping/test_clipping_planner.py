@@ -16,11 +16,12 @@ import clipping.numerics.products
 import clipping.planning.planner
 from clipping import compare, load_backend
 from clipping.accel import cuda
+from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.backends.tape import BkMixed
 from clipping.planning.choices import Choice
 from clipping.planning.costs import Costs
 from clipping.planning.planner import Plan, Planner
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Route
+from clipping.rules.base import Bias, Route
 from clipping.tape.record import Tape
 
 Timed = Callable[[Any, Any], Costs]

@@ -95,7 +95,7 @@ def test_the_random_convolutions_have_all_ways():
     ways = {way for rule in rules for way in (*rule.ghosts, *rule.instantiations)}
     compiled = {"compiled"} if cpu.supported(torch.empty(0)) else set()
     assert ways == {"pixels", "patches", "unfold", "grouped", "shifts", "pairs"} | compiled
-    geometries = [rule._geometry() for rule in rules]
+    geometries = [rule.geometry() for rule in rules]
     for field in ("kernel", "stride", "padding", "dilation"):
         assert len({value for geometry in geometries for value in getattr(geometry, field)}) > 1, field
 

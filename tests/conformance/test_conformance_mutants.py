@@ -22,12 +22,13 @@ from clipping import Backend, ClippedGradient, Flat, load_backend
 from clipping.checks.verification import WrongGradient
 from clipping.core.batches import forward
 from clipping.norms import collection as norms
-from clipping.numerics.gram import gram_inner, gram_product
+from clipping.numerics.gram import gram_product
 from clipping.numerics.per_sample import norms_and_factors, sum_of_squares
 from clipping.rules.base import Bias, Rule
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight
+from clipping.rules.pixel_gram import patches
 from dpbench.conformance.contract import CHECKS, classifier
 from dpbench.conformance.suite import conformance
 
@@ -195,22 +196,22 @@ class UsesTheCallersGrad(Hooked):
         return super().sums(losses, factors)
 
 
-def bias_norm_by_position(self: Bias, g: Tensor, samples: slice) -> Tensor:
+def bias_norm_by_position(self: Bias, g: Tensor, samples: slice, *_: Any) -> tuple[Tensor]:
     """Σ_t ‖g_t‖² in the place of ‖Σ_t g_t‖²."""
-    return sum_of_squares(g[samples])
+    return (sum_of_squares(g[samples]),)
 
 
-def gram_over_all_groups(self: ConvolutionWeight, g: Tensor, samples: slice) -> Tensor:
+def gram_over_all_groups(self: ConvolutionWeight, g: Tensor, samples: slice, *_: Any) -> tuple[Tensor]:
     """As if every output channel had seen every input channel (private_CNN, fastDP, private-transformers)."""
-    x, g = self.x[samples], g[samples]
-    a = self._patches(x).reshape(len(x), -1, self.positions)
-    return gram_product(a.transpose(1, 2), g.reshape(len(x), -1, self.positions).transpose(1, 2))
+    a, g = patches(self.x[samples], self.geometry()), g[samples]
+    a, g = (y.reshape(samples.stop - samples.start, -1, self.positions).transpose(1, 2) for y in (a, g))
+    return (gram_product(a, g, 2**20),)
 
 
-def gram_without_the_padding_mask(self: EmbeddingWeight, g: Tensor, samples: slice) -> Tensor:
+def gram_without_the_padding_mask(self: EmbeddingWeight, g: Tensor, samples: slice, *_: Any) -> tuple[Tensor]:
     """[id_t = id_s] of padding ids counts (Opacus)."""
     ids, g = self.ids[samples].flatten(1), g[samples].reshape(samples.stop - samples.start, -1, self.outputs)
-    return gram_inner(g, lambda rows: ids[:, rows, None] == ids[:, None, :])
+    return (((g @ g.mT) * (ids[:, :, None] == ids[:, None])).sum((1, 2)),)
 
 
 def no_cross_term(self: Rule, g: Tensor, other: Rule, other_g: Tensor) -> Tensor:
@@ -239,12 +240,10 @@ MUTANTS = [
     Mutant("clipping per parameter, black box", "sensitivity: flat", EachParameterByItself),
     Mutant("inverted factor", "linear 2-D", Inverted),
     Mutant("nothing clipped, black box", "sensitivity: global bound", NeverClips),
-    Mutant("bias norm not summed over T", "linear 3-D", "ghost", Bias, "_instantiated", bias_norm_by_position),
-    Mutant("bias norm of a convolution", "conv2d", "fastgradclip", Bias, "_instantiated", bias_norm_by_position),
-    Mutant("groups ignored", "conv2d groups", "ghost", ConvolutionWeight, "_ghost", gram_over_all_groups),
-    Mutant(
-        "groups ignored, book-kept", "conv1d strided", "bk_ghost", ConvolutionWeight, "_ghost", gram_over_all_groups
-    ),
+    Mutant("bias norm not summed over T", "linear 3-D", "ghost", Bias, "norms", bias_norm_by_position),
+    Mutant("bias norm of a convolution", "conv2d", "fastgradclip", Bias, "norms", bias_norm_by_position),
+    Mutant("groups ignored", "conv2d groups", "ghost", ConvolutionWeight, "norms", gram_over_all_groups),
+    Mutant("groups ignored, book-kept", "conv1d strided", "bk_ghost", ConvolutionWeight, "norms", gram_over_all_groups),
     Mutant("padding mode ignored", "conv2d circular", PaddingModeIgnored),
     Mutant("padding mode ignored, reflect", "conv2d reflect", PaddingModeIgnored),
     Mutant("padding_idx counted", "embedding padding_idx", PaddingIdxCounted),
@@ -260,7 +259,7 @@ MUTANTS = [
         "embedding padding_idx",
         "ghost",
         EmbeddingWeight,
-        "_ghost",
+        "norms",
         gram_without_the_padding_mask,
     ),
     Mutant("loss [B, 1] broadcast", "a loss shaped [B, 1]", TakesAnyLoss),

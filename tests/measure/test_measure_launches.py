@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipping import load_backend
-from clipping.accel import convolution_gram, cuda, fused
+from clipping.accel import cuda, fused
 from clipping.numerics import chunked_sums as portions
 from clipping.rules import weight
 from dpbench.experiment import load_experiment
@@ -103,15 +103,15 @@ def test_views_launch_nothing_and_what_is_read_and_written_is_counted():
 
 def test_triton_programs_are_counted_with_the_operations_of_their_products():
     with as_on_a_gpu(Launches()) as launches:
-        cuda.gram_norm(meta(2, 7, 3), meta(2, 7, 5))
+        cuda.gram_norm_and_reach(meta(2, 7, 3), meta(2, 7, 5), (0.0, 0.0))
         assert launches.flops == 2 * 7 * 7 * (3 + 5)
-        cuda.instantiated_norm(meta(2, 7, 3), meta(2, 7, 5))
+        cuda.instantiated_norm_and_reach(meta(2, 7, 3), meta(2, 7, 5), (0.0, 0.0))
         assert launches.flops == 2 * 7 * 7 * (3 + 5) + 2 * 2 * 7 * 3 * 5
         before = launches.flops
         cuda.convolution_norm(meta(2, 4, 6, 6), meta(2, 8, 6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 2)
         assert launches.flops - before == 2 * 2 * 36 * 8 * 2 * 9
         before, geometry = launches.flops, ((3, 3), (1, 1), (1, 1), (1, 1))
-        convolution_gram.norms(meta(2, 4, 6, 6), meta(2, 8, 6, 6), geometry, 2, (0.0, 0.0))
+        fused.patch_norms(meta(2, 4, 6, 6), meta(2, 8, 6, 6), geometry, 2, (0.0, 0.0))
         assert launches.flops - before == 2 * 2 * 36 * 36 * (2 * 9 + 4) and launches.found["convolution_gram"] == 1
         before = launches.flops
         fused.weighted_patches(meta(2, 4, 6, 6), meta(2, 8, 6, 6), meta(2), geometry, 1)
@@ -184,7 +184,7 @@ def test_a_predicted_time_by_hand(kind):
         (lambda: x @ small, size * (4096**2 + 2 * 4096 * 8) / 3.0e12),
         (lambda: x + x, size * 2 * 4096**2 / 3.0e12),
         (lambda: F.conv2d(image, weight, padding=1), 2 * 64 * 1024 * 9 * 256**2 / of_convolution),
-        (lambda: cuda.gram_norm(x[None], x[None]), 4096**3 * 2 / (rate / 2)),
+        (lambda: cuda.gram_norm_and_reach(x[None], x[None], (0.0, 0.0)), 4096**3 * 2 / (rate / 2)),
     ):
         with as_on_a_gpu(Launches()) as launches:
             operation()

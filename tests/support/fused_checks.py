@@ -16,10 +16,11 @@ from interpreter import assert_in_registers, interpreted, outcome
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
-from clipping.accel import convolution_gram, cuda, fused
+from clipping.accel import cuda, fused
+from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.numerics.rounding_bounds import of_rows, row_norms
 from clipping.rules import convolution as convolution_module
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
+from clipping.rules.base import Route
 from clipping.rules.convolution import ConvolutionWeight, convolution
 from clipping.rules.linear import LinearWeight
 from clipping.rules.norm import LayerNormWeight, layer_norm
@@ -170,22 +171,20 @@ def transposed(device: str) -> None:
 
 def gram_tiles(device: str) -> None:
     """Any number of blocks, each pair once; any strides, dtypes and groups; and more programs than one launch has."""
-    whole, narrow = (cuda.PROGRAMS, convolution_gram.SIDE), torch.float16  # the interpreter rounds bfloat16 downwards
-    convolution_gram.SIDE = 16
+    whole, narrow = (cuda.PROGRAMS, fused.GRAM_SIDE), torch.float16  # the interpreter rounds bfloat16 downwards
+    fused.GRAM_SIDE = 16
     for count in (1, 2, 3, 4):
         rule, wide, g = made((4, 3, (5, 3 * count), (2, 1), (1, 1), (1, 0), (1, 1), 1), device, torch.float32)
-        found = convolution_gram.norms(rule.x[:1], g[:1], rule._geometry(), 1, (0.0, 0.0))
+        found = fused.patch_norms(rule.x[:1], g[:1], rule.geometry(), 1, (0.0, 0.0))
         close(found[:, 0], wide.squared_norms(g.double(), Route())[:1])
     rule, wide, g = made((4, 6, (5, 4), (2, 1), (1, 1), (1, 0), (1, 1), 2), device, torch.float32)
-    found = convolution_gram.norms(rule.x, g, rule._geometry(), 2, (1.0, 2.0))
+    found = fused.patch_norms(rule.x, g, rule.geometry(), 2, (1.0, 2.0))
     close(found[:, 0].view(3, 2).sum(1), wide.squared_norms(g.double(), Route()))
     cuda.PROGRAMS = 8
     last, turned = g.to(memory_format=torch.channels_last), rule.x.transpose(2, 3).contiguous().transpose(2, 3)
-    assert torch.equal(found, convolution_gram.norms(turned, last, rule._geometry(), 2, (1.0, 2.0)))
-    cuda.PROGRAMS, convolution_gram.SIDE = whole
-    both = [
-        convolution_gram.norms(x, g.to(narrow), rule._geometry(), 2, (0.0, 0.0)) for x in (rule.x, rule.x.to(narrow))
-    ]
+    assert torch.equal(found, fused.patch_norms(turned, last, rule.geometry(), 2, (1.0, 2.0)))
+    cuda.PROGRAMS, fused.GRAM_SIDE = whole
+    both = [fused.patch_norms(x, g.to(narrow), rule.geometry(), 2, (0.0, 0.0)) for x in (rule.x, rule.x.to(narrow))]
     assert torch.equal(*both)
 
 
@@ -404,17 +403,17 @@ def compile_(name: str, capability: int) -> None:
         "BLOCK_C": 16 if single else fused.TILE,
     }
     if program == "weighted":
-        values |= {"BLOCK_T": kernel, "BLOCK_D": fused.SIDE, "BLOCK_P": fused.SIDE, "WIDEN": False}
+        values |= {"BLOCK_T": kernel, "BLOCK_D": fused.SIDE, "BLOCK_P": fused.SIDE}
     values["BLOCK"] = 16 if single else fused.TILE if program == "shifted" else fused.LINE
-    options, pointer, most = {"num_warps": fused.WARPS}, "*fp32", 48
+    options, pointer, most = {"num_warps": cuda.WARPS}, "*fp32", 48
     if program == "weighted":
         pointer, most = "*bf16", 227 if capability == 90 else 99
     images = program in ("convolution_gram", "weighted_patches")
     if images:
         _, case, dtype = name.split(", ")
         number, last = (GRAMS if program == "convolution_gram" else SUMS)[case]
-        tiles = convolution_gram.tiles_of(number, 256, getattr(torch, dtype), capability // 10, last)
-        values |= {"ALONE": number <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, "WIDEN": False}
+        tiles = fused.gram_tiles(number, 256, getattr(torch, dtype), capability // 10, last)
+        values |= {"ALONE": number <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth}
         if program == "weighted_patches":
             tiles = cuda._patch_tiles(1024, 1152, number, torch.bfloat16, capability // 10 if last else 0)
             values |= {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}

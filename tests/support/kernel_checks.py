@@ -21,11 +21,20 @@ from interpreter import assert_in_registers, interpreted, outcome
 from torch import Tensor
 
 from clipping.accel import cuda
-from clipping.accel.cuda import Tiles, convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm
+from clipping.accel.cuda import Tiles, convolution_norm
 from clipping.rules.base import Route
 from clipping.rules.convolution import ConvolutionWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def squares(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The squared norms [n] of a function that also returns reaches."""
+    return lambda x, g, **options: norm(x, g, (0.0, 0.0), **options)[:, 0]
+
+
+gram_norm, embedding_gram_norm = squares(cuda.gram_norm_and_reach), squares(cuda.embedding_gram_norm_and_reach)
+instantiated_norm = squares(cuda.instantiated_norm_and_reach)
 BOTH = (gram_norm, instantiated_norm)
 
 
@@ -385,8 +394,6 @@ def compile_(name: str, capability: int) -> None:
         **blocks,
         "ROWS": cuda.ROWS,
         "COLUMNS": cuda.COLUMNS * tiles.warps,
-        "PRECISION": "ieee",
-        "WIDEN": False,
     }
     pointers = {"out": "*fp32", "ids": "*i64"} | dict.fromkeys(
         "agx", {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
