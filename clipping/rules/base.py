@@ -324,7 +324,7 @@ class Rule(ABC):
         """Per-sample gradients [B, *shape], in the way and blocks of the route if it instantiates them."""
         way = "" if route.ghost else route.way
         if not way:
-            return self.instantiate(g, slice(0, len(g) // self.fold))
+            return self.instantiate(g, slice(0, self.samples(g)))
         return concatenated(lambda samples: self.instantiate(g, samples, way), self.blocks(g, way, route.block))
 
     def held_input(self) -> Tensor | None:
