@@ -2,13 +2,14 @@
 
 The tape's backends share their rules. test_clipping_routes.py holds every way of every rule on each case; here `vmap`,
 which has no rules, and `bk_mixed`, which may take any way, meet all cases, and the others those of `FIFTEEN`.
+test_clipping_peers.py has the peers.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, FIFTEEN, NOT_FOR, Case, images
+from cases import CASES, FIFTEEN, NOT_FOR, TAPE, Case, images
 from marks import name_of, slow_unless
 from torch import nn
 
@@ -20,10 +21,7 @@ from dpbench.conformance.refusals import REFUSALS
 from dpbench.conformance.suite import checks, per_layer
 
 KNOWN = checks()
-PRIVATE = ["vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
-COMPOSED = [(case, name) for case in CASES for name in PRIVATE if name in ("vmap", "bk_mixed") or case.name in FIFTEEN]
-composed = pytest.mark.parametrize(("case", "backend"), COMPOSED, ids=name_of)
-WITH_PEER = [*PRIVATE, "opacus_hooks"]  # the other peers, and every case, are in test_clipping_peers.py
+PRIVATE = ["vmap", *TAPE]
 
 
 @pytest.fixture(autouse=True)
@@ -79,59 +77,45 @@ def test_copies_for_each_sample_are_all_that_is_trained(backend):
     torch.testing.assert_close(out.grads, expected.grads, rtol=1e-12, atol=1e-15)
 
 
-def result(name: str, backend: str, device: str = "cpu") -> str:
-    """What the conformance suite says of a case, with the reason where it is wrong."""
-    verdict = judge(name, KNOWN[name], load_backend(backend), device)
-    return f"wrong: {verdict.reason}" if verdict.result == "wrong" else verdict.result
+def require(name: str, *backends: str, device: str = "cpu") -> None:
+    """The conformance suite says of the case what `NOT_FOR` says: strictly, so that a refusal that ends comes off it."""
+    for backend in backends:
+        verdict = judge(name, KNOWN[name], load_backend(backend), device)
+        assert verdict.result == NOT_FOR.get(backend, {}).get(name, "exact"), f"{backend}: {verdict.reason}"
 
 
-@composed
-def test_exact(case: Case, backend: str):
-    """In float64 and in float32, and strictly: a case that is no longer refused has to come off the list."""
-    assert result(case.name, backend) == NOT_FOR.get(backend, {}).get(case.name, "exact")
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_exact(case: Case):
+    """In float64 and in float32."""
+    require(case.name, *(PRIVATE if case.name in FIFTEEN else ("vmap", "bk_mixed")))
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    slow_unless(
-        lambda case, name: case.name in FIFTEEN and name in ("bk_mixed", "ghost", "vmap"),  # one pass, two, no tape
-        [(case, name) for case in CASES for name in (PRIVATE if case.name in FIFTEEN else ["bk_mixed"])],
-    ),
-    ids=name_of,
-)
-def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case, backend: str):
+@pytest.mark.parametrize("case", slow_unless(lambda case: case.name in FIFTEEN, CASES), ids=name_of)
+def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case):
     """The suite runs without it; ordinary use does not. It asks nothing of how a backend found its answer."""
-    if case.name in NOT_FOR.get(backend, ()):
-        pytest.skip("refused, as test_exact shows")
     model, inputs, targets, loss_fn = case.make()
-    with load_backend(backend)(model, loss_fn) as b, load_backend(backend)(model, loss_fn, verify=False) as unverified:
-        assert compare(b(inputs, targets), unverified(inputs, targets)).within(TOLERANCE)
+    for backend in ("vmap", "ghost", "bk_mixed"):  # no tape, two passes, one
+        if case.name not in NOT_FOR.get(backend, ()):
+            with (
+                load_backend(backend)(model, loss_fn) as b,
+                load_backend(backend)(model, loss_fn, verify=False) as plain,
+            ):
+                assert compare(b(inputs, targets), plain(inputs, targets)).within(TOLERANCE), backend
 
 
-@pytest.mark.parametrize("backend", PRIVATE)
 @pytest.mark.parametrize("case", ["conv2d groups", "linear 3-D", "embedding", "layer norm over positions", "tied head"])
-def test_exact_in_blocks(case: str, backend: str, monkeypatch):
+def test_exact_in_blocks(case: str, monkeypatch):
     """The same with a workspace so small that samples and Gram rows are treated one at a time."""
     monkeypatch.setattr(clipping.rules.base, "WORKSPACE", {"cpu": 64, "cuda": 64})
-    assert result(case, backend) == "exact"
+    require(case, *TAPE)
 
 
-@composed
-def test_exact_per_layer(case: Case, backend: str):
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in FIFTEEN], ids=name_of)
+def test_exact_per_layer(case: Case):
     """Each parameter clipped by its own norm: a use, a route and a weighted gradient at a time."""
-    verdict = per_layer(case, load_backend(backend))
-    assert verdict.result == NOT_FOR.get(backend, {}).get(case.name, "exact"), verdict.reason
-
-
-@pytest.mark.parametrize("backend", WITH_PEER)
-@pytest.mark.parametrize("batch", ["one sample", "tied norms", "zero gradient", "empty"])
-def test_exact_on_edge_batches(batch: str, backend: str):
-    assert result(f"batch: {batch}", backend) == "exact"
-
-
-@pytest.mark.parametrize("backend", ["microbatch", *WITH_PEER])
-def test_leaves_the_model_as_it_was(backend: str):
-    assert result("the model left as it was", backend) == "exact"
+    for backend in PRIVATE:
+        verdict = per_layer(case, load_backend(backend))
+        assert verdict.result == NOT_FOR.get(backend, {}).get(case.name, "exact"), f"{backend}: {verdict.reason}"
 
 
 @pytest.mark.parametrize("backend", ["nonprivate", "ghost"])
@@ -144,39 +128,21 @@ def test_a_closed_backend_says_so(backend: str):
         b(x, y)
 
 
-@pytest.mark.parametrize("backend", WITH_PEER)
-def test_batches_of_changing_size(backend: str):
-    """Poisson sampling: no state of one call may leak into the next."""
-    assert result("batch: changing sizes", backend) == "exact"
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_contract(name: str):
+    """Every clipping function, the black-box sensitivity of each, odd batches, precisions, the model left as it was."""
+    require(name, *PRIVATE, *(["microbatch"] if name == "the model left as it was" else []))
 
 
-@pytest.mark.parametrize("backend", WITH_PEER)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_lower_precision_accumulates_norms_in_float32(backend: str, dtype: torch.dtype):
-    assert result(f"norms in {str(dtype).removeprefix('torch.')}", backend) == "exact"
-
-
-ELSEWHERE = ("batch: ", "norms in ", "the model left")  # the tests above, which the peers' tests call as well
-
-
-@pytest.mark.parametrize("backend", WITH_PEER)
-@pytest.mark.parametrize("name", [name for name in CHECKS if not name.startswith(ELSEWHERE)])
-def test_the_contract(name: str, backend: str):
-    """Every clipping function, the black-box sensitivity of each, a skipped layer, a loss of one column, overflow."""
-    assert result(name, backend) == "exact"
-
-
-@pytest.mark.parametrize("backend", ["microbatch", *WITH_PEER])
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_few_can_be_exact_on(name: str, backend: str):
+def test_what_few_can_be_exact_on(name: str):
     """Hidden reads of parameters and samples that mix: refused, but by who gives each sample to the model alone."""
-    found = result(name, backend)
-    assert found.partition(":")[0] == NOT_FOR.get(backend, {}).get(name, "exact"), found
+    require(name, "microbatch", *PRIVATE)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 @pytest.mark.parametrize("backend", PRIVATE)
 def test_exact_on_cuda(backend: str):
-    found = {name: result(name, backend, "cuda") for name in KNOWN}
-    assert found == {name: NOT_FOR.get(backend, {}).get(name, "exact") for name in KNOWN}
+    for name in KNOWN:
+        require(name, backend, device="cuda")

@@ -24,6 +24,7 @@ from clipping import (
     compare,
     load_backend,
 )
+from dpbench.conformance.contract import CHECKS
 from dpbench.conformance.refusals import REFUSALS
 
 every_peer = pytest.mark.parametrize("backend", PEERS)
@@ -70,30 +71,17 @@ def test_cases(backend: str):
 
 
 @every_peer
-@pytest.mark.parametrize("batch", ["one sample", "tied norms", "zero gradient", "empty"])
-def test_edge_batches(batch: str, backend: str):
-    exact.test_exact_on_edge_batches(batch, backend)
+def test_the_contract(backend: str):
+    """All of it by Opacus' hooks; by each, odd batches and sizes, half precision, and a model left as it was."""
+    for name in CHECKS:
+        if backend == "opacus_hooks" or name.startswith(("batch: ", "norms in bfloat16", "the model left")):
+            exact.require(name, backend)
 
 
 @every_peer
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_few_can_be_exact_on(name: str, backend: str):
-    exact.test_what_few_can_be_exact_on(name, backend)
-
-
-@every_peer
-def test_leaves_the_model_as_it_was(backend: str):
-    exact.test_leaves_the_model_as_it_was(backend)
-
-
-@every_peer
-def test_batches_of_changing_size(backend: str):
-    exact.test_batches_of_changing_size(backend)
-
-
-@every_peer
-def test_lower_precision(backend: str):
-    exact.test_lower_precision_accumulates_norms_in_float32(backend, torch.bfloat16)
+def test_what_few_can_be_exact_on(backend: str):
+    for name in REFUSALS:
+        exact.require(name, backend)
 
 
 REFUSED_CLIPPING = {
@@ -110,30 +98,28 @@ REFUSED_CLIPPING = {
 }
 
 
+CLIPPING = {
+    "flat": Flat(0.5, stabiliser=0.01),
+    "C = 0": Flat(0.0),
+    "C = inf": Flat(float("inf")),
+    "Automatic": Automatic(0.5, stabiliser=0.01),
+    "Automatic without stabiliser": Automatic(0.5),
+    "GlobalBound": GlobalBound(0.5, bound=1.0),
+    "PerLayer": PerLayer(0.5, stabiliser=0.001),
+}
+
+
 @every_peer
-@pytest.mark.parametrize(
-    ("kind", "clip"),
-    [
-        ("flat", Flat(0.5, stabiliser=0.01)),
-        ("C = 0", Flat(0.0)),
-        ("C = inf", Flat(float("inf"))),
-        ("Automatic", Automatic(0.5, stabiliser=0.01)),
-        ("Automatic without stabiliser", Automatic(0.5)),
-        ("GlobalBound", GlobalBound(0.5, bound=1.0)),
-        ("PerLayer", PerLayer(0.5, stabiliser=0.001)),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_clipping_functions(kind: str, clip, backend: str):
+def test_clipping_functions(backend: str):
     model, x, y, loss = images(layers(), nn.Tanh())
-    refused = REFUSED_CLIPPING.get((backend, kind))
-    if refused:
-        with pytest.raises(UnsupportedModel, match=refused):
-            load_backend(backend)(model, loss, clip=clip)
-        return
-    oracle = load_backend("microbatch")(model, loss, clip=clip)(x, y)
-    with load_backend(backend)(model, loss, clip=clip) as b:
-        assert compare(b(x, y), oracle).within(exact.TOLERANCE)
+    for kind, clip in CLIPPING.items():
+        if refused := REFUSED_CLIPPING.get((backend, kind)):
+            with pytest.raises(UnsupportedModel, match=refused):
+                load_backend(backend)(model, loss, clip=clip)
+            continue
+        oracle = load_backend("microbatch")(model, loss, clip=clip)(x, y)
+        with load_backend(backend)(model, loss, clip=clip) as b:
+            assert compare(b(x, y), oracle).within(exact.TOLERANCE), kind
 
 
 @every_peer
