@@ -206,7 +206,7 @@ def test_a_layer_that_no_loss_depends_on_has_its_share_of_the_threshold():
     assert all(torch.equal(found.grads[name], expected.grads[name]) for name in expected.grads)
 
 
-@pytest.mark.parametrize("way", ["traced", pytest.param("compiled", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("way", ["traced", pytest.param("compiled", marks=[NEEDS_COMPILER, pytest.mark.slow])])
 def test_what_a_graph_gives_is_the_caller_s_to_write_to(way):
     """As the engine does, which adds its noise in place; and it is what the eager step gives, but for rounding."""
     model, (x, y) = Half(), batch()
