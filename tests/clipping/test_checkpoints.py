@@ -83,8 +83,8 @@ def require_same(found: ClippedGradient, expected: ClippedGradient) -> None:
 @pytest.mark.parametrize(
     ("part", "backend"),
     [
-        *product(PARTS, ["mixed_ghost", "bk_mixed"]),
-        *product(["group norm", "in place", "linear"], ["ghost", "fastgradclip", "bk_ghost", "bk_mixed:time"]),
+        *product(PARTS, ["bk_mixed"]),
+        *product(["in place"], ["mixed_ghost", "ghost", "fastgradclip", "bk_ghost", "bk_mixed:time"]),
     ],
 )
 def test_as_without(part, backend):
@@ -117,9 +117,8 @@ def test_dropout_is_verified_with_the_numbers_that_it_draws_again(backend, monke
         assert clipped(x, torch.arange(BATCH) % 3).norms.isfinite().all()
 
 
-@pytest.mark.parametrize("part", ["group norm", "attention"])
-def test_a_program_computes_it_again(part):
-    model = Network(part, True).double()
+def test_a_program_computes_it_again():
+    model = Network("group norm", True).double()
     x, y = torch.randn(BATCH, 3, 6, 6, dtype=torch.float64), torch.arange(BATCH) % 3
     clip = Flat(max_grad_norm=0.1)
     with load_backend("bk_mixed")(model, loss_fn, clip=clip, timing=False) as eager:
@@ -130,12 +129,11 @@ def test_a_program_computes_it_again(part):
         (graph,) = compiled.graphs._graphs
     torch.testing.assert_close(found.norms, expected.norms, rtol=1e-12, atol=0.0)
     assert all(torch.allclose(found.grads[name], g, rtol=1e-10, atol=1e-14) for name, g in expected.grads.items())
-    again = torch.ops.aten.convolution.default if part == "group norm" else torch.ops.aten.native_layer_norm.default
-    ran = sum(node.target is again for node in graph._step.graph.nodes)
-    assert ran > {"group norm": 3, "attention": 4}[part]  # in a forward pass
+    ran = sum(node.target is torch.ops.aten.convolution.default for node in graph._step.graph.nodes)
+    assert ran > 3  # in a forward pass
 
 
-@pytest.mark.parametrize("backend", ["mixed_ghost", "fastgradclip", "bk_mixed", "bk_mixed:memory"])
+@pytest.mark.parametrize("backend", ["mixed_ghost", "bk_mixed"])
 def test_memory_is_saved(backend):
     """Two passes free what is computed again, as ordinary training does."""
     ordinary = share_of_memory("nonprivate")
@@ -178,9 +176,13 @@ def is_let_go(value):
     return isinstance(value, Tensor) and value.numel() > 1000 and not any(value.stride())
 
 
-@pytest.mark.parametrize("looked_at", [False, True], ids=["", "samples looked at"])
-@pytest.mark.parametrize("backend", ["microbatch", "mixed_ghost", "bk_ghost", "bk_mixed", "bk_mixed:time"])
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("part", "backend", "looked_at"),
+    [
+        *product(PARTS, ["bk_mixed"], [True]),
+        *product(["group norm"], ["microbatch", "mixed_ghost", "bk_ghost", "bk_mixed", "bk_mixed:time"], [False]),
+    ],
+)
 def test_a_recording_is_verified_by_what_is_computed_once_more(part, backend, looked_at):
     model, (x, y) = Network(part, True).double(), batch()
     with load_backend(backend)(model, loss_fn, clip=Flat(1.0), verify=False) as recorder:

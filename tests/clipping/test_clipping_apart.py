@@ -16,7 +16,7 @@ from clipping.checks.second_look import differing, fewer, more, replaced
 from clipping.checks.verification import WrongGradient
 from clipping.numerics.rng_replay import same_for_each
 
-TAPE = ("fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
+TAPE = ("ghost", "bk_mixed")  # two passes, and one; all record and look alike
 B, T, D = 5, 4, 6
 
 
@@ -188,7 +188,7 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("backend", ["ghost", "bk_mixed", "fastgradclip"])
+@pytest.mark.parametrize("backend", TAPE)
 @pytest.mark.parametrize("how", RANDOM.values(), ids=RANDOM)
 def test_what_draws_in_training_passes(how, backend):
     """Each sample draws the same alone as beside another: the verification runs in the mode that trains."""

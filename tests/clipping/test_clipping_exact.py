@@ -78,7 +78,7 @@ def test_copies_for_each_sample_are_all_that_is_trained(backend):
 
 
 def require(name: str, *backends: str, device: str = "cpu") -> None:
-    """The conformance suite says of the case what `NOT_FOR` says: strictly, so that a refusal that ends comes off it."""
+    """Assert what `NOT_FOR` says of the case, strictly: a refusal that ends has to come off it."""
     for backend in backends:
         verdict = judge(name, KNOWN[name], load_backend(backend), device)
         assert verdict.result == NOT_FOR.get(backend, {}).get(name, "exact"), f"{backend}: {verdict.reason}"

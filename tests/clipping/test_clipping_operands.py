@@ -85,7 +85,7 @@ def records(kind: str, model: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("model", ["images", "rows"])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ["fastgradclip", "ghost", "bk_mixed"])  # each kind of route
 def test_one_record_moves_the_sum_by_what_is_stated(tf32, name, model):
     module = Images() if model == "images" else Rows()
     for kind in ("ordinary", "one entry", "1", "0.1", "0.01", "1e-3", "1e-5"):

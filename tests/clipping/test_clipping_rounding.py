@@ -15,6 +15,8 @@ from clipping.core.clip_functions import floor
 from clipping.numerics.rounding_bounds import CAP, Doubt, Reach, all_alike, excess, of_rows, portion, row_norms
 
 BACKENDS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
+KINDS = ["microbatch", "vmap", "fastgradclip", "ghost", "bk_mixed"]
+"""One of each kind: a record or all at a time, gradients or Gram matrices in two passes, and one pass."""
 
 
 class Weighed(nn.Module):
@@ -63,8 +65,8 @@ def cancelling(positions: int, mean: float, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("name", "clip"),
     [
-        *((name, Flat(1.0)) for name in BACKENDS),
-        *product(["microbatch", "ghost", "bk_ghost"], [Automatic(1.0), PerLayer(1.0)]),
+        *((name, Flat(1.0)) for name in BACKENDS if name != "mixed_ghost"),
+        *product(["microbatch", "bk_ghost"], [Automatic(1.0), PerLayer(1.0)]),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -90,7 +92,7 @@ class Attention(nn.Module):
         return (found * weights).sum((1, 2))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_cancels_on_the_way_to_a_use_is_the_same_in_both_passes(name):
     for size, spread, weight in ((3e3, 3e-4, 1e2), (3e4, 1e-5, 1e3), (1e6, 1e-7, 1e4)):
         for seed in range(3):
@@ -126,7 +128,7 @@ class Normed(nn.Module):
         return (self.linear(a) * g).sum((1, 2))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("model", "inputs", "outputs"), [(Standardised, (8, 6, 6), (16, 4, 4)), (Normed, (8, 64), (8, 64))]
@@ -152,7 +154,7 @@ class Cast(nn.Module):
         return F.linear(x.bfloat16(), self.weight.bfloat16()).float()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_thousands_that_are_alike_move_a_weight_that_is_cast(name):
     x = torch.ones(1028, 16)
     x[:, ::2] = 1.5
@@ -161,7 +163,7 @@ def test_thousands_that_are_alike_move_a_weight_that_is_cast(name):
 
 
 @pytest.mark.parametrize("before", [4095, 4096])
-@pytest.mark.parametrize("name", ["fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"])
+@pytest.mark.parametrize("name", ["ghost", "mixed_ghost", "bk_mixed"])
 def test_one_record_more_changes_no_route_of_the_others(name, before):
     """All of them cancel. Kept and summed each is of length C; by another way to its norm it is left out nearly."""
     made = torch.Generator().manual_seed(1)
@@ -196,7 +198,7 @@ def test_to_verify_a_batch_chooses_no_route():
         assert backend.settle() == {"chosen_for": 256}
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_images_that_are_almost_constant_are_clipped(name, dtype):
     for offset, amplitude in ((1, 1e-6), (255, 0.01), (1e4, 1), (1e8, 1), (1e12, 1), (1e19, 1)):
@@ -208,7 +210,7 @@ def test_images_that_are_almost_constant_are_clipped(name, dtype):
         assert found <= bound * (1 + 1e-4), (offset, amplitude)
 
 
-@pytest.mark.parametrize("name", ["vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"])
+@pytest.mark.parametrize("name", ["vmap", "fastgradclip", "ghost", "bk_mixed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_thousands_of_records_that_are_alike(name, dtype):
     """A sum of 2,000 in bfloat16 would have 3 digits left."""
@@ -218,7 +220,7 @@ def test_thousands_of_records_that_are_alike(name, dtype):
     assert found == pytest.approx(1, abs=2e-3)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_an_order_that_rounds_all_records_up(name):
     """A power of two of ones, and then as many records of which each is rounded up when it is added to them."""
     ones = 1024 if name == "microbatch" else 4096  # whose every record is a pass of its own
@@ -338,7 +340,7 @@ def test_automatic_clipping_leaves_out_what_has_no_digits():
         assert factors[:2].tolist() == [0, 0] and factors[2] > 0
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_gradients_too_small_to_be_squared_are_not_blown_up(name):
     """1e-23 has a square of 0 in float32: scaled by 1 over a norm of that it would be anything."""
     for scale in (1e-19, 1e-21, 1e-23, 1e-30):

@@ -15,7 +15,7 @@ from clipping import Flat, compare, load_backend
 from clipping.core.reference import definition
 
 BATCH = 4
-BACKENDS: dict[str, dict[str, bool]] = {"bk_mixed": {"timing": False}, "mixed_ghost": {}, "fastgradclip": {}}
+BACKENDS: dict[str, dict[str, bool]] = {"bk_mixed": {"timing": False}, "mixed_ghost": {}}  # one pass, and two
 USES = {
     "conv": lambda: nn.Conv2d(8, 8, 3, padding=1),
     "transposed conv": lambda: nn.ConvTranspose2d(8, 8, 3, padding=1),
