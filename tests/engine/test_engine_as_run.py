@@ -64,14 +64,10 @@ DROPPING = {
     ),
     "encoder layer, steps first": lambda: Words(nn.TransformerEncoderLayer(16, 4, 32), steps_first=True),
     "transformer": lambda: Words(nn.Transformer(16, 4, 1, 1, 32, batch_first=True)),
-    **{
-        f"{kind.__name__}, {'batch' if first else 'steps'} first{', both ways' * both}": (
-            lambda kind=kind, first=first, both=both: recurrent(kind, first, both)
-        )
-        for kind in (nn.LSTM, nn.GRU, nn.RNN)
-        for first in (True, False)
-        for both in (True, False)
-    },
+    "LSTM": lambda: recurrent(nn.LSTM, True, False),
+    "LSTM, steps first, both ways": lambda: recurrent(nn.LSTM, False, True),
+    "GRU, both ways": lambda: recurrent(nn.GRU, True, True),
+    "RNN, steps first": lambda: recurrent(nn.RNN, False, False),
 }
 
 
@@ -170,7 +166,7 @@ def step_like_the_ordinary_one(model: nn.Module, x: Tensor, backend: str = "bk_m
     ("name", "backend"),
     [
         *((name, "bk_mixed") for name in DROPPING),
-        *product(["attention", "transformer", "LSTM, steps first, both ways"], ["ghost", "microbatch"]),
+        *product(["transformer", "LSTM, steps first, both ways"], ["ghost", "microbatch"]),
     ],
 )
 def test_what_drops_draws_as_the_ordinary_model_does(name: str, backend: str, monkeypatch):
@@ -228,8 +224,7 @@ def test_weights_in_channels_last(backend: str):
     step_like_the_ordinary_one(*channels_last(), backend)
 
 
-@pytest.mark.parametrize("noise", ["gaussian", "discrete"])
-@pytest.mark.parametrize("backend", ["bk_mixed", "microbatch"])
+@pytest.mark.parametrize(("backend", "noise"), [("bk_mixed", "discrete"), ("microbatch", "gaussian")])
 def test_gradients_lie_in_memory_as_autograd_lays_them(backend: str, noise: str):
     model, x = channels_last()
     losses_of(model, x).mean().backward()
@@ -257,8 +252,9 @@ def test_fused_optimizers_pair_the_right_entries(kind: type[torch.optim.Optimize
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "fastgradclip", "microbatch"])
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize(
+    ("name", "backend"), [*product(FIRST, ["bk_mixed"]), *product(["linear", "activation"], ["ghost", "microbatch"])]
+)
 def test_what_is_changed_in_place_before_the_step_is_noticed_as_autograd_does(name: str, backend: str):
     """A buffer that the next batch is copied into, say."""
     make, batch = FIRST[name]
@@ -307,8 +303,8 @@ def torch_defaults(to: torch.dtype | str) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("default", "options"),
     [
-        *product([torch.float64, torch.bfloat16, torch.float16, "meta"], [{}]),
-        *product([torch.bfloat16, "meta"], [{"noise": "discrete"}, {"clip": "automatic"}, {"clip": "per_layer"}]),
+        *product([torch.float64, torch.bfloat16, "meta"], [{}]),
+        *((torch.bfloat16, {"clip": "automatic"}), ("meta", {"noise": "discrete"}), ("meta", {"clip": "per_layer"})),
     ],
     ids=str,
 )

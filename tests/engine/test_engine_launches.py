@@ -100,9 +100,9 @@ def launches(count: int, deviation: float, pieces: int = 1, dtype: torch.dtype =
     return counted.found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pieces", [1, 3])
-@pytest.mark.parametrize("deviation", [1.0, 0.0])
+@pytest.mark.parametrize(
+    ("deviation", "pieces", "dtype"), [(1.0, 3, torch.float32), (1.0, 1, torch.bfloat16), (0.0, 3, torch.bfloat16)]
+)
 def test_a_step_takes_few_launches_however_many_parameters(deviation, pieces, dtype, triton, copies):
     few, many = (launches(layers, deviation, pieces, dtype) for layers in (5, 41))
     assert sum(many.values()) + len(triton) / 4 <= MOST, many

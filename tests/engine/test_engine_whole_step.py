@@ -95,9 +95,8 @@ PADDED = {"max_physical_batch_size": 4, "pad": True}
 @pytest.mark.parametrize(
     ("compile", "loading", "clip"),
     [
-        *product([False], [{}, PADDED], ["flat", "automatic", "per_layer"]),
-        *product([True], [PADDED], ["flat", "automatic", "per_layer"]),
-        (True, {}, "flat"),
+        *((False, {}, "flat"), (False, PADDED, "automatic"), (False, PADDED, "per_layer")),
+        *((True, {}, "flat"), (True, PADDED, "flat"), (True, PADDED, "per_layer")),
     ],
     ids=str,
 )
