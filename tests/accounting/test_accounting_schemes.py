@@ -234,17 +234,25 @@ def test_a_zero_is_a_removed_record_in_poisson_samples(name):
     assert [answer.detail["adjacency"] for answer in answers] == ["add_remove", "zero_out"]
 
 
-@pytest.mark.parametrize("name", [*ACCOUNTANTS, "shuffled", "without_replacement", "prv:lower"])
-def test_an_adjacency_without_a_proof_has_no_answer_and_another_is_named(name):
-    for sampling, adjacency, other in (
-        ("one_pass", "add_remove", "zero_out or replace_one with sampling one_pass (removing a record shifts every "),
-        ("shuffled", "add_remove", "zero_out or replace_one with sampling shuffled (removing a record shifts every "),
-    ):
-        with pytest.raises(NoAnswer) as error:
-            spent(name, sampling, adjacency)
-        said = str(error.value)
-        assert said.startswith(f"no valid bound: expected adjacency {other}")
-        assert said.endswith(f"got '{adjacency}'") and "\n" not in said
+def test_an_adjacency_without_a_proof_has_no_answer_and_another_is_named():
+    for name in [*ACCOUNTANTS, "shuffled", "without_replacement", "prv:lower"]:
+        for sampling, adjacency, other in (
+            (
+                "one_pass",
+                "add_remove",
+                "zero_out or replace_one with sampling one_pass (removing a record shifts every ",
+            ),
+            (
+                "shuffled",
+                "add_remove",
+                "zero_out or replace_one with sampling shuffled (removing a record shifts every ",
+            ),
+        ):
+            with pytest.raises(NoAnswer) as error:
+                spent(name, sampling, adjacency)
+            said = str(error.value)
+            assert said.startswith(f"no valid bound: expected adjacency {other}")
+            assert said.endswith(f"got '{adjacency}'") and "\n" not in said
 
 
 def test_a_removed_record_of_fixed_batches_would_cost_more_than_a_zero():

@@ -209,9 +209,8 @@ def test_what_is_returned_was_evaluated_however_rough():
         assert again == found.guarantee.epsilon <= target and again > 0.95 * target
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_errors_name_the_argument():
+    for changes, message in [
         ({"target_epsilon": 0}, r"^expected target_epsilon to be a finite number > 0, got 0$"),
         ({"target_epsilon": math.inf}, r"^expected target_epsilon to be a finite number > 0, got inf$"),
         ({"target_epsilon": math.nan}, r"^expected target_epsilon to be a finite number > 0, got nan$"),
@@ -223,11 +222,9 @@ def test_what_is_returned_was_evaluated_however_rough():
         ({"delta": 2}, r"^expected delta in \[0, 1\], got 2$"),
         ({"tolerance": -1}, r"^expected tolerance in \[0, 1\), got -1$"),
         ({"sampling": "poison"}, r"^expected sampling to be one of .*, got 'poison'$"),
-    ],
-)
-def test_errors_name_the_argument(changes, message):
-    with pytest.raises(ArgumentError, match=message):
-        calibrate_noise_multiplier("rdp", **{"target_epsilon": 1.0, **RUN, **changes})
+    ]:
+        with pytest.raises(ArgumentError, match=message):
+            calibrate_noise_multiplier("rdp", **{"target_epsilon": 1.0, **RUN, **changes})
 
 
 def test_unknown_names():
