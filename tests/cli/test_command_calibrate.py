@@ -100,9 +100,8 @@ def test_a_library_that_is_missing_is_a_row_that_says_so(capsys, monkeypatch):
     assert "no_such_module" in found["pld"]["detail"]["reason"] and found["rdp"]["epsilon"] <= 1.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "more", "message"),
-    [
+def test_what_a_person_mistyped_is_one_line(capsys):
+    for changes, more, message in [
         ({"target_epsilon": "0"}, [], "expected --target-epsilon to be a finite number > 0, got 0"),
         ({"target_epsilon": "-1"}, [], "expected --target-epsilon to be a finite number > 0, got -1"),
         ({"target_epsilon": "one"}, [], "expected --target-epsilon to be a number, got 'one'"),
@@ -117,13 +116,11 @@ def test_a_library_that_is_missing_is_a_row_that_says_so(capsys, monkeypatch):
         ({}, ["--solve", "sigma"], "noise_multiplier, steps, epochs, sample_rate, got 'sigma'"),
         ({}, ["--accountant", "rpd"], "got 'rpd'; did you mean 'rdp'?"),
         ({"sampling": "shuffled", "adjacency": "add_remove"}, [], "every batch after it), got 'add_remove'"),
-    ],
-)
-def test_what_a_person_mistyped_is_one_line(changes, more, message, capsys):
-    code, out, err = calibrate(*more, capsys=capsys, **changes)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert message in err
+    ]:
+        code, out, err = calibrate(*more, capsys=capsys, **changes)
+        assert (code, out) == (2, "")
+        assert err.count("\n") == 1
+        assert message in err
 
 
 def test_without_torch():

@@ -205,17 +205,14 @@ def test_the_table_numbers_its_reasons():
     assert lines[-1] == "Computed on real tensors, as fake ones would not do (TypeError: no)."
 
 
-@pytest.mark.parametrize(
-    ("number", "shown"),
-    [
+def test_numbers_have_three_digits():
+    for number, shown in [
         *((0, "0"), (7, "7"), (999, "999"), (1000, "1.00 k"), (9994, "9.99 k"), (9996, "10.0 k"), (99_960, "100 k")),
         *((999_499, "999 k"), (999_600, "1.00 M"), (5_035_261_952, "5.04 G")),
-    ],
-)
-def test_numbers_have_three_digits(number, shown):
-    from dpbench.cli.explain import _short
+    ]:
+        from dpbench.cli.explain import _short
 
-    assert _short(number) == shown
+        assert _short(number) == shown
 
 
 @pytest.mark.parametrize(
