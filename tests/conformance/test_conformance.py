@@ -170,9 +170,8 @@ def test_the_scorecard_is_case_by_backend():
 # A backend of one's own
 
 
-@pytest.mark.parametrize(
-    ("reference", "said"),
-    [
+def test_what_is_no_backend_is_one_line_and_exit_2(mine, capsys, trials_here):
+    for reference, said in [
         ("mine.py", ["expected path/file.py:Class, got "]),
         ("mine.py:", ["expected path/file.py:Class, got "]),
         ("nowhere.py:Mine", ["expected path/file.py:Class of an existing file, got "]),
@@ -181,13 +180,11 @@ def test_the_scorecard_is_case_by_backend():
         ("mine.py:Unfinished", ["expected Unfinished of ", "to have the method _clipped, got 'none'"]),
         ("broken.py:Mine", ["broken.py to import, got 'ZeroDivisionError: division by zero (line 3)'"]),
         ("invalid.py:Mine", ["invalid.py to import, got 'SyntaxError: invalid syntax (invalid.py, line 1)'"]),
-    ],
-)
-def test_what_is_no_backend_is_one_line_and_exit_2(mine, reference, said, capsys, trials_here):
-    assert main(["check", "--backend", f"{mine}/{reference}"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("dpbench: ") and err.count("\n") == 1
-    assert all(words in err for words in said), err
+    ]:
+        assert main(["check", "--backend", f"{mine}/{reference}"]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("dpbench: ") and err.count("\n") == 1
+        assert all(words in err for words in said), err
 
 
 def test_a_file_that_ends_the_process_is_one_line_and_exit_2(mine, capsys):
@@ -197,9 +194,8 @@ def test_a_file_that_ends_the_process_is_one_line_and_exit_2(mine, capsys):
     assert f"{mine}/ends.py:Mine to import, got 'crash: " in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_options_that_do_not_go_together(capsys, monkeypatch):
+    for arguments, said in [
         (["--conformance", "--dtype", "float32"], ["no --dtype with the conformance cases", "'float32'"]),
         (["--conformance", "--backend", "nonprivate"], ["a backend that clips with --conformance", "'nonprivate'"]),
         (["--conformance", "--backend", "gost"], ["path/file.py:Class", "did you mean 'ghost'?"]),
@@ -208,14 +204,11 @@ def test_a_file_that_ends_the_process_is_one_line_and_exit_2(mine, capsys):
         (["--sensitivity", "--conformance"], ["without --model and --conformance", "'--conformance'"]),
         (["--sensitivity", "--backend", "nonprivate"], ["a backend that clips with --sensitivity", "'nonprivate'"]),
         (["--dtype", "bfloat16-autocast"], ["without --sensitivity", "'bfloat16-autocast'"]),
-    ],
-    ids=" ".join,
-)
-def test_options_that_do_not_go_together(arguments, said, capsys, monkeypatch):
-    monkeypatch.setattr(Isolation, "submit", lambda *_: pytest.fail("a trial was started"))
-    assert main(["check", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and all(words in err for words in said), err
+    ]:
+        monkeypatch.setattr(Isolation, "submit", lambda *_: pytest.fail("a trial was started"))
+        assert main(["check", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and all(words in err for words in said), err
 
 
 @pytest.mark.slow

@@ -158,22 +158,22 @@ def test_the_worst_of_several_records_counts():
     assert found.record in ("one more than 1029", "one more than 1030")
 
 
-@pytest.mark.parametrize("case", RECORDS, ids=lambda case: case.name)
-def test_cases_are_the_same_every_time_and_fit_their_batch(case):
-    for dtype in case.dtypes:
-        numbers = torch.finfo(torch.float32 if "-" in dtype else getattr(torch, dtype))
-        first, second = (
-            [(record, batch) for batch in case.make(numbers).batches for record in batch.records] for _ in range(2)
-        )
-        assert first and len({record.label for record, _ in first}) == len(first)
-        for (one, batch), (again, _) in zip(first, second, strict=True):
-            assert torch.equal(one.inputs.nan_to_num(), again.inputs.nan_to_num())
-            assert torch.equal(one.weights, again.weights)
-            assert one.inputs.shape == (1, *batch.inputs.shape[1:]) and one.weights.shape == (
-                1,
-                *batch.weights.shape[1:],
+def test_cases_are_the_same_every_time_and_fit_their_batch():
+    for case in RECORDS:
+        for dtype in case.dtypes:
+            numbers = torch.finfo(torch.float32 if "-" in dtype else getattr(torch, dtype))
+            first, second = (
+                [(record, batch) for batch in case.make(numbers).batches for record in batch.records] for _ in range(2)
             )
-            assert len(batch.inputs) == len(batch.weights) >= one.place
+            assert first and len({record.label for record, _ in first}) == len(first)
+            for (one, batch), (again, _) in zip(first, second, strict=True):
+                assert torch.equal(one.inputs.nan_to_num(), again.inputs.nan_to_num())
+                assert torch.equal(one.weights, again.weights)
+                assert one.inputs.shape == (1, *batch.inputs.shape[1:]) and one.weights.shape == (
+                    1,
+                    *batch.weights.shape[1:],
+                )
+                assert len(batch.inputs) == len(batch.weights) >= one.place
 
 
 def test_names_of_cases_are_their_own():

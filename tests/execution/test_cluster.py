@@ -36,9 +36,8 @@ def test_five_lines_are_a_cluster(tmp_path):
     assert load_cluster(written(tmp_path, nodes="3", speed="2.5")).counts() == [1, 2, 4, 6]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_what_is_wrong_with_a_description_is_said_in_one_line(tmp_path):
+    for changes, said in [
         ({"latency": None}, "expected a line latency = ... in "),
         ({"node": "2"}, "got 'node'; did you mean 'nodes'?"),
         ({"nodes": "1.5"}, "to be a whole number of at least 1, got 1.5"),
@@ -48,12 +47,10 @@ def test_five_lines_are_a_cluster(tmp_path):
         ({"price_per_gpu_hour": '"two"'}, "to be a number of at least 0, got 'two'"),
         ({"speed": "inf"}, "to be a number above 0, got inf"),
         ({"nodes": "= 3"}, "expected TOML in "),
-    ],
-)
-def test_what_is_wrong_with_a_description_is_said_in_one_line(tmp_path, changes, said):
-    with pytest.raises(UsageError) as caught:
-        load_cluster(written(tmp_path, **changes))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(UsageError) as caught:
+            load_cluster(written(tmp_path, **changes))
+        assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_no_file_is_a_usage_error_of_the_command(tmp_path, capsys):

@@ -140,12 +140,10 @@ def test_a_thread_that_is_not_the_main_one_can_run_too(tmp_path):
     assert [len(frame) for frame in found] == [1]
 
 
-@pytest.mark.parametrize(
-    "name", sorted(path.name for path in (ROOT / "results").iterdir() if any(path.glob("*.jsonl")))
-)
-def test_all_that_is_recorded_here_can_be_loaded(name):
+def test_all_that_is_recorded_here_can_be_loaded():
     """Among it training without noise, which has no ε."""
-    assert len(dpbench.load(ROOT / "results" / name)) > 0
+    for name in sorted(path.name for path in (ROOT / "results").iterdir() if any(path.glob("*.jsonl"))):
+        assert len(dpbench.load(ROOT / "results" / name)) > 0
 
 
 ODD = ({"memory": 7}, {"memory": {}}, {"epsilon": "x"}, {"epsilon": [1]}, {"turns": 5}, {"turns": [{}]})
@@ -167,9 +165,8 @@ class Own(Trial):
     number: int
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_mistakes_are_usage_errors(tmp_path):
+    for arguments, said in [
         ({"experiment": "no_such"}, "an experiment, one of"),
         ({"experiment": []}, "trials"),
         ({"experiment": [1]}, "trials"),
@@ -182,9 +179,7 @@ class Own(Trial):
             {"experiment": StepTrial(model="cnn", backend="ghost", batch_size=2), "device": "cuda"},
             "trials of one device",
         ),
-    ],
-)
-def test_mistakes_are_usage_errors(tmp_path, arguments, said):
-    with pytest.raises(UsageError, match=said):
-        dpbench.run(**arguments, output=tmp_path)
-    assert os.listdir(tmp_path) == []
+    ]:
+        with pytest.raises(UsageError, match=said):
+            dpbench.run(**arguments, output=tmp_path)
+        assert os.listdir(tmp_path) == []

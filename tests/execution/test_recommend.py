@@ -490,9 +490,8 @@ def test_the_batch_size_if_none_is_given():
     assert default_batch_size("transformers:gpt2", None, "cuda") == 64
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_mistakes_are_one_line_and_exit_2(capsys):
+    for arguments, said in [
         (["resnet19"], ["did you mean 'resnet18'? (one of cnn"]),
         (["tim:vit"], ["did you mean 'timm'?"]),
         (["nowhere.py:build"], ["path/file.py:factory of an existing file", "nowhere.py:build"]),
@@ -502,12 +501,9 @@ def test_the_batch_size_if_none_is_given():
         (["cnn", "--seconds", "1"], ["at least 20 for --seconds", "1.0"]),
         (["cnn", "--seconds", "nan"], ["at least 20 for --seconds", "nan"]),
         ([], ["MODEL", "nothing"]),
-    ],
-    ids=" ".join,
-)
-def test_mistakes_are_one_line_and_exit_2(arguments, said, capsys):
-    code = main(["recommend", *arguments])
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "") and err.count("\n") == 1
-    for words in said:
-        assert words in err
+    ]:
+        code = main(["recommend", *arguments])
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "") and err.count("\n") == 1
+        for words in said:
+            assert words in err

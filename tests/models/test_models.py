@@ -52,21 +52,21 @@ def test_every_builtin_is_counted_here():
     assert set(PARAMETERS) == set(BUILTIN)
 
 
-@pytest.mark.parametrize("name", BUILTIN)
-def test_builtin_has_the_published_size_and_no_batch_norm(name):
-    model, logits = meta(name)
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
-    assert logits.shape == (2, 10)
-    assert not any(isinstance(m, nn.modules.batchnorm._NormBase) for m in model.modules())
+def test_builtin_has_the_published_size_and_no_batch_norm():
+    for name in BUILTIN:
+        model, logits = meta(name)
+        assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+        assert logits.shape == (2, 10)
+        assert not any(isinstance(m, nn.modules.batchnorm._NormBase) for m in model.modules())
 
 
-@pytest.mark.parametrize("name", BUILTIN)
-def test_builtin_doc_states_its_size(name):
-    if "M parameters" in (doc := BUILTIN[name][1]):
-        stated = float(doc.split("M parameters")[0].split()[-1])
-        assert stated == pytest.approx(PARAMETERS[name] / 1e6, abs=0.06)
-    else:
-        pytest.fail(f"{name} does not say how large it is: {doc}")
+def test_builtin_doc_states_its_size():
+    for name in BUILTIN:
+        if "M parameters" in (doc := BUILTIN[name][1]):
+            stated = float(doc.split("M parameters")[0].split()[-1])
+            assert stated == pytest.approx(PARAMETERS[name] / 1e6, abs=0.06)
+        else:
+            pytest.fail(f"{name} does not say how large it is: {doc}")
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -115,9 +115,8 @@ def test_samples_do_not_influence_each_other(name):
     torch.testing.assert_close(workload.model(inputs)[1:2], workload.model(inputs[1:2]))
 
 
-@pytest.mark.parametrize(
-    ("ref", "message"),
-    [
+def test_unusable_reference_is_one_line():
+    for ref, message in [
         ("resnet18x", "did you mean 'resnet18'?"),
         ("vgg", "got 'vgg'; did you mean 'vgg1"),
         ("zzz", "or timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory, got 'zzz'"),
@@ -128,15 +127,13 @@ def test_samples_do_not_influence_each_other(name):
         ("resnet18?inplace=false", "expected an option that resnet18 has, in_place, got 'inplace'"),
         ("cnn?in_place=false", "expected an option that cnn has, got 'in_place'"),
         ("vgg11?in_place=no", "expected true or false for in_place, got 'no'"),
-    ],
-)
-def test_unusable_reference_is_one_line(ref, message):
-    with pytest.raises(UsageError) as caught:
-        validate_reference(ref)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UsageError):
-        load_workload(ref)
+    ]:
+        with pytest.raises(UsageError) as caught:
+            validate_reference(ref)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(UsageError):
+            load_workload(ref)
 
 
 def test_usable_references_pass(tmp_path):

@@ -14,9 +14,8 @@ GPT2 = "transformers:gpt2?n_layer=2&n_embd=16&n_head=2&vocab_size=50"
 BERT = "transformers:bert?num_hidden_layers=1&hidden_size=16&num_attention_heads=2&intermediate_size=32&vocab_size=50"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_a_value_is_what_it_looks_like():
+    for text, value in [
         ("6", 6),
         ("-0.5", -0.5),
         ("1e-3", 1e-3),
@@ -29,10 +28,8 @@ BERT = "transformers:bert?num_hidden_layers=1&hidden_size=16&num_attention_heads
         ("gelu", "gelu"),
         ("1x1", "1x1"),
         ("'6'", "'6'"),
-    ],
-)
-def test_a_value_is_what_it_looks_like(text, value):
-    assert parse_value(text) == value and type(parse_value(text)) is type(value)
+    ]:
+        assert parse_value(text) == value and type(parse_value(text)) is type(value)
 
 
 def test_options_stand_between_the_name_and_the_length():
@@ -69,9 +66,8 @@ def test_fields_reach_the_configuration_of_transformers():
     assert load_workload(f"{BERT}@16").model.config.num_hidden_layers == 1
 
 
-@pytest.mark.parametrize(
-    ("ref", "message"),
-    [
+def test_what_cannot_be_built_is_one_line():
+    for ref, message in [
         ("timm:convnext_atto?foo=3", "expected an option that timm:convnext_atto takes, got 'foo'"),
         ("timm:vit_tiny_patch16_224?foo=3", "expected an option that timm:vit_tiny_patch16_224 takes, got 'foo'"),
         ("torchvision:resnet18?foo=3", "expected an option that torchvision:resnet18 takes, got 'foo'"),
@@ -89,12 +85,10 @@ def test_fields_reach_the_configuration_of_transformers():
         (f"{GPT2}&n_positions=64@65", "expected at most 64 tokens for transformers:gpt2, got 65"),
         ("transformers:gpt2-xl?n_embd=6400", "expected at most 2,000,000,000 parameters"),
         ("timm:resnet18?a=1&a=2", "expected the option a once, got 'resnet18?a=1&a=2'"),
-    ],
-)
-def test_what_cannot_be_built_is_one_line(ref, message):
-    with pytest.raises(ModelError) as caught:
-        load_workload(ref)
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(ModelError) as caught:
+            load_workload(ref)
+        assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def test_a_tuple_among_options_can_be_selected():

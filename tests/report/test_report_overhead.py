@@ -307,9 +307,8 @@ def test_figures_of_growth_are_drawn_only_of_what_grows(run, tmp_path):
     assert names == {"overhead", "claims", "report"}
 
 
-@pytest.mark.parametrize(
-    ("reference", "name"),
-    [
+def test_models_have_short_names():
+    for reference, name in [
         ("timm:vit_tiny_patch16_224?patch_size=4", "ViT-tiny/4"),
         (f"{GPT2}@128", "GPT-2 2×256, T=128"),
         (f"{GPT2}&max_position_embeddings=4096@4096", "GPT-2 2×256, T=4096"),
@@ -319,10 +318,8 @@ def test_figures_of_growth_are_drawn_only_of_what_grows(run, tmp_path):
         ("timm:convnext_atto?depths=(1,1)", "convnext_atto?depths=(1,1)"),
         ("my/net.py:make", "net.py:make"),
         ("wide_resnet", "Wide ResNet"),
-    ],
-)
-def test_models_have_short_names(reference, name):
-    assert style.model(reference) == name
+    ]:
+        assert style.model(reference) == name
 
 
 def test_built_in_models_come_first_and_sequences_by_their_length():
