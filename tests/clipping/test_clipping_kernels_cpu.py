@@ -339,14 +339,14 @@ def test_the_folder_is_the_named_one_or_the_users(monkeypatch: pytest.MonkeyPatc
     assert cache.folder() == Path("/home/somebody/.cache/dpbench")
 
 
-@pytest.mark.parametrize("shape", [(3, 7, 5), (2, 64, 4, 4), (1, 1, 300), (2, 5, 0), (4, 130, 17, 19)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_norms_of_columns(shape, dtype):
-    x = torch.randn(shape, dtype=dtype)
-    if not cpu.in_one_piece(x):
-        pytest.skip("no compiler here")
-    found, expected = cpu.column_norms(x), torch.linalg.vector_norm(x.double(), dim=1)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+def test_norms_of_columns():
+    for shape in [(3, 7, 5), (2, 64, 4, 4), (1, 1, 300), (2, 5, 0), (4, 130, 17, 19)]:
+        for dtype in [torch.float32, torch.float64]:
+            x = torch.randn(shape, dtype=dtype)
+            if not cpu.in_one_piece(x):
+                pytest.skip("no compiler here")
+            found, expected = cpu.column_norms(x), torch.linalg.vector_norm(x.double(), dim=1)
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
 
 
 def made(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -356,16 +356,18 @@ def made(*shape: int, dtype: torch.dtype) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("shape", [(3, 7, 5, 9), (1, 1, 1, 300), (2, 0, 4, 4), (2, 3, 5000, 1), (4, 33, 64, 192)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_reach_of_rows(shape: tuple[int, ...], dtype: torch.dtype):
-    count, positions, inputs, outputs = shape
-    a, wide = made(count, positions, inputs, dtype=dtype), made(count, positions, 2 * outputs, dtype=dtype)
-    for g in (wide[..., :outputs], wide[..., ::2], wide[:1, ..., :outputs].expand(count, -1, -1)):
-        norms = a.double().norm(dim=2), g.double().norm(dim=2)
-        expected = torch.stack([(norms[0] * norms[1]).sum(1), 2e-3 * norms[0].sum(1) + 3e-3 * norms[1].sum(1)], dim=1)
-        found = cpu.row_reach(a, g, (2e-3, 3e-3)).double()
-        torch.testing.assert_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+def test_reach_of_rows():
+    for shape in [(3, 7, 5, 9), (1, 1, 1, 300), (2, 0, 4, 4), (2, 3, 5000, 1), (4, 33, 64, 192)]:
+        for dtype in [torch.float32, torch.float64]:
+            count, positions, inputs, outputs = shape
+            a, wide = made(count, positions, inputs, dtype=dtype), made(count, positions, 2 * outputs, dtype=dtype)
+            for g in (wide[..., :outputs], wide[..., ::2], wide[:1, ..., :outputs].expand(count, -1, -1)):
+                norms = a.double().norm(dim=2), g.double().norm(dim=2)
+                expected = torch.stack(
+                    [(norms[0] * norms[1]).sum(1), 2e-3 * norms[0].sum(1) + 3e-3 * norms[1].sum(1)], dim=1
+                )
+                found = cpu.row_reach(a, g, (2e-3, 3e-3)).double()
+                torch.testing.assert_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -382,25 +384,24 @@ def test_reach_of_rows_with_their_norm(dtype: torch.dtype):
             torch.testing.assert_close(reach, expected, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("size", "geometry"),
-    [
+def test_reach_of_patches():
+    for size, geometry in [
         ((8, 8), ((3, 3), (1, 1), (1, 1), (1, 1))),
         ((7, 9), ((3, 2), (2, 1), (0, 1), (2, 3))),
         ((5, 4), ((1, 1), (2, 2), (0, 0), (1, 1))),
         ((11,), ((4,), (3,), (2,), (1,))),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_reach_of_patches(size: tuple[int, ...], geometry: tuple[tuple[int, ...], ...], dtype: torch.dtype):
-    kernel, *rest = geometry
-    pixels = made(3, *size, dtype=dtype).abs()
-    convolve = torch.nn.functional.conv1d if len(size) == 1 else torch.nn.functional.conv2d
-    patches = convolve(pixels.double().square()[:, None], torch.ones(1, 1, *kernel).double(), None, *rest).sqrt()
-    norms = made(3, patches[0].numel(), dtype=dtype).abs()
-    of, lost = norms.double(), (2e-3, 3e-3)
-    expected = torch.stack(
-        [(patches.flatten(1) * of).sum(1), lost[0] * patches.flatten(1).sum(1) + lost[1] * of.sum(1)]
-    )
-    found = cpu.patch_reach(pixels, norms, geometry, patches.shape[-1], lost).double()
-    torch.testing.assert_close(found, expected.T, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+    ]:
+        for dtype in [torch.float32, torch.float64]:
+            kernel, *rest = geometry
+            pixels = made(3, *size, dtype=dtype).abs()
+            convolve = torch.nn.functional.conv1d if len(size) == 1 else torch.nn.functional.conv2d
+            patches = convolve(
+                pixels.double().square()[:, None], torch.ones(1, 1, *kernel).double(), None, *rest
+            ).sqrt()
+            norms = made(3, patches[0].numel(), dtype=dtype).abs()
+            of, lost = norms.double(), (2e-3, 3e-3)
+            expected = torch.stack(
+                [(patches.flatten(1) * of).sum(1), lost[0] * patches.flatten(1).sum(1) + lost[1] * of.sum(1)]
+            )
+            found = cpu.patch_reach(pixels, norms, geometry, patches.shape[-1], lost).double()
+            torch.testing.assert_close(found, expected.T, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)

@@ -97,10 +97,10 @@ WAITING: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_what_would_wait_is_found(name: str):
-    with pytest.raises((Waits, RuntimeError, NotImplementedError)), _Uploads(), _Copies():
-        WAITING[name](VALUES)
+def test_what_would_wait_is_found():
+    for name in WAITING:
+        with pytest.raises((Waits, RuntimeError, NotImplementedError)), _Uploads(), _Copies():
+            WAITING[name](VALUES)
 
 
 def test_what_does_not_wait_is_let_through():
