@@ -263,13 +263,13 @@ def test_a_clipping_function_that_does_not_keep_to_its_sensitivity_is_refused(ki
         make(clip=kind(max_grad_norm=1.0))
 
 
-@pytest.mark.parametrize("bound", [1e-3, 1.0, 1e4])
-@pytest.mark.parametrize("stabiliser", [0.0, 0.01])
-@pytest.mark.parametrize("kind", [Flat, Automatic, PerLayer])
-def test_those_of_ours_keep_to_theirs(kind, stabiliser, bound):
-    require_sensitivity(kind(max_grad_norm=bound, stabiliser=stabiliser))
-    require_sensitivity(GlobalBound(max_grad_norm=bound, bound=3 * bound))
-    require_sensitivity(Flat(max_grad_norm=0.0))
+def test_those_of_ours_keep_to_theirs():
+    for bound in [1e-3, 1.0, 1e4]:
+        for stabiliser in [0.0, 0.01]:
+            for kind in [Flat, Automatic, PerLayer]:
+                require_sensitivity(kind(max_grad_norm=bound, stabiliser=stabiliser))
+                require_sensitivity(GlobalBound(max_grad_norm=bound, bound=3 * bound))
+                require_sensitivity(Flat(max_grad_norm=0.0))
 
 
 @pytest.mark.parametrize("name", ["target_epsilon", "noise_multiplier", "epochs", "batch_size", "target_delta"])

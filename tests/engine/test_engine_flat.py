@@ -78,8 +78,10 @@ def train(optimizer=torch.optim.SGD, zero=None, **loading):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("zero", "most"), [(None, None), (True, 3), (False, 3)])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    ("zero", "most", "optimizer"),
+    [(None, None, torch.optim.SGD), (True, 3, torch.optim.AdamW), (False, 3, torch.optim.Adagrad)],
+)
 def test_training_is_the_same_to_the_last_bit(optimizer, zero, most, flat):
     wanted = train(optimizer, zero, max_physical_batch_size=most)
     flat()

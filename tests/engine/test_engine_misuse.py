@@ -214,9 +214,8 @@ def test_parameters_of_optimizer_and_model(attached):
         engine_of(nn.Linear(2, 2)).attach(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_arguments():
+    for changes, message in [
         ({"noise_multiplier": None}, "expected one of target_epsilon and noise_multiplier, got neither"),
         ({"target_epsilon": 1.0}, "expected one of target_epsilon and noise_multiplier, got both"),
         ({"noise_multiplier": None, "target_epsilon": 1.0}, "expected epochs or steps beside target_epsilon"),
@@ -235,11 +234,9 @@ def test_parameters_of_optimizer_and_model(attached):
         ({"secure": True, "generator": torch.Generator()}, "what is seeded is not secure"),
         ({"target_delta": 2.0}, r"expected target_delta in \[0, 1\]"),
         ({"sampling": "truncated_poisson"}, "expected max_batch_size"),
-    ],
-)
-def test_arguments(changes, message):
-    with says(ValueError, message):
-        engine_of(nn.Linear(2, 2), **changes)
+    ]:
+        with says(ValueError, message):
+            engine_of(nn.Linear(2, 2), **changes)
 
 
 def test_fixed_batches_are_not_taken_for_poisson_samples(attached):

@@ -254,20 +254,22 @@ def test_a_coordinate_s_noise_depends_on_its_index_alone(compiled, monkeypatch):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("deviation", [1.5, 1.0, 3e-7, 1e3])
-def test_every_number_is_a_multiple_of_one_grid(dtype, deviation, compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(cpu, "_library", lambda dtype: None)
-    total = (torch.linspace(-40, 40, 999, dtype=torch.float64) * deviation).to(dtype)
-    given = total.clone()
-    found = noise_of().added(total, deviation, AT)
-    assert found.dtype == torch.promote_types(dtype, torch.float32) and torch.equal(total, given)
-    grid = 2.0 ** (math.floor(math.log2(deviation)) - 20)
-    multiples = found.double() / grid
-    assert torch.equal(multiples, multiples.round()) and len(multiples.unique()) > 990
-    noise = drawn(999) * deviation
-    assert (found.double() - total.double() - noise).abs().max() < 4e-6 * deviation  # 2^-19, and float32 beyond 16
+def test_every_number_is_a_multiple_of_one_grid(compiled, monkeypatch):
+    for dtype in [torch.float32, torch.float64, torch.bfloat16, torch.float16]:
+        for deviation in [1.5, 1.0, 3e-7, 1e3]:
+            if not compiled:
+                monkeypatch.setattr(cpu, "_library", lambda dtype: None)
+            total = (torch.linspace(-40, 40, 999, dtype=torch.float64) * deviation).to(dtype)
+            given = total.clone()
+            found = noise_of().added(total, deviation, AT)
+            assert found.dtype == torch.promote_types(dtype, torch.float32) and torch.equal(total, given)
+            grid = 2.0 ** (math.floor(math.log2(deviation)) - 20)
+            multiples = found.double() / grid
+            assert torch.equal(multiples, multiples.round()) and len(multiples.unique()) > 990
+            noise = drawn(999) * deviation
+            assert (
+                found.double() - total.double() - noise
+            ).abs().max() < 4e-6 * deviation  # 2^-19, and float32 beyond 16
 
 
 @pytest.mark.parametrize("compiled", [True, False])

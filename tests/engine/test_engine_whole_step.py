@@ -6,7 +6,6 @@ import copy
 import random
 import warnings
 from contextlib import nullcontext
-from itertools import product
 
 import numpy as np
 import pytest
