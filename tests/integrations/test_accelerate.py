@@ -83,9 +83,13 @@ def train(order, accumulate=False, **options):
     return [p.detach().clone() for p in engine.model.parameters()], spent
 
 
-@pytest.mark.parametrize("order", ["first", "last", "made first"])
-@pytest.mark.parametrize("accumulate", [False, True], ids=["", "in accumulate()"])
-@pytest.mark.parametrize("options", [{}, {"kind": AdamBC}], ids=["SGD", "AdamBC"])
+@pytest.mark.parametrize(
+    ("order", "accumulate", "options"),
+    [
+        *(("first", False, {}), ("last", True, {}), ("made first", True, {})),
+        *(("first", True, {"kind": AdamBC}), ("last", False, {"kind": AdamBC})),
+    ],
+)
 def test_either_order_is_the_engine_alone(order, accumulate, options):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step.*before.*")
@@ -127,6 +131,7 @@ def test_a_scaled_optimizer_is_refused():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_two_processes_in_either_order_are_one(tmp_path):
     wanted, spent = train("none", noise=0.0)

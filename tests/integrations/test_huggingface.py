@@ -71,9 +71,7 @@ def trained(folder, kind="gpt2", **options):
 
 
 # ------------------------------------------------------------------------------------------------ what is computed
-@pytest.mark.parametrize(
-    ("kind", "pieces"), [("gpt2", (8, 1)), ("bert", (2, 4)), ("bert", (4, 2)), ("gpt2", (1, 8))], ids=str
-)
+@pytest.mark.parametrize(("kind", "pieces"), [("gpt2", (8, 1)), ("bert", (2, 4))], ids=str)
 def test_weights_are_those_of_a_loop_by_hand(kind, pieces, tmp_path):
     trainer = trainer_of(tmp_path, kind, per_device_train_batch_size=pieces[0], gradient_accumulation_steps=pieces[1])
     key = trainer.engine._sampler.key

@@ -11,7 +11,10 @@ from ranks import ranks
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+pytestmark = [
+    pytest.mark.slow,  # test_engine_distributed shows the engine's part
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +24,6 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("place", "mode"), [(0, "hooks"), (1, "ghost")])
-@pytest.mark.slow
 def test_one_process_and_two_have_the_same_weights(two, place, mode):
     alone, steps = train(mode, most=6)
     for found in two:

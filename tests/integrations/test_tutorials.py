@@ -19,6 +19,7 @@ def quiet():
     warnings.filterwarnings("ignore")
 
 
+@pytest.mark.slow
 def test_digits_by_lightning_learns_at_the_epsilon_that_was_asked():
     pytest.importorskip("lightning", reason="lightning is not installed")
     from dpbench.integrations.tutorials import digits
