@@ -204,9 +204,9 @@ def test_what_is_known_of_other_libraries_is_found(backend, dtype, case, least):
 
 
 FAST = ("float32", "bfloat16")
-#: Backend -> dtypes: each way of a norm and of a sum once. The search below meets every backend.
-QUICK = {"bk_mixed": ("bfloat16",), "ghost": ("float32",), "fastgradclip": ("bfloat16",), "bk_ghost": ("float32",)}
-QUICK |= dict.fromkeys(("vmap", "mixed_ghost", "microbatch"), ())
+#: Backend -> dtypes: one pass and two. test_clipping_rounding has records that cancel for every kind of route.
+QUICK = {"bk_mixed": ("bfloat16",), "ghost": ("float32",)}
+QUICK |= dict.fromkeys(("vmap", "mixed_ghost", "microbatch", "fastgradclip", "bk_ghost"), ())
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,8 @@ POINTS = st.builds(
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     slow_unless(
-        lambda name, dtype: name == "bk_mixed" or dtype == FAST[CLIPPING.index(name) % 2], product(CLIPPING[:7], FAST)
+        lambda name, dtype: name in ("bk_mixed", "fastgradclip", "vmap") and dtype == FAST[CLIPPING.index(name) % 2],
+        product(CLIPPING[:7], FAST),
     ),
 )
 def test_a_search_finds_no_record_that_moves_the_sum_by_more_than_c(backend, dtype):

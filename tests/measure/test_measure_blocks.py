@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
+from marks import name_of, slow_unless
 from test_measure_simulate import SIMULATED, Residual, built_in, opened, plain, skip_if_unavailable
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,8 +26,14 @@ from dpbench.trials import PeakTrial
 BLOCKED = [name for name in SIMULATED if not name.startswith("opacus") and name not in ("private_cnn", "fastdp")]
 
 
-@pytest.mark.parametrize("make", [plain, pytest.param(Residual, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", [*BLOCKED, "tf_microbatch:3", "bk_mixed:memory"])
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    slow_unless(
+        lambda make, name: make is plain and name in ("microbatch", "ghost", "tf_microbatch:3", "bk_mixed:memory"),
+        product([plain, Residual], [*BLOCKED, "tf_microbatch:3", "bk_mixed:memory"]),
+    ),
+    ids=name_of,
+)
 def test_the_last_block_stands_for_all_to_the_byte(backend, make, monkeypatch):
     tighten(monkeypatch)
 
@@ -106,7 +114,7 @@ def tighten(monkeypatch: pytest.MonkeyPatch) -> None:
 COUNTED = [*SIMULATED, "tf_microbatch:4", "bk_mixed:paper", "bk_mixed:time", "bk_mixed:memory"]
 
 
-@pytest.mark.parametrize("backend", COUNTED)
+@pytest.mark.parametrize("backend", slow_unless(lambda name: "ghost" not in name or name == "ghost", COUNTED))
 def test_a_step_has_the_same_operations_whatever_the_batch(backend, monkeypatch):
     """Where 32 samples already are several blocks, kept one by one, and convolutions are taken in pieces.
 
