@@ -269,7 +269,7 @@ def comparable(found: list[Row]) -> list[tuple]:
     return [tuple(sorted((key, str(value)) for key, value in vars(row).items())) for row in found]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_unless(lambda case: case.name in FIFTEEN, CASES), ids=name_of)
 def test_the_routes_are_the_ones_that_the_backends_take(case: Case, monkeypatch):
     """Each norm is watched: Gram matrices alone where explain says ghost, instantiated where it does not.
 

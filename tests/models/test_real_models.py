@@ -224,8 +224,8 @@ def held(real: Real, backend: str, **options: Any) -> dict[str, float]:
         return b.coverage
 
 
-#: bk_mixed, which may take any way, and another backend in turn.
-TURNS = [(real, name) for number, real in enumerate(MODELS) for name in ("bk_mixed", TAPE[number % 4])]
+#: bk_mixed, which may take any way, and for every third model another backend in turn.
+TURNS = [(real, name) for n, real in enumerate(MODELS) for name in ("bk_mixed", TAPE[n // 3 % 4])[: 1 + (n % 3 == 0)]]
 
 
 @pytest.mark.parametrize(
@@ -311,13 +311,13 @@ TUNED = [
 ]
 
 
-@pytest.mark.parametrize("backend", TAPE)
-@pytest.mark.parametrize("real", TUNED, ids=lambda real: real.name)
-def test_fine_tuning_is_exact(real: Real, backend: str):
-    model, _, _, _, reference = answer_of(real)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert held(real, backend)["fallback"] == 0
-    assert reference.grads.keys() == trained and 0 < len(trained) < len(list(model.parameters()))
+@pytest.mark.parametrize("backend", ["ghost", "bk_mixed"])
+def test_fine_tuning_is_exact(backend: str):
+    for real in TUNED:
+        model, _, _, _, reference = answer_of(real)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert held(real, backend)["fallback"] == 0
+        assert reference.grads.keys() == trained and 0 < len(trained) < len(list(model.parameters()))
 
 
 # Models that nobody looked at while the rules were written
