@@ -57,13 +57,13 @@ def test_exact_with_verification(case: Case):
     require_exact(case, "bk_mixed", verify=True)
 
 
-@pytest.mark.parametrize(("case", "said"), REFUSED, ids=[case.name for case, _ in REFUSED])
-def test_refused_by_name(case: Case, said: str):
-    model, x, y = made(case)
-    for backend in BACKENDS:
-        with (
-            pytest.raises(UnsupportedModel, match=said) as error,
-            load_backend(backend)(model, squared_error, clip=CLIP, verify=False) as b,
-        ):
-            b(x, y)
-        assert "remedy: " in str(error.value) and "\n" not in str(error.value)
+def test_refused_by_name():
+    for case, said in REFUSED:
+        model, x, y = made(case)
+        for backend in BACKENDS:
+            with (
+                pytest.raises(UnsupportedModel, match=said) as error,
+                load_backend(backend)(model, squared_error, clip=CLIP, verify=False) as b,
+            ):
+                b(x, y)
+            assert "remedy: " in str(error.value) and "\n" not in str(error.value)

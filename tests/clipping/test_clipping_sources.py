@@ -85,12 +85,12 @@ def test_copies_are_pulled_back_without_the_graph(name, monkeypatch):
     assert source.pull_back(gradients).keys() == source.parameters.keys()
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_all_else_goes_through_the_graph(name, monkeypatch):
-    source, _, gradients = made_of(OTHERS[name])
-    monkeypatch.setattr(torch.autograd, "grad", None)
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        source.pull_back(gradients)
+def test_all_else_goes_through_the_graph(monkeypatch):
+    for name in OTHERS:
+        source, _, gradients = made_of(OTHERS[name])
+        monkeypatch.setattr(torch.autograd, "grad", None)
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+            source.pull_back(gradients)
 
 
 def test_what_is_copied_in_low_precision_is_added_up_in_float32():
