@@ -17,9 +17,8 @@ def script(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [
+def test_bash_completes(script):
+    for typed, completed in [
         ("re", "recommend report"),
         ("run memory_", "memory_accuracy memory_speed"),
         ("explain resnet15", "resnet152"),
@@ -27,13 +26,11 @@ def script(tmp_path_factory):
         ("epsilon --accountant p", "prv pld"),
         ("report --out", "--output"),
         ("compare --format j", "json"),
-    ],
-)
-def test_bash_completes(script, typed, completed):
-    words = ["dpbench", *typed.split()]
-    program = 'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_dpbench; echo "${COMPREPLY[*]}"'
-    done = subprocess.run(["bash", "-c", program, script, *words], capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == (completed, "")
+    ]:
+        words = ["dpbench", *typed.split()]
+        program = 'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_dpbench; echo "${COMPREPLY[*]}"'
+        done = subprocess.run(["bash", "-c", program, script, *words], capture_output=True, text=True)
+        assert (done.stdout.strip(), done.stderr) == (completed, "")
 
 
 @pytest.mark.parametrize("words", [["fish"], [], [""]])

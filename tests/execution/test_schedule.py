@@ -80,10 +80,10 @@ def test_a_record_of_other_sources_or_another_device_does_not_count():
     assert len(carry_out(schedule(records=records))) == len(records)
 
 
-@pytest.mark.parametrize("outcome", list(Outcome))
-def test_every_outcome_counts_as_done(outcome):
-    run = Run(CELLS[0], 0)
-    assert schedule(CELLS[:1], [record_of(run, outcome)], rounds=1).next() is None
+def test_every_outcome_counts_as_done():
+    for outcome in list(Outcome):
+        run = Run(CELLS[0], 0)
+        assert schedule(CELLS[:1], [record_of(run, outcome)], rounds=1).next() is None
 
 
 def test_retry_runs_what_ended_so_again_and_only_that():
