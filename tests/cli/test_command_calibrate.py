@@ -1,8 +1,6 @@
 """``dpbench calibrate``: rows, the contract's keys, what is safe when rounded, errors in one line."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -121,16 +119,6 @@ def test_what_a_person_mistyped_is_one_line(capsys):
         assert (code, out) == (2, "")
         assert err.count("\n") == 1
         assert message in err
-
-
-def test_without_torch():
-    code = (
-        f"import sys; sys.argv = ['dpbench', 'calibrate', *{words()!r}]\n"
-        "from dpbench.cli import main\ncode = main()\n"
-        "print(code, *sorted({'torch', 'pandas', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.split() == ["0"]
 
 
 def test_a_risk_may_be_the_target(capsys):

@@ -145,6 +145,7 @@ def test_the_table_is_for_reading(capsys, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_the_parent_imports_no_torch(models):
     """Not even for a backend in a file."""
     code = (

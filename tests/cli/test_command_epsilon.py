@@ -176,7 +176,7 @@ print(code, *sorted({{'torch', 'pandas', 'matplotlib', {also}}} & set(sys.module
     ("arguments", "also", "libraries"),
     [
         ([*POINT, "--accountant", "moments"], "'scipy'", "numpy"),
-        (point(noise_multiplier="1"), "'opacus'", "dp_accounting.pld"),  # all of them
+        pytest.param(point(noise_multiplier="1"), "'opacus'", "dp_accounting.pld", marks=pytest.mark.slow),  # all
     ],
     ids=["one", "all"],
 )

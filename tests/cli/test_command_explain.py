@@ -280,6 +280,7 @@ def test_the_size_that_was_asked_for_is_taken():
     assert (found["rows"][0]["T"], found["rows"][-2]["p"]) == (16**2, 3)
 
 
+@pytest.mark.slow
 def test_the_parent_imports_no_torch():
     code = (
         "import sys\nfrom dpbench.cli import main\n"

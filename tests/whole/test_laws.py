@@ -171,6 +171,7 @@ COMMANDS = [
     ["list", "--format", "json"],
     *(["plan", name, "--device", "cpu"] for name in ("stress_test", "memory_speed", "accountants")),
     EPSILON,
+    ["calibrate", "--target-epsilon", "1", "--sample-rate", "0.01", "--steps", "1000", "--delta", "1e-5"],
 ]
 
 
