@@ -143,6 +143,8 @@ def weighted_sums(device: str) -> None:
             (9, 130, 16, 32, True),
             (4, 70, 144, 160, True),
         ):
+            if device == "cpu" and dtype == torch.float16 and positions > 33:
+                continue  # the interpreter takes seconds
             a, g = (torch.randn(count, positions, size, device=device).to(dtype) for size in (inputs, outputs))
             weight = torch.empty((inputs, outputs) if turned else (outputs, inputs), device=device)
             rule, factors = LinearWeight(weight, a, turned), torch.rand(count, device=device) * 2.0**-7
