@@ -14,6 +14,7 @@ from dpbench.training import AdamTrial
 from dpbench.trials.line_shapes import flaw_of_result
 
 
+@pytest.mark.slow
 def test_adam_is_sgd_under_noise_and_adam_again_without_it():
     """Where pixels have scales of their own; the numbers that entries are divided by say so."""
     from dpbench.training.utility import run

@@ -113,7 +113,7 @@ def attack(fault="", **settings):
     return run(AuditTrial(fault=fault, **{"canaries": 2000} | settings))
 
 
-@pytest.mark.parametrize("form", slow_unless(lambda form: form not in ("pieces", "one_pass"), FORMS))
+@pytest.mark.parametrize("form", slow_unless(lambda form: form in ("padded", "blt"), FORMS))
 def test_the_engine_passes(form):
     result = attack(form=form)
     assert result["refuted_by"] == [] and result["claimed_epsilon"] == pytest.approx(1.0, rel=1e-2)
@@ -141,6 +141,7 @@ def test_each_test_finds_what_it_is_for(fault, test):
     assert test in result["refuted_by"] and result["violated"]
 
 
+@pytest.mark.slow
 def test_the_errors_of_a_test_of_each_release_tell_a_twentieth_less_noise():
     result = attack("less_noise", sample_rate=0.5, steps=80, target_epsilon=100.0)
     assert "mu" in result["refuted_by"] and result["mu_lower_bound"] > result["claimed_mu"] > 1

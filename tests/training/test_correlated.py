@@ -12,6 +12,7 @@ from dpbench.report.figures import correlated
 from dpbench.trials.line_shapes import flaw_of_result
 
 
+@pytest.mark.slow
 def test_banded_noise_has_the_same_epsilon_and_less_loss_in_small_batches():
     from dpbench.training.utility import run
 
