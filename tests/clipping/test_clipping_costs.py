@@ -287,6 +287,7 @@ def uses_timed() -> int:
     return len(calls)
 
 
+@pytest.mark.slow
 def test_the_next_run_times_nothing_again(folder, monkeypatch):
     """Another process, the same device: what one has measured the other reads."""
     monkeypatch.setenv("DPBENCH_CACHE", str(folder))

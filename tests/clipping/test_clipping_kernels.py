@@ -222,6 +222,7 @@ assert measured_peak(lambda: torch.zeros(1000).add(1), [], torch.device("cpu")).
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_imports_no_compiler_and_measuring_writes_nothing_to_standard_error():
     """A trial's standard error is evidence, and the profiler's library reads its log level once."""
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=HERE.parents[1])

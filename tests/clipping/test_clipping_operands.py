@@ -89,17 +89,16 @@ def records(kind: str, model: str) -> list[Tensor]:
 def test_one_record_moves_the_sum_by_what_is_stated(tf32, name, model):
     module = Images() if model == "images" else Rows()
     for kind in ("ordinary", "one entry", "1", "0.1", "0.01", "1e-3", "1e-5"):
-        for seed in range(2):
-            torch.manual_seed(seed)
-            inputs = records(kind, model)
-            with load_backend(name)(module, lambda losses, _: losses, clip=Flat(1.0), verify=False) as backend:
-                for _ in range(3 if name == "bk_mixed" else 1):  # the second step is timed, and may be planned anew
-                    full = backend(tuple(inputs), torch.zeros(4)).grads
-                rest = backend(tuple(x[1:] for x in inputs), torch.zeros(3)).grads
-                bound = backend.sensitivity_bound(4)
-            moved = math.sqrt(sum(float((full[n].double() - rest[n].double()).square().sum()) for n in full))
-            assert ALLOWANCE < bound - 1 < 1e-2
-            assert moved <= bound, (kind, seed)
+        torch.manual_seed(0)
+        inputs = records(kind, model)
+        with load_backend(name)(module, lambda losses, _: losses, clip=Flat(1.0), verify=False) as backend:
+            for _ in range(3 if name == "bk_mixed" else 1):  # the second step is timed, and may be planned anew
+                full = backend(tuple(inputs), torch.zeros(4)).grads
+            rest = backend(tuple(x[1:] for x in inputs), torch.zeros(3)).grads
+            bound = backend.sensitivity_bound(4)
+        moved = math.sqrt(sum(float((full[n].double() - rest[n].double()).square().sum()) for n in full))
+        assert ALLOWANCE < bound - 1 < 1e-2
+        assert moved <= bound, kind
 
 
 @pytest.mark.parametrize("name", BACKENDS)

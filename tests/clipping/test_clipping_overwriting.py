@@ -284,6 +284,6 @@ def test_blocks_whose_convolutions_are_done_in_pieces(join: Callable[..., Tensor
     expected = definition(model, loss, x, y, clip=CLIP)
     for backend in BACKENDS:
         with of_any_size(), load_backend(backend)(model, loss, clip=CLIP, verify=False) as b:
-            for _ in range(3):
+            for _ in range(3 if backend == "bk_mixed" else 1):  # a plan is timed in the second
                 require_same(b(x, y), expected)
     chunked_conv._is_large.cache_clear()

@@ -102,6 +102,7 @@ def test_an_ordinary_step_does_not_pay_for_our_engine_s_checks():
     handle.remove()
 
 
+@pytest.mark.slow
 def test_of_text():
     found = training_step.run(trial(model=TEXT, image_size=None, data="synthetic", backends=("nonprivate", "bk_mixed")))
     assert {entry["outcome"] for entry in found["backends"].values()} == {"ok"}
