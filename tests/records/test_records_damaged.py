@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import slow_unless
 from report_records import RunFile, save_no_pictures
 
 from dpbench import load
@@ -81,7 +82,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in EXPERIMENTS[::4], EXPERIMENTS))
 def test_no_mutation_of_a_real_record_ends_a_reader(name, tmp_path, monkeypatch, capsys):
     """Some 1,000 of them: a record of each experiment in `results`, with a value that is gone, null, nested or junk."""
     save_no_pictures(monkeypatch)
