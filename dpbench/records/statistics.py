@@ -48,7 +48,7 @@ DRIFT = 1.5
 PROCESS = 0.01
 #: The least drift to warn of, as a share.
 MUCH_DRIFT = 0.1
-_RESAMPLES, _POOL = 1000, 200
+_RESAMPLES, _POOL, _MEDIANS = 1000, 200, 4000
 #: Outliers are this many interquartile ranges from the box (hyperfine's and Tukey's "far out").
 _FAR_OUT = 3.0
 
@@ -196,10 +196,21 @@ def _medians(side: int, series: Series, base: Series | None = None) -> Array:
     return np.median(values, axis=1)
 
 
+def _pool(rounds: int) -> int:
+    """Resampled medians of each round: `_POOL`, or fewer if so many rounds have `_MEDIANS` together."""
+    return min(_POOL, max(20, _MEDIANS // rounds))
+
+
 def _pools(series: Series) -> Array:
-    """For each round, the log medians of its samples, resampled. [rounds, _POOL]"""
-    pools = [np.median(np.asarray(x)[_draws(len(x))], axis=1) for x in series.values()]
-    return np.log(np.stack(pools))
+    """For each round, the log medians of its samples, resampled. [rounds, pool]"""
+    pool = _pool(len(series))
+    pools = np.empty((len(series), pool))
+    rounds = [np.asarray(samples) for samples in series.values()]
+    counts = np.array([len(samples) for samples in rounds])
+    for count in set(counts.tolist()):
+        chosen = np.flatnonzero(counts == count)
+        pools[chosen] = np.median(np.stack([rounds[i] for i in chosen])[:, _draws(count)[:pool]], axis=2)
+    return np.log(pools)
 
 
 @functools.lru_cache(maxsize=256)
@@ -216,7 +227,7 @@ def _indices(rounds: int, paired: bool, side: int) -> tuple[Any, Any, Any]:
     """
     generator = np.random.default_rng([rounds, paired, side])
     shape = (_RESAMPLES, rounds)
-    own, other = (generator.integers(_POOL, size=shape) for _ in range(2))
+    own, other = (generator.integers(_pool(rounds), size=shape) for _ in range(2))
     return generator.integers(rounds, size=shape), own, other
 
 

@@ -363,7 +363,7 @@ def _whole(text: bytes) -> Line:
         ValueError: it is no complete record; with the reason.
         RecursionError: endlessly nested brackets.
     """
-    line = json.loads(text, parse_constant=_refuse)
+    line = _DECODER.decode(text.decode(errors="surrogatepass"))
     if b"\\ud" in text.lower():
         line = json.loads(to_json(line))
     if b"\\u" in text or not text.isascii():
@@ -387,6 +387,9 @@ def _shown(value: Any) -> Any:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _upgrade(line: Any) -> Line:

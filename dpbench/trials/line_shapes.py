@@ -44,6 +44,9 @@ _NUMBER = Or(NUMBER, None)
 _WHOLE = Or(WHOLE, None)
 
 _VERSIONS = Each(_TEXT)
+_ANY_RESULT = Each(ANY)
+_WITH_HOST: Shape = {"host": TEXT}
+_WITH_KIND: Shape = {"kind": TEXT}
 ENVIRONMENT: Shape = {
     "host?": TEXT,
     "device": TEXT,
@@ -328,7 +331,7 @@ def flaw_of_result(kind: str, result: Any) -> str | None:
     """
     if too_deep(result):
         return "result: nested too deeply"
-    return flaw(result, _RESULTS.get(kind, Each(ANY)), "result") or flaw(result, _CONTENTS, "result")
+    return flaw(result, _RESULTS.get(kind, _ANY_RESULT), "result") or flaw(result, _CONTENTS, "result")
 
 
 def flaw_of_record(record: Mapping[str, Any]) -> str | None:
@@ -352,7 +355,7 @@ def flaw_of_line(line: Any) -> str | None:
         return found
     if kind_of_line == "environment":  # a sweep's records are grouped by machine
         where = line["environment"]
-        return flaw(where, {"host": TEXT}, "environment") if where.get("executor") else None
+        return flaw(where, _WITH_HOST, "environment") if where.get("executor") else None
     trial = line["trial"]
     if (found := _flaw_of_trial(trial)) is not None or kind_of_line == "cut":
         return found
@@ -363,7 +366,7 @@ def flaw_of_trial(trial: Any) -> str | None:
     """How the description of a trial differs from its kind's; None if it does not."""
     if too_deep(trial):
         return "trial: nested too deeply"
-    return flaw(trial, {"kind": TEXT}, "trial") or _flaw_of_trial(trial)
+    return flaw(trial, _WITH_KIND, "trial") or _flaw_of_trial(trial)
 
 
 def _flaw_of_trial(trial: Mapping[str, Any]) -> str | None:
@@ -384,15 +387,17 @@ def _shape_of_trial(kind: str) -> Shape:
 
 def _too_large(value: Any, where: str = "trial") -> str | None:
     """The first number too large to compute with."""
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return next((f for key, each in items if (f := _too_large(each, f"{where}.{key}"))), None)
-    return flaw(value, NUMBER, where) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, (dict, list)):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(each, (int, float, dict, list)) and (found := _too_large(each, f"{where}.{key}")):
+                return found
+        return None
+    return None if isinstance(value, bool) or NUMBER.test(value) else flaw(value, NUMBER, where)
 
 
 def _flaw_of_found(kind: str, line: Mapping[str, Any]) -> str | None:
     """The same of a result; that of a failed trial may be partial."""
-    result, shape = line["result"], _RESULTS.get(kind, Each(ANY))
+    result, shape = line["result"], _RESULTS.get(kind, _ANY_RESULT)
     if line["outcome"] == Outcome.OK:
         found = flaw(result, shape, "result") or flaw(result, _FILES, "result")
         asked = line["trial"]["backends"] if found is None and kind in ("overhead", "training_step") else ()
@@ -400,5 +405,9 @@ def _flaw_of_found(kind: str, line: Mapping[str, Any]) -> str | None:
         return f"result.backends: expected {missing[0]}, got none" if missing else found
     if result is None or not isinstance(shape, dict):
         return None
-    optional: Shape = {f"{name.removesuffix('?')}?": Or(each, None) for name, each in shape.items()}
-    return flaw(result, optional | _FILES, "result")
+    return flaw(result, _partial_result(kind), "result")
+
+
+@functools.cache
+def _partial_result(kind: str) -> Shape:
+    return {f"{name.removesuffix('?')}?": Or(each, None) for name, each in _RESULTS[kind].items()} | _FILES
