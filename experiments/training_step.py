@@ -95,7 +95,7 @@ EXPERIMENT = Experiment(
     cells=cells,
     smoke=smoke,
     rounds=1,
-    figures=("training_step", "parts"),
+    figures=("training_step", "parts", "claims"),
     excerpts={
         "table": ratios("training_step", "Optimizer", "Way"),
         "brief": replace(ratios("training_step", where=_is_usual), rows=("Model",)),

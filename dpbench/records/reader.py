@@ -32,7 +32,7 @@ class Record:
 
     `seconds`: of the whole trial; `load`: the machine's load average (1 minute) at its end, None if not recorded;
     `stolen`: the share of CPU time that went to other guests of the same host meanwhile; `version`: the hash of the
-    sources and libraries alone.
+    sources and libraries alone; `path`: of the file.
     """
 
     device: str
@@ -51,6 +51,7 @@ class Record:
     stolen: float | None = None
     run: str = ""
     version: str | None = None
+    path: Path | None = None
 
     @property
     def node(self) -> str:
@@ -110,15 +111,16 @@ def read(source: Path) -> list[Record]:
 
 
 def _records(runs: Iterable[Run]) -> list[Record]:
-    return [from_line(line, run.environment, run.path.stem) for run in runs for line in run.records]
+    return [from_line(line, run.environment, run.path.stem, run.path) for run in runs for line in run.records]
 
 
-def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str) -> Record:
+def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str, path: Path | None = None) -> Record:
     """A trial's line as a `Record`.
 
     Args:
         line: a trial's, of today's schema.
         run: the name of its file.
+        path: of its file, if known.
     """
     return Record(
         device=device_label(environment),
@@ -137,6 +139,7 @@ def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str)
         stolen=line.get("stolen"),
         run=run,
         version=line.get("version"),
+        path=path,
     )
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from dpbench.report.data.select import LeftOut, Record
 
 #: Verdict on a claim -> its sign.
-VERDICTS = {"confirmed": "✓", "partly": "≈", "refuted": "✗", "open": "?", "not reached here": "…", "no data": "–"}
+VERDICTS = {"held": "✓", "not held": "✗", "not comparable": "…", "not measured": "–"}
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,17 @@ class Claim:
     Args:
         statement: in a sentence, close to the paper's words.
         source: paper and place: 'arXiv:2205.10683, abstract'.
-        verdict: one of `VERDICTS`; 'no data' without records to judge by, 'not reached here' if the machine did not get
-            as far.
+        verdict: one of `VERDICTS`; 'not measured' without records to judge by, 'not comparable' if they are of another
+            size, or if a backend of the claim gave no number.
         finding: the reason, in a sentence or two: numbers, n, simulated or measured, on which device.
+        files: of the records that it is judged by.
     """
 
     statement: str
     source: str
     verdict: str
     finding: str
+    files: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:

@@ -411,15 +411,15 @@ def test_the_command_that_makes_the_page_again(run, tmp_path):
 
 def test_claims_stand_beside_their_figure_with_a_word_for_the_verdict(run, monkeypatch):
     kind = FIGURES["memory_speed_table"]
-    claim = Claim("18× <faster>", "arXiv:0000.00000", "refuted", "1.2× here (n=3)")
+    claim = Claim("18× <faster>", "arXiv:0000.00000", "not held", "1.2× here (n=3)")
     changed = FigureKind(**{**vars(kind), "claims": lambda records, frame: [claim], "plot": None})
     monkeypatch.setitem(FIGURES, "memory_speed_table", changed)
     run.step("cnn", "ghost", [1.0])
     path, parsed = write(run, "memory_speed_table")
-    assert "✗ refuted 18× <faster> arXiv:0000.00000" in " ".join(parsed.text().split()) and parsed.count("svg") == 0
+    assert "✗ not held 18× <faster> arXiv:0000.00000" in " ".join(parsed.text().split()) and parsed.count("svg") == 0
     text = (path.parent / "cpu-test-cpu-2-cpus" / "memory_speed_table.md").read_text(encoding="utf-8")
-    assert "✗ refuted: 18× &lt;faster> (arXiv:0000.00000) 1.2× here (n=3)" in text
-    with pytest.raises(ValueError, match=r"expected a verdict, one of confirmed, .*, no data, got 'maybe'"):
+    assert "✗ not held: 18× &lt;faster> (arXiv:0000.00000) 1.2× here (n=3)" in text
+    with pytest.raises(ValueError, match=r"expected a verdict, one of held, .*, not measured, got 'maybe'"):
         Claim("a", "b", "maybe", "c")
 
 

@@ -7,6 +7,7 @@ Functions take:
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -15,7 +16,8 @@ from dpbench.report import style
 from dpbench.report.data import published
 from dpbench.report.style import missing, times
 
-CONFIRMED, REFUTED, NOT_REACHED, NO_DATA = "confirmed", "refuted", "not reached here", "no data"
+HELD, NOT_HELD = "held", "not held"
+NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 #: A smaller ratio is no difference: of two times (`dpbench.records.statistics`) or of two largest batches.
 SLACK = 1.02
 _TABLE_4 = ("cnn", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16")
@@ -25,8 +27,8 @@ _PAPER_BUDGET = 16 * 2**30
 class Numbers(NamedTuple):
     """The numbers of one device's records.
 
-    paired: rows of `overhead.table`, in float32; largest: those of `tables.max_batch_throughput` with a budget, with
-    `image_size`.
+    paired: rows of `overhead.table`, eager and in float32; largest: those of `tables.max_batch_throughput` with a
+    budget, with `image_size`.
     """
 
     paired: pd.DataFrame
@@ -86,7 +88,7 @@ def _named(line: Any) -> str:
 
 
 def _verdict(holds: bool) -> str:
-    return CONFIRMED if holds else REFUTED
+    return HELD if holds else NOT_HELD
 
 
 def _published(quantity: str) -> list[float]:
@@ -94,30 +96,78 @@ def _published(quantity: str) -> list[float]:
     return [value for value in found if isinstance(value, float)]
 
 
-def at_most(backend: str, column: str, bound: float, beside: Callable[[], str]) -> Any:
-    """Returns a judge: a ratio is at most `bound` on every model; a ratio of times may exceed it by `SLACK`.
+def _of_any(line: Any) -> bool:
+    return True
+
+
+def _value(line: Any, column: str) -> str:
+    """'1.53× (1.49× to 1.60×)': the median and the range of pairs, which a memory ratio has not."""
+    said = times(getattr(line, column))
+    low, high = (getattr(line, f"{column}_{end}", float("nan")) for end in ("low", "high"))
+    return said if missing(low) or missing(high) or low == high else f"{said} ({times(low)} to {times(high)})"
+
+
+def within(
+    backend: str,
+    column: str,
+    bound: float,
+    beside: Callable[[], str] = lambda: "",
+    least: float = 0.0,
+    of: Callable[[Any], bool] = _of_any,
+) -> Any:
+    """Returns a judge: a ratio is at most `bound` (and at least `least`) on every model; times have `SLACK`.
 
     Args:
         backend: of the claim.
         column: of the ratio.
         bound: the claimed one.
-        beside: returns a further sentence.
+        beside: returns a further phrase.
+        least: the claimed lower bound.
+        of: a predicate on rows: those of the claim's models.
     """
 
     def judge(numbers: Numbers) -> Judgement | None:
-        lines = numbers.column(backend, column)
+        lines, name = numbers.column(backend, column, of), style.backend(backend).name
         if not lines:
-            return None
-        worst = max(lines, key=lambda line: getattr(line, column))
+            rows: list[Any] = [r for r in numbers.paired.itertuples(index=False) if r.backend == backend and of(r)]
+            notes = dict.fromkeys(f"{_named(row)}: {row.note}" for row in rows if not missing(row.note))
+            return Judgement(NOT_COMPARABLE, f"{name} gave no number: {'; '.join(notes)}.") if notes else None
+        lines.sort(key=lambda line: getattr(line, column))
         slack = SLACK if column == "time_ratio" else 1.0
-        over = " by more than 2 %" if slack > 1 else ""
-        least = min(getattr(line, column) for line in lines)
-        above = sum(getattr(line, column) > slack * bound for line in lines)
-        said = (
-            f"{style.backend(backend).name} is above {times(bound)}{over} on {above} of {len(lines)} models and sizes: "
-            f"{times(least)} to {times(getattr(worst, column))} ({_named(worst)}), measured; {beside()}."
-        )
-        return Judgement(_verdict(above == 0), said)
+        out = sum(not least / slack <= getattr(line, column) <= slack * bound for line in lines)
+        claimed = f"above {times(bound)}" if not least else f"outside {times(least)} to {times(bound)}"
+        ends = [f"{_value(line, column)} on {_named(line)}" for line in dict.fromkeys((lines[0], lines[-1]))]
+        said = f"{name} is {claimed}{' by more than 2 %' if slack > 1 else ''} on {out} of {len(lines)} models and "
+        more = beside()
+        return Judgement(_verdict(out == 0), f"{said}sizes: {' to '.join(ends)}, measured{more and f'; {more}'}.")
+
+    return judge
+
+
+def halved(numbers: Numbers) -> Judgement | None:
+    """Judge whether a step of Opacus' ghost clipping takes about half the time of one of its hooks."""
+    pairs = [(line, numbers.ratio(line, "opacus_hooks")) for line in numbers.column("opacus_ghost", "time_ratio")]
+    known = sorted((line.time_ratio / hooks, _named(line)) for line, hooks in pairs if hooks is not None)
+    if not known:
+        return None
+    middle = median(ratio for ratio, _ in known)
+    (low, on_low), (high, on_high) = known[0], known[-1]
+    said = f"Opacus ghost takes {times(middle)} of the hooks' time at the median of {len(known)} models and sizes"
+    return Judgement(
+        _verdict(middle <= 0.6), f"{said}: {times(low)} on {on_low} to {times(high)} on {on_high}, measured."
+    )
+
+
+def table_4_cells(column: str) -> Any:
+    """Returns a judge: on each model of Table 4 mixed ghost's ratio is at most the published one plus 2 %.
+
+    Args:
+        column: of the ratio.
+    """
+
+    def judge(numbers: Numbers) -> Judgement | None:
+        known = numbers.column("mixed_ghost", column, lambda row: not missing(getattr(row, f"published_{column}")))
+        return _beside([(line, float(getattr(line, f"published_{column}"))) for line in known], column, "Mixed ghost")
 
     return judge
 
@@ -129,7 +179,7 @@ def batch_of_opacus(numbers: Numbers) -> Judgement | None:
         return None
     if missing(ours.max_batch_size) or missing(theirs.max_batch_size):
         notes = (str(row.max_batch_note) for row in (ours, theirs) if missing(row.max_batch_size))
-        return Judgement(NOT_REACHED, f"The search on VGG19 gave no number: {'; '.join(notes)}.")
+        return Judgement(NOT_COMPARABLE, f"The search on VGG19 gave no number: {'; '.join(notes)}.")
     ratio = ours.max_batch_size / theirs.max_batch_size
     said = f"{ours.max_batch_size:,} images against {theirs.max_batch_size:,} of Opacus hooks: {times(ratio)}"
     return Judgement(_verdict(ratio >= 18), f"VGG19 in {style.size(ours.budget_bytes)}: {said}, {ours.memory} memory.")
@@ -141,7 +191,7 @@ def faster_than_opacus(numbers: Numbers) -> Judgement | None:
     pairs = [(line, numbers.ratio(line, "opacus_hooks")) for line in lines]
     known = [(line, theirs / line.time_ratio) for line, theirs in pairs if theirs is not None]
     if not known:
-        return Judgement(NOT_REACHED, "Opacus hooks gave no time on VGG19.") if lines else None
+        return Judgement(NOT_COMPARABLE, "Opacus hooks gave no time on VGG19.") if lines else None
     line, ratio = max(known, key=lambda pair: pair[1])
     said = f"On {_named(line)}, a step of mixed ghost is {times(ratio)} as fast as one of Opacus hooks, measured"
     return Judgement(_verdict(ratio >= 3), f"{said}; the paper compares each at its own largest batch.")
@@ -161,7 +211,7 @@ def long_sequences(numbers: Numbers) -> Judgement | None:
     said = ", ".join(f"{style.backend(line.backend).name} {times(line.time_ratio)}" for line in longest)
     said = f"At {tokens:,} tokens ({_named(longest[0])}): {said}, measured"
     if tokens < 8192:
-        return Judgement(NOT_REACHED, f"{said}; no Gram matrices were formed throughout beyond that length here.")
+        return Judgement(NOT_COMPARABLE, f"{said}; no Gram matrices were formed throughout beyond that length here.")
     return Judgement(_verdict(min(line.time_ratio for line in longest) >= 2.5), f"{said}.")
 
 
@@ -181,7 +231,7 @@ def high_resolution(numbers: Numbers) -> Judgement | None:
         f"On {_named(line)}, Opacus hooks take {times(theirs)} and mixed ghost {times(line.time_ratio)}, measured; "
         f"published at 512 px {numbers_told} of BK-MixOpt."
     )
-    return Judgement(_verdict(theirs < line.time_ratio) if line.image_size >= 512 else NOT_REACHED, said)
+    return Judgement(_verdict(theirs < line.time_ratio) if line.image_size >= 512 else NOT_COMPARABLE, said)
 
 
 def peak_and_batch(numbers: Numbers) -> Judgement | None:
@@ -246,17 +296,22 @@ def beside_figure(column: str, quantity: str, sources: tuple[str, ...], backends
                 value = getattr(told, column) if told is not None and told.figure in sources else None
                 if value is not None:
                     known.append((line, value))
-        if not known:
-            return None
-        above = [(line, told) for line, told in known if getattr(line, column) > SLACK * told]
-        worst, published_there = max(known, key=lambda pair: getattr(pair[0], column) / pair[1])
-        said = (
-            f"{quantity} is at most the published one in {len(known) - len(above)} of {len(known)} cells; the highest "
-            f"beside it: {_named(worst)}, {times(getattr(worst, column))} measured, {times(published_there)} published."
-        )
-        return Judgement(_verdict(not above), said)
+        return _beside(known, column, quantity)
 
     return judge
+
+
+def _beside(known: list[tuple[Any, float]], column: str, what: str) -> Judgement | None:
+    """Judge ratios by the published ones beside them."""
+    if not known:
+        return None
+    above = [(line, told) for line, told in known if getattr(line, column) > SLACK * told]
+    worst, told = max(known, key=lambda pair: getattr(pair[0], column) / pair[1])
+    said = (
+        f"{what} is at most the published value in {len(known) - len(above)} of {len(known)} cells; the highest "
+        f"beside it: {_named(worst)}, {_value(worst, column)} measured, {times(told)} published."
+    )
+    return Judgement(_verdict(not above), said)
 
 
 def table_4(quantity: str) -> Callable[[], str]:

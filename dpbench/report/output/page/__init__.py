@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,11 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     Raises:
         OSError: if it cannot be written.
     """
-    cache.replace(path, render(parts, again, beside(path.parent, source)).encode(errors="backslashreplace"), mode=0o666)
+    cache.replace(
+        path,
+        render(parts, again, beside(path.parent, source), path.parent).encode(errors="backslashreplace"),
+        mode=0o666,
+    )
     return path
 
 
@@ -88,7 +92,7 @@ def beside(folder: Path, source: Path) -> str:
     return os.path.relpath(source.resolve(), folder.resolve())
 
 
-def render(parts: Sequence[Part], again: str, source: str) -> str:
+def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()) -> str:
     """The page as text; it describes the records of its figures, without superseded ones.
 
     Its summary and open questions are those of the latest device; other devices follow in closed sections.
@@ -97,6 +101,7 @@ def render(parts: Sequence[Part], again: str, source: str) -> str:
         parts: of the report.
         again: the command that makes it again.
         source: the folder of the records, relative to the page's.
+        folder: of the page.
     """
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)
@@ -114,13 +119,13 @@ def render(parts: Sequence[Part], again: str, source: str) -> str:
     elsewhere = {device: theirs for device, theirs in devices.items() if device != first}
     said = [*summary(devices[first], entries(devices[first]), here), *_elsewhere(elsewhere)]
     numbered = dict(enumerate(parts, start=1))
-    sections = [_section(part, number) for number, part in numbered.items() if part.device == first]
+    sections = [_section(part, number, folder) for number, part in numbered.items() if part.device == first]
     others = [
         {
             "id": f"device-{index}",
             "device": device,
             "said": f"{several(len(theirs), 'trial')}, {days(theirs)}",
-            "sections": [_section(part, number) for number, part in numbered.items() if part.device == device],
+            "sections": [_section(part, number, folder) for number, part in numbered.items() if part.device == device],
         }
         for index, (device, theirs) in enumerate(elsewhere.items(), start=1)
     ]
@@ -156,7 +161,7 @@ def _elsewhere(devices: Mapping[str, Sequence[Record]]) -> list[str]:
     return [f"Below, closed, stand the records of {join(each)}."]
 
 
-def _section(part: Part, number: int) -> dict[str, Any]:
+def _section(part: Part, number: int, folder: Path) -> dict[str, Any]:
     first = part.title[0]
     heading = (first.upper() if first.isascii() else first) + part.title[1:]  # no capital for ε
     prefix = f"f{number}"
@@ -171,7 +176,9 @@ def _section(part: Part, number: int) -> dict[str, Any]:
         "svg": svg.inline(part.figure, prefix, heading, part.caption) if part.figure is not None else "",
         "caption": caption,
         "warnings": several(warnings, "warning") if warnings else "",
-        "claims": part.claims,
+        "claims": [
+            replace(claim, files=[os.path.relpath(file, folder) for file in claim.files]) for claim in part.claims
+        ],
         "table": table(part.text),
         "files": list(part.files.items()),
     }
