@@ -248,13 +248,17 @@ def numbers(records: Sequence[Record]) -> Numbers:
     return Numbers(paired, largest)
 
 
-def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row a claim: all claims for several experiments; for one experiment, its own claims."""
+def table(records: Sequence[Record], left_out: LeftOut, every: bool = False) -> pd.DataFrame:
+    """A row a claim: all claims for several experiments; for one experiment, its own claims.
+
+    Args:
+        every: all claims for one experiment, too.
+    """
     names, device = {record.experiment for record in records}, records[0].device
     known: dict[tuple[str, ...], Numbers] = {}
     rows = []
     for stated in CLAIMS:
-        if len(names) == 1 and not names & set(stated.experiments):
+        if not every and len(names) == 1 and not names & set(stated.experiments):
             continue
         found = tuple(name for name in stated.experiments if name in names)
         own = [record for record in records if record.experiment in found]

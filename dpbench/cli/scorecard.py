@@ -1,0 +1,41 @@
+"""``dpbench scorecard``: one page of every backend and every claim, from all records."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from dpbench.cli import streams
+from dpbench.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `scorecard`."""
+    parser.add_argument(
+        "source", metavar="DIR", type=Path, nargs="?", default=Path("results"), help="results (default: ./results)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="of the page (default: DIR/scorecard.html)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and print its path; 0.
+
+    Raises:
+        UsageError: no folder, no records in it, or a page that cannot be written.
+    """
+    from dpbench.report.output import scorecard_page
+
+    if not args.source.is_dir():
+        raise UsageError("a folder with records", str(args.source))
+    path = args.output or args.source / "scorecard.html"
+    words = [str(args.source), *(["--output", str(args.output)] if args.output else [])]
+    streams.tell("reading records")
+    try:
+        written = scorecard_page.write(args.source, path, f"python -m dpbench scorecard {shlex.join(words)}")
+    except OSError as error:
+        raise UsageError("a file that can be written to", f"{error.filename or path}: {error.strerror}") from error
+    if written is None:
+        raise UsageError(f"records in {args.source} (`python -m dpbench run EXPERIMENT` makes them)", "none")
+    print(written)
+    return 0
