@@ -89,19 +89,20 @@ def run(args: argparse.Namespace) -> int:
         if not records:
             raise UsageError(f"records in {path}", "none")
     devices = [{record.device for record in records} for records in sides]
-    if not devices[0] & devices[1]:
+    across = not devices[0] & devices[1]
+    if across and max(map(len, devices)) > 1:
         each = " and ".join(", ".join(sorted(names)) for names in devices)
-        raise UsageError("two runs on one device (numbers of two devices are not compared)", each)
+        raise UsageError("two runs on one device, or of one device each (a file of records is of one)", each)
     streams.tell("comparing cells")
     left_out: LeftOut = LeftOut()
-    rows, only_a, only_b = compare_records(sides[0], sides[1], left_out)
+    rows, only_a, only_b = compare_records(sides[0], sides[1], left_out, across)
     if not rows:
         raise UsageError(
             "cells that both measured (step, overhead or peak trials, or whole training steps, on as many threads)",
             f"{len(only_a)} in {paths[0]} alone, {len(only_b)} in {paths[1]} alone",
         )
     differ = differences(sides[0], sides[1])
-    told = []
+    told = ["two machines: only ratios to ordinary training are compared"] if across else []
     for name, side in zip("AB", sides, strict=True):
         told += [f"{name} pools runs that differ in {fact}: {values}" for fact, values in pooled(side)]
         told += [f"{name}: {sentence}" for sentence in warnings(side)]

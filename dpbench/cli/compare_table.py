@@ -104,6 +104,6 @@ def _value(row: Row, value: float | str) -> str:
         return value
     if row.quantity == "peak":
         return f"{value / 2**20:,.1f} MiB" if value < 2**30 else f"{value / 2**30:,.2f} GiB"
-    if row.quantity == "time ratio":
+    if row.quantity in ("time ratio", "memory ratio"):
         return f"{value:.3f}x"
     return f"{value * 1e3:.4g} ms" if value < 1 else f"{value:.4g} s"

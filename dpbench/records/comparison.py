@@ -8,15 +8,16 @@ changes the number (batch size, precision, threads, ...), but not how often it w
 - `peak`: bytes; for `peak` probes, over all common batch sizes.
 - `outcome`: only if it is `ok` on one side and not on the other.
 
-Different devices, different numbers of threads, and simulated and measured memory make different cells, which are never
-compared.
+Different devices, different numbers of threads, and simulated and measured memory make different cells. Across two
+machines only what is relative to ordinary training is compared: `time ratio`, `memory ratio` of measured peaks, and
+`outcome`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from clipping import BACKENDS
@@ -87,47 +88,57 @@ class Cell:
 
 
 def compare_records(
-    a: Sequence[Record], b: Sequence[Record], left_out: LeftOut
+    a: Sequence[Record], b: Sequence[Record], left_out: LeftOut, across: bool = False
 ) -> tuple[list[Row], list[str], list[str]]:
     """(rows of the common cells, names of cells only in a, and only in b).
 
     Args:
         a, b: records of both sides.
+        across: each side is of one machine, and only ratios to ordinary training are compared.
     """
-    sides = [cells_of(records, left_out) for records in (a, b)]
+    sides = [cells_of(records, left_out, across) for records in (a, b)]
     rows: list[Row] = []
     for key, first in sides[0].items():
         if (second := sides[1].get(key)) is not None:
             bases = [side.get(cell.base) for side, cell in zip(sides, (first, second), strict=True)]
-            rows += _rows(first, second, bases, left_out)
+            rows += _rows(first, second, bases, left_out, across)
+    if across:
+        rows = [replace(row, device=f"{a[0].device} → {b[0].device}") for row in rows]
     alone = [[name_of(cell) for key, cell in sides[i].items() if key not in sides[1 - i]] for i in (0, 1)]
     return sorted(rows, key=_order), alone[0], alone[1]
 
 
-def cells_of(records: Sequence[Record], left_out: LeftOut) -> dict[str, Cell]:
-    """The cells of one side by their key, each with the newest records of its newest version."""
+def cells_of(records: Sequence[Record], left_out: LeftOut, across: bool = False) -> dict[str, Cell]:
+    """The cells of one side by their key, each with the newest records of its newest version.
+
+    Args:
+        across: whether the key is that of every machine.
+    """
     known = [r for r in records if r.kind in KINDS]
     left_out["of kinds that hold no time and no memory"] += len(records) - len(known)
     latest = newest(known, left_out)
     cells: dict[str, Cell] = {}
-    for key, group in grouped(entries(latest), lambda r: canonical_json(_identity(r))).items():
+    for key, group in grouped(entries(latest), lambda r: canonical_json(_identity(r, across))).items():
         kept = newest_version(group, lambda r: r.kind, left_out)
         if kept[0].kind != "peak":
             kept = newest_trial(kept, left_out)
-        identity = _identity(kept[0])
+        identity = _identity(kept[0], across)
         cell = cells[key] = Cell(identity, canonical_json(identity | {"backend": "nonprivate"}))
         for record in kept:
             _add(cell, record)
     return cells
 
 
-def _identity(record: Record) -> dict[str, Any]:
+def _identity(record: Record, across: bool) -> dict[str, Any]:
     """The record's cell. A search's probes are one cell, at any batch size."""
     fields = {name: value for name, value in record.trial.items() if name not in _EFFORT}
     if record.kind == "peak":
         del fields["batch_size"]
     elif record.trial.get("device") == "cpu":
         fields["threads"] = record.setting("threads")
+    if across:
+        fields.pop("threads", None)
+        return {"kind": record.kind} | fields
     return {"kind": record.kind, "device": record.device} | fields
 
 
@@ -162,9 +173,9 @@ def name_of(cell: Cell) -> str:
     return " ".join(str(value) for value in known if value is not None)
 
 
-def _rows(a: Cell, b: Cell, bases: Sequence[Cell | None], left_out: LeftOut) -> Iterable[Row]:
+def _rows(a: Cell, b: Cell, bases: Sequence[Cell | None], left_out: LeftOut, across: bool) -> Iterable[Row]:
     if a.identity["kind"] == "peak":
-        return _probe_rows(a, b, left_out)
+        return [] if across else _probe_rows(a, b, left_out)
     if a.failure or b.failure:
         if a.failure and b.failure:
             left_out["of cells that failed in both"] += a.outcomes.total() + b.outcomes.total()
@@ -173,7 +184,7 @@ def _rows(a: Cell, b: Cell, bases: Sequence[Cell | None], left_out: LeftOut) -> 
         return [_row(a, "outcome", "failed" if b.failure else "fixed", *ends)]
     processes = (len(a.processes), len(b.processes)) if a.processes else None
     far = (outliers(a.times), outliers(b.times))
-    rows = [_compared(a, "time", compare(a.times, b.times), far)]
+    rows = [] if across else [_compared(a, "time", compare(a.times, b.times), far)]
     if a.identity["backend"] != "nonprivate":
         pair = [
             own.plain or (base.times if base is not None and not base.failure else {})
@@ -182,10 +193,26 @@ def _rows(a: Cell, b: Cell, bases: Sequence[Cell | None], left_out: LeftOut) -> 
         if all(own.keys() & base.keys() for own, base in zip((a.times, b.times), pair, strict=True)):
             found = compare_paired(a.times, pair[0], b.times, pair[1], processes=processes)
             rows.append(_compared(a, "time ratio", found, far))
+        if across and all(memory := [_memory_ratios(*each) for each in zip((a, b), bases, strict=True)]):
+            rows.append(_compared(a, "memory ratio", compare_exact(*memory)))
+    if across:
+        return rows
     for source in a.peaks.keys() & b.peaks.keys():
         peaks = [sorted(cell.peaks[source].values()) for cell in (a, b)]
         rows.append(_compared(a, "peak", compare_exact(*peaks), memory=source))
     return rows
+
+
+def _memory_ratios(cell: Cell, base: Cell | None) -> list[float]:
+    """Measured peaks over ordinary training's in the same rounds."""
+    known = {} if base is None else base.peaks
+    return [
+        peak / known[source][at]
+        for source, peaks in cell.peaks.items()
+        if source != "simulated" and source in known
+        for at, peak in sorted(peaks.items())
+        if at in known[source]
+    ]
 
 
 def _probe_rows(a: Cell, b: Cell, left_out: LeftOut) -> Iterable[Row]:
@@ -210,7 +237,7 @@ def _probe_rows(a: Cell, b: Cell, left_out: LeftOut) -> Iterable[Row]:
 
 
 def _compared(cell: Cell, quantity: str, found: Comparison, far: tuple[int, int] = (0, 0), **extra: Any) -> Row:
-    verdict = _MEMORY_WORDS.get(found.verdict, found.verdict) if quantity == "peak" else found.verdict
+    verdict = found.verdict if quantity.startswith("time") else _MEMORY_WORDS.get(found.verdict, found.verdict)
     row = _row(cell, quantity, verdict, found.a, found.b, **extra)
     numbers = {name: getattr(found, name) for name in ("ratio", "low", "high", "interval")}
     return Row(**vars(row) | numbers | {"rounds": (found.rounds_a, found.rounds_b), "outliers": far})

@@ -163,12 +163,29 @@ def test_simulated_memory_never_meets_measured_memory(tmp_path, compare):
     assert code == 2 and err.count("\n") == 1 and "cells that both measured" in err
 
 
-def test_two_devices_are_not_compared(tmp_path, compare):
-    write_steps(tmp_path / "a.jsonl", 1, rounds=2)
-    write_steps(tmp_path / "b.jsonl", 1, rounds=2, environment=CUDA)
-    code, _, err, _ = compare()
-    assert code == 2 and err.count("\n") == 1
-    assert "two runs on one device" in err and "Test CPU" in err and "Test GPU" in err
+def test_of_two_machines_only_ratios_to_ordinary_training_are_compared(tmp_path, compare):
+    """Twice as slow a machine is no slower; a ratio of 1.5 that becomes 3 is."""
+    mib = 2**20
+    a = RunFile(tmp_path / "a.jsonl", experiment="overhead")
+    a.overhead("cnn", {"nonprivate": [1.0] * 7, "ghost": [1.5] * 7}, peaks={"nonprivate": mib, "ghost": 2 * mib})
+    b = RunFile(tmp_path / "b.jsonl", CUDA, experiment="overhead")
+    peaks = {"nonprivate": 10 * mib, "ghost": 30 * mib}
+    b.overhead("cnn", {"nonprivate": [2.0] * 7, "ghost": [6.0] * 7}, peaks=peaks, device="cuda")
+    code, rows, err, _ = compare()
+    assert code == 0 and "two machines" in err
+    assert set(rows) == {("ghost", "time ratio"), ("ghost", "memory ratio")}
+    row = rows["ghost", "time ratio"]
+    assert (row["a"], row["b"], row["verdict"]) == (pytest.approx(1.5), pytest.approx(3.0), "slower")
+    row = rows["ghost", "memory ratio"]
+    assert (row["a"], row["b"], row["verdict"]) == (2.0, 3.0, "larger")
+    assert row["device"] == "cpu Test CPU, 2 CPUs → cuda Test GPU"
+
+
+def test_a_side_of_several_machines_is_compared_with_none_of_another(tmp_path, compare):
+    for name, where in (("1", CPU), ("2", CPU | {"device_name": "Other CPU", "cpu_model": "Other CPU"})):
+        write_steps(tmp_path / "a" / f"{name}.jsonl", 1, rounds=2, environment=where)
+    write_steps(tmp_path / "b" / "1.jsonl", 1, rounds=2, environment=CUDA)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
 
 
 def test_other_numbers_of_threads_are_other_cells(tmp_path, compare):
