@@ -1,0 +1,38 @@
+"""``dpbench history``: how an experiment's cells went from version to version, with the steps found."""
+
+from __future__ import annotations
+
+import argparse
+
+from dpbench.cli import streams
+from dpbench.cli.values import folder
+from dpbench.errors import UsageError
+from dpbench.records.reader import locate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `history`."""
+    what = "an experiment, whose records lie in ./results/EXPERIMENT, or any folder with records in it"
+    parser.add_argument("source", metavar="EXPERIMENT|DIR", help=what)
+    parser.add_argument("--output", type=folder, metavar="DIR", help="figures' folder (default: that of the records)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write figure and table for each device, and print their paths; 0.
+
+    Raises:
+        UsageError: no records, no cell with two versions, or a folder that cannot be written.
+    """
+    source = locate(args.source)
+    from dpbench.report import history
+
+    streams.tell("reading records")
+    output = args.output or (source if source.is_dir() else source.parent)
+    try:
+        written = history.write(source, output)
+    except OSError as error:
+        raise UsageError("a folder that can be written to", f"{error.filename or output}: {error.strerror}") from error
+    if not written:
+        raise UsageError(f"two versions of a cell with ratios to ordinary training in {source}", "none")
+    print(*written, sep="\n")
+    return 0

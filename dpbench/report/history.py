@@ -1,0 +1,205 @@
+"""How times and peaks of the cells of an experiment went from version to version, with the steps found.
+
+A version is a hash of the sources and libraries of a trial; versions are in the order of their first records. A cell
+has a step where `dpbench.records.comparison` calls it faster, slower, smaller or larger than at its last step, or than
+in its first version. So a slow creep is found, too, once it is beyond the noise.
+
+Functions take:
+    records: of one device.
+    frame: of `table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from dpbench.records.comparison import compare_records
+from dpbench.records.reader import PAIRED
+from dpbench.records.store import slug
+from dpbench.report import readable, style
+from dpbench.report.data.select import LeftOut, Record, by_device, grouped, read
+from dpbench.report.data.statistics import frame_of
+from dpbench.report.drawing.bars import WIDTH, sheet
+from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.output import files
+from dpbench.report.parts import Part
+from dpbench.report.summary import several
+from dpbench.trials import canonical_json
+
+COLUMNS = (
+    *("model", "batch_size", "backend", "setting", "quantity", "number", "utc", "commit"),
+    *("value", "ratio", "low", "high", "step"),
+)
+STEPS = ("faster", "slower", "smaller", "larger")
+_SAME = ("backends", "rounds", "max_seconds", "timeout", "device")
+_ACROSS, _DEPTH, _GAP, _LEFT, _TOP = 3, 1.45, 0.75, 0.5, 0.35
+
+
+def table(records: Sequence[Record]) -> pd.DataFrame:
+    """A row for each cell, quantity ("time ratio" or "peak", in bytes) and version, if there are two versions or more.
+
+    `ratio`, `low` and `high` compare a version with that of the last step; `step` is one of `STEPS`, or "".
+    """
+    rows: list[dict[str, Any]] = []
+    for group in grouped((r for r in records if r.kind in PAIRED), _cell).values():
+        versions = list(grouped(group, lambda r: r.version or r.fingerprint).values())
+        versions.sort(key=lambda own: min(record.utc for record in own))
+        last: dict[tuple[str, str], int] = {}  # (backend, quantity) -> the version of the last step
+        for now, own in enumerate(versions[1:], start=1):
+            for then in range(now):
+                for row in compare_records(versions[then], own, LeftOut())[0]:
+                    key = row.backend, row.quantity
+                    if row.quantity not in ("time ratio", "peak") or last.setdefault(key, then) != then:
+                        continue
+                    named = {"model": row.model, "batch_size": row.batch_size, "backend": row.backend}
+                    named |= {"setting": _setting(group[0]), "quantity": row.quantity}
+                    rows.append(named | _version(versions[then], then) | {"value": row.a, "step": ""})
+                    step = row.verdict if row.verdict in STEPS else ""
+                    found = {name: getattr(row, name) for name in ("ratio", "low", "high")}
+                    rows.append(named | _version(own, now) | {"value": row.b, "step": step} | found)
+                    if step:
+                        last[key] = now
+    frame = frame_of(rows, COLUMNS)
+    keys = ["model", "batch_size", "setting", "quantity", "backend", "number"]
+    return frame.drop_duplicates(keys).sort_values(keys, kind="stable", ignore_index=True)
+
+
+def _cell(record: Record) -> str:
+    fields = {name: value for name, value in record.trial.items() if name not in _SAME}
+    where = {name: record.environment.get(name) for name in ("cpu_model", "host")}
+    return canonical_json(fields | where | {"threads": record.setting("threads")})
+
+
+def _setting(record: Record) -> str:
+    known = [str(record.trial.get(name) or "") for name in ("precision", "optimizer")]
+    known += [f"{record.trial['image_size']} px"] if record.trial.get("image_size") else []
+    return ", ".join([*filter(None, known), *(["compiled"] if record.trial.get("compiled") else [])])
+
+
+def _version(records: Sequence[Record], number: int) -> dict[str, Any]:
+    first = min(records, key=lambda record: record.utc)
+    return {"number": number + 1, "utc": first.utc, "commit": str(first.environment.get("git_sha") or "")[:10]}
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """The steps, for people."""
+    return readable.texts(
+        frame[frame.step != ""],
+        {
+            "Model": lambda r: style.model(r.model),
+            "B": lambda r: str(r.batch_size),
+            "Setting": lambda r: r.setting,
+            "Backend": lambda r: style.backend(r.backend).name,
+            "What": lambda r: r.quantity,
+            "Version": lambda r: str(r.number),
+            "Commit": lambda r: r.commit,
+            "Value": lambda r: style.size(r.value) if r.quantity == "peak" else style.times(r.value),
+            "Since the last step": lambda r: (
+                "" if style.missing(r.ratio) else f"{r.ratio:.3f} ({r.low:.3f}–{r.high:.3f})"
+            ),
+            "Step": lambda r: r.step,
+        },
+    )
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
+    """The rule for a step, the number of steps, and the device."""
+    steps = frame[frame.step != ""]
+    counts = [f"{int((steps.step == word).sum())} {word}" for word in STEPS if (steps.step == word).any()]
+    cells = frame.drop_duplicates(["model", "batch_size", "setting", "backend"])
+    return (
+        "Time relative to ordinary training in the same rounds, by version of the sources and libraries. A ring marks "
+        "a step: a change since the last step by 2 % or more that the scatter of rounds does not explain (as `dpbench "
+        "compare` judges). The table has every step, of peaks too; the CSV file has every version. Versions were "
+        "measured at different times, in other processes: where libraries that did not change step together, the machine "
+        "or what they share did.\n"
+        f"{several(len(cells), 'cell')}; {several(len(steps), 'step')}{': ' if counts else ''}{', '.join(counts)}.\n"
+        f"Device: {records[0].device}."
+    )
+
+
+def plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """A panel for each model and setting, a line for each backend."""
+    frame = frame[frame.quantity == "time ratio"]
+    panels = list(frame.groupby(["model", "batch_size", "setting"], sort=False))
+    down = max(-(-len(panels) // _ACROSS), 1)
+    figure, height = sheet(_TOP + down * (_DEPTH + _GAP), caption)
+    share = WIDTH / _ACROSS
+    for index, ((model, batch_size, setting), own) in enumerate(panels):
+        left, line = index % _ACROSS * share + _LEFT, index // _ACROSS
+        bottom = height - _TOP - line * (_DEPTH + _GAP) - _GAP + 0.25 - _DEPTH
+        axes = figure.add_axes((left / WIDTH, bottom / height, (share - _LEFT - 0.1) / WIDTH, _DEPTH / height))
+        for backend, row in own.groupby("backend", sort=False):
+            look = style.backend(str(backend))
+            looks: dict[str, Any] = {"color": look.color, "marker": look.marker, "markersize": 3.5, "linewidth": 1.1}
+            axes.plot(row.number, row.value.astype(float), **looks)
+            steps = row[row.step != ""]
+            ring: dict[str, Any] = {"s": 75, "facecolors": "none", "edgecolors": style.INK, "linewidths": 1.1}
+            axes.scatter(steps.number, steps.value.astype(float), zorder=5, **ring)
+        axes.set_yscale("log")
+        low, high = float(own.value.min()) / 1.15, float(own.value.max()) * 1.15
+        axes.set_ylim(low, high)
+        ticks = [tick for tick in (0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16) if low <= tick <= high]
+        axes.yaxis.set_major_locator(FixedLocator(ticks if len(ticks) < 7 else ticks[::2]))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.tick_params(labelsize=7)
+        axes.grid(color=style.GRID, linewidth=0.6)
+        axes.set_xlabel("version", fontsize=7, labelpad=1)
+        axes.set_title(f"{style.model(str(model))}, B={batch_size}\n{setting}", fontsize=7.6, loc="left")
+    names = sorted(set(frame.backend), key=style.backend_key)
+    looks = {"linewidth": 1.1, "markersize": 4}
+    figure.legend(
+        handles=[
+            Line2D(
+                [],
+                [],
+                color=style.backend(n).color,
+                marker=style.backend(n).marker,
+                label=style.backend(n).name,
+                **looks,
+            )
+            for n in names
+        ],
+        loc="upper left",
+        bbox_to_anchor=(0.01, 1 - 0.02 / height),
+        ncols=7,
+        frameon=False,
+        fontsize=7.5,
+    )
+    return figure
+
+
+def write(source: Path, output: Path) -> list[Path]:
+    """Write figure and table for each device with two versions of a cell; returns the files.
+
+    Args:
+        source: a folder of records.
+        output: its folders of devices are created if missing.
+
+    Raises:
+        OSError: if `output` cannot be written to.
+    """
+    written: list[Path] = []
+    with matplotlib.rc_context(), Pictures() as pictures:
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(style.RC)
+        for device, records in by_device(read(source)).items():
+            frame = table(records)
+            if not len(frame):
+                continue
+            words = caption(records, frame)
+            part = Part(
+                "history", "over versions", device, {}, records, frame, text(frame), words, figure=plot(frame, words)
+            )
+            written += files.write(part, output / slug(device), pictures)
+    return written
