@@ -2,8 +2,8 @@
 
 The largest batch is *predicted*: simulated on the device's fake tensors, which takes no memory, so a laptop can draw
 the 16 GiB panel. On CUDA two real steps then confirm each, in an allocator budget of 16 GiB. The throughput of some
-ResNets is measured at one batch, the same for all, with the backends taking turns in one process. All ends within eight
-minutes, on two cores or on a GPU. Bars label the two kinds of number.
+ResNets is measured at one batch, the same for all, with the backends taking turns in one process. GPT-2 (124M),
+RoBERTa-base and ViT-B/16 are searched only. All ends within ten minutes on a GPU. Bars label the two kinds of number.
 
 `microbatch` loops over samples, so its memory hardly grows with the batch. Its search ends at the batch of `LIMITS`,
 where a real step still takes seconds.
@@ -22,6 +22,10 @@ BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_
 RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 VGGS = ["vgg11", "vgg13", "vgg16", "vgg19"]
 LIMITS = {"microbatch": 64}
+#: Models of full size, searched but not timed: `training_step` times them. Texts (GPT-2 of 124M, RoBERTa-base), images.
+TEXTS = ["transformers:gpt2@1024", "transformers:roberta@128"]
+LARGE = ["timm:vit_base_patch16_224"]
+LARGE_LIMITS = LIMITS | {"microbatch": 8}
 #: Device -> which models are timed, at which batch.
 TIMED = {"cpu": (RESNETS[:3], 16), "cuda": (["resnet18", "resnet50"], 64)}
 
@@ -41,6 +45,9 @@ def in_turns(device: str, models: list[str], batch_size: int, max_seconds: float
 
 def cells(device: str) -> list[Cell]:
     found = searches(device, RESNETS + VGGS, BACKENDS, budget=BUDGET, limits=LIMITS)
+    of: dict[str, Any] = {"budget": BUDGET, "limits": LARGE_LIMITS}
+    found += searches(device, TEXTS, BACKENDS, image_size=None, **of)
+    found += searches(device, LARGE, BACKENDS, image_size=224, num_classes=1000, **of)
     return [*found, *in_turns(device, *TIMED[device])]
 
 

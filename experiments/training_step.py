@@ -7,13 +7,14 @@ pooled (``--rounds 3 --only "backends=('nonprivate', 'bk_mixed')" --only way=eag
 
 ResNet18 runs with its ReLUs in place, as is usual, and not in place. Our engine is also measured against the plain step
 in parts, and with both as programs: on CUDA in each way, and each in its best; on a CPU each in its best, of
-transformers and small steps. On a CPU it ends in an hour on two cores.
+transformers and small steps. On two cores it takes an hour, without the models of full size; `--minutes` divides it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from dpbench.experiment import Cell, Experiment, grid, ratios
 from dpbench.trials.evidence import PartsTrial
@@ -49,13 +50,22 @@ SMALL = {
 TEXTS = {GPT2: ("AdamW", 16, 128), BERT: ("AdamW", 16, 128)}
 #: Models that are written in jax, too.
 IN_JAX = ("mlp", "cnn", "resnet18", GPT2)
+#: Models of full size (GPT-2 of 124M, RoBERTa-base, ViT-B/16), at a length and a batch for each device.
+LARGE_TEXTS = {
+    "cpu": {"transformers:gpt2@128": ("AdamW", 4, 0), "transformers:roberta@128": ("AdamW", 4, 0)},
+    "cuda": {"transformers:gpt2@1024": ("AdamW", 0, 8), "transformers:roberta@128": ("AdamW", 0, 64)},
+}
+LARGE_IMAGES = {"timm:vit_base_patch16_224": ("AdamW", 4, 64)}
 
 
 def cells(device: str) -> list[Cell]:
     cuda = device == "cuda"
     programs = ["replayed", "compiled", "best"] if cuda else ["best"]
     found: list[Cell] = []
-    for models, more in ((IMAGES, {}), (TEXTS, {"image_size": None, "data": "synthetic"}), (SMALL, {})):
+    text = {"image_size": None, "data": "synthetic"}
+    large = {"image_size": 224, "num_classes": 1000, "data": "synthetic"}
+    groups: Any = ((IMAGES, {}), (TEXTS, text), (SMALL, {}), (LARGE_TEXTS[device], text), (LARGE_IMAGES, large))
+    for models, more in groups:
         for model, (optimizer, on_cpu, on_cuda) in models.items():
             of = {"model": model, "batch_size": on_cuda if cuda else on_cpu, "optimizer": optimizer, "device": device}
             of |= more
@@ -64,7 +74,7 @@ def cells(device: str) -> list[Cell]:
             found += grid(TrainingStepTrial, backends=engines, rounds=rounds, max_seconds=12.0, **of)
             if models is not SMALL:
                 found += grid(PartsTrial, steps=7, **of)
-            if cuda or models is not IMAGES or model == VIT:
+            if cuda or models in (TEXTS, SMALL) or model == VIT:
                 found += grid(TrainingStepTrial, backends=OURS, way=programs, rounds=15, max_seconds=12.0, **of)
     return found
 
@@ -91,7 +101,7 @@ def _is_usual(row: Mapping[str, str]) -> bool:
 
 EXPERIMENT = Experiment(
     name="training_step",
-    doc="the whole private training step, forward to optimizer, of our engine and of every peer's, on 9 models",
+    doc="the whole private training step, forward to optimizer, of our engine and of every peer's, on 12 models",
     cells=cells,
     smoke=smoke,
     rounds=1,

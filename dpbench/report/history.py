@@ -119,8 +119,8 @@ def caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
         "Time relative to ordinary training in the same rounds, by version of the sources and libraries. A ring marks "
         "a step: a change since the last step by 2 % or more that the scatter of rounds does not explain (as `dpbench "
         "compare` judges). The table has every step, of peaks too; the CSV file has every version. Versions were "
-        "measured at different times, in other processes: where libraries that did not change step together, the machine "
-        "or what they share did.\n"
+        "measured at different times, in other processes: where libraries that did not change step together, the "
+        "machine or what they share did.\n"
         f"{several(len(cells), 'cell')}; {several(len(steps), 'step')}{': ' if counts else ''}{', '.join(counts)}.\n"
         f"Device: {records[0].device}."
     )

@@ -194,6 +194,7 @@ def searches(
     budget: int,
     limit: int = 16384,
     limits: Mapping[str, int] | None = None,
+    **settings: Any,
 ) -> list[MaxBatch]:
     """Search the largest batch of each model and backend, as in Figure 3 of arXiv:2205.10683.
 
@@ -207,6 +208,7 @@ def searches(
         budget: bytes.
         limit: the largest batch to try.
         limits: smaller limits, by backend.
+        settings: other fields of the trials, such as `image_size`.
     """
     found = []
     backends = list(backends)
@@ -214,6 +216,7 @@ def searches(
         for backend in backends:
             largest = min(limit, (limits or {}).get(backend, limit))
             shared: dict[str, Any] = {"model": model, "backend": backend, "device": device, "memory_budget": budget}
+            shared |= settings
             probe: PeakTrial | LargestTrial = PeakTrial(**shared, batch_size=8, simulated=True)
             then = None
             if device != "cpu":
