@@ -81,7 +81,9 @@ def _cell(record: Record) -> str:
 def _setting(record: Record) -> str:
     known = [str(record.trial.get(name) or "") for name in ("precision", "optimizer")]
     known += [f"{record.trial['image_size']} px"] if record.trial.get("image_size") else []
-    return ", ".join([*filter(None, known), *(["compiled"] if record.trial.get("compiled") else [])])
+    return ", ".join(
+        [*filter(None, known), *([way] if (way := str(record.trial.get("way", "eager"))) != "eager" else [])]
+    )
 
 
 def _version(records: Sequence[Record], number: int) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def _step(records: Sequence[Record], kind: str, device_type: str) -> Column:
         and r.experiment in (experiment, "evidence")
         and r.trial.get("device") == device_type
         and r.trial.get("precision") == "float32"
-        and not r.trial.get("compiled")
+        and r.trial.get("way", "eager") == "eager"
     ]
     device, own = _latest(chosen, lambda r: r.trial["backends"])
     kept = _kept(own, figure)

@@ -221,7 +221,7 @@ CLAIMS = (
 def cell(record: Record) -> Hashable:
     """The key of records that add to the same numbers; of whole steps, our engine and the others' are two trials."""
     if record.kind == training_step.KIND:
-        return record.experiment, training_step.cell(record), record.trial.get("compiled")
+        return record.experiment, training_step.cell(record), record.trial.get("way")
     return record.experiment, beside.cell(record)
 
 
@@ -238,7 +238,9 @@ def numbers(records: Sequence[Record]) -> Numbers:
     """
     single = [r for r in records if r.trial.get("precision", "float32") == "float32"]
     uncounted: LeftOut = LeftOut()
-    paired = overhead.table([r for r in single if r.kind in PAIRED and not r.trial.get("compiled")], uncounted)
+    paired = overhead.table(
+        [r for r in single if r.kind in PAIRED and r.trial.get("way", "eager") == "eager"], uncounted
+    )
     probes = [r for r in single if r.kind not in PAIRED and r.trial.get("memory_budget") is not None]
     frames = [
         tables.max_batch_throughput(group, uncounted).assign(image_size=size)
