@@ -109,8 +109,8 @@ class JaxEntry(Entry):
             self.record["turns"].append(turn | {"step_seconds": taken["private"]})
             self.record["plain"]["turns"].append(turn | {"step_seconds": taken["plain"]})
 
-    def _graphs(self) -> None:
-        """No graphs of torch."""
+    def _way(self) -> str:
+        return "jitted"
 
     def take_memory(self) -> None:
         """End the process; the memory is known since compiling."""
