@@ -109,8 +109,14 @@ class JaxEntry(Entry):
             self.record["turns"].append(turn | {"step_seconds": taken["private"]})
             self.record["plain"]["turns"].append(turn | {"step_seconds": taken["plain"]})
 
-    def _way(self) -> str:
-        return "jitted"
+    def open(self, workload: Workload, inputs: Any, targets: Any) -> None:
+        """Verify it, and warm it up; it is jitted beside torch's eager steps."""
+        super().open(workload, inputs, targets)
+        if self._step is not None:
+            self.record["way"] = "jitted"
+
+    def _graphs(self) -> None:
+        """None: torch runs no graph of it."""
 
     def take_memory(self) -> None:
         """End the process; the memory is known since compiling."""
