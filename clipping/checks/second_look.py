@@ -380,7 +380,10 @@ class Moving:
         try:
             with draws.again():
                 if begin is not None:
+                    modes = [(module, module.training) for module in self._model.modules()]
                     begin.restore()
+                    for module, mode in modes:  # a look may run in eval mode
+                        module.training = mode
                 yield
         finally:
             self.has_moved |= present.restore()

@@ -354,11 +354,10 @@ class Doubt:
         dtype = self._like.dtype
         of_squares = of_gram(features, dtype) if gram else 0.0
         of_sums, of_operands = of_product(positions, dtype, second_pass), 0.0
-        if of is not None and library and of.is_cuda:
-            if rounds_operands(of, library):
-                of_operands = OPERANDS * TF32 * (math.sqrt(2) if library == "cudnn" and not gram else 1)
-            elif of.dtype == torch.bfloat16:
-                of_sums += HALVES
+        if of is not None and library and rounds_operands(of, library):
+            of_operands = OPERANDS * TF32 * (math.sqrt(2) if library == "cudnn" and not gram else 1)
+        elif of is not None and library and of.is_cuda and of.dtype == torch.bfloat16:
+            of_sums += HALVES
         self._uses.append((reach, of_squares, of_sums, of_operands))
         self._positions = max(self._positions, positions)
 

@@ -103,7 +103,11 @@ class GroupedWeight(Rule):
         return self.run("total", g * factors[:, None].to(norm_dtype(g.dtype)), slice(0, self.count))
 
     def run(self, what: str, g: Tensor, samples: slice) -> Tensor:
-        """Compute one of the results below; as one operation in a traced step, which follows no loop over experts."""
+        """Compute one of the results below; as one operation in a traced step, which follows no loop over experts.
+
+        Args:
+            what: "gradients", "squares", "terms" or "total".
+        """
         if not is_traced():
             found: Tensor = getattr(self, what)(g, samples)
             return found

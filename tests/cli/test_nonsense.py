@@ -46,6 +46,14 @@ LINES = [
         f"report {name}"
         for name in ("", "''", "folder", "file", "nope", "records --output ''", "records --output file")
     ),
+    *(
+        f"history {name}"
+        for name in ("", "''", "folder", "file", "nope", "records --output ''", "records --output file")
+    ),
+    *(
+        f"scorecard {name}"
+        for name in ("''", "folder", "file", "nope", "records --output ''", "records --output folder")
+    ),
     *(f"report records --output {name}" for name in ("/proc/y", "file/x")),
     *(f"{EPSILON} --{name} {value}" for name in ("delta", "steps") for value in NUMBERS),
     *(f"{EPSILON} --noise-multiplier {value}" for value in NUMBERS if value != "1e400"),  # infinite noise is private

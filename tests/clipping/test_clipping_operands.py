@@ -37,9 +37,9 @@ def tf32(request, monkeypatch):
 
     for name in ("supported", "in_one_piece"):  # the kernels in C know no R: none of their processors rounds operands
         monkeypatch.setattr(cpu, name, lambda *tensors: False)
-    gradient, product = ConvolutionWeight._weight_gradient, matmul.product
+    gradient, product = ConvolutionWeight.weight_gradient, matmul.product
     monkeypatch.setattr(
-        ConvolutionWeight, "_weight_gradient", lambda self, x, g, fold: gradient(self, rounded(x), rounded(g), fold)
+        ConvolutionWeight, "weight_gradient", lambda self, x, g, fold: gradient(self, rounded(x), rounded(g), fold)
     )
     for module in (sys.modules[rule.__module__] for rule in (LinearWeight, ConvolutionWeight)):
         monkeypatch.setattr(module, "product", lambda x, y: product(rounded(x), rounded(y)))
