@@ -36,7 +36,10 @@ COMMANDS = {
         "compare two runs: faster, slower, same or inconclusive for each cell",
     ),
     "report": ("dpbench.cli.report", "figures and tables from records"),
-    "history": ("dpbench.cli.history", "how an experiment's cells went from version to version, with the steps found"),
+    "history": (
+        "dpbench.cli.history",
+        "an experiment's times and memory over versions of the code, with the steps found",
+    ),
     "scorecard": ("dpbench.cli.scorecard", "one page of every backend and every claim, from all records"),
     "epsilon": ("dpbench.cli.epsilon", "ε of a training run, by each accountant"),
     "calibrate": ("dpbench.cli.calibrate", "the noise, steps or sample rate for a target ε, by each accountant"),

@@ -64,7 +64,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("out/my_own --output figures", "of any folder of records"),
         ("--readme", "the numbers of README.md and results/README.md, from the records in ./results"),
     ),
-    "history": (("overhead", "what ./results has of each version of the sources, in a figure by device"),),
+    "history": (("overhead", "a figure and table for each device, of all versions in ./results/overhead"),),
     "scorecard": (("", "from all of ./results, into results/scorecard.html"),),
     "epsilon": (
         (f"{_POINT} --noise-multiplier 1.1", "by every accountant, with the kind of its result (bound, estimate)"),

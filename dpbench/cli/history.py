@@ -1,4 +1,4 @@
-"""``dpbench history``: how an experiment's cells went from version to version, with the steps found."""
+"""``dpbench history``: draw an experiment's times and memory over versions of the code, with the steps found."""
 
 from __future__ import annotations
 

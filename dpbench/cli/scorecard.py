@@ -14,9 +14,14 @@ from dpbench.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `scorecard`."""
     parser.add_argument(
-        "source", metavar="DIR", type=folder, nargs="?", default=Path("results"), help="results (default: ./results)"
+        "source",
+        metavar="DIR",
+        type=folder,
+        nargs="?",
+        default=Path("results"),
+        help="of all records (default: ./results)",
     )
-    parser.add_argument("--output", type=folder, metavar="FILE", help="of the page (default: DIR/scorecard.html)")
+    parser.add_argument("--output", type=folder, metavar="FILE", help="the page (default: DIR/scorecard.html)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from dpbench.records.reader import PAIRED
 from dpbench.records.store import slug
 from dpbench.report import captions, plain, style
 from dpbench.report.data.paired import entries
-from dpbench.report.data.select import LeftOut, Record, by_device, facets, newest, newest_version, read
+from dpbench.report.data.select import LeftOut, Record, by_device, facets, kept, read
 from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.figures import found
 from dpbench.report.output import files, page
@@ -135,20 +135,20 @@ def _short(field: str, value: Any) -> str:
 def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mapping[str, Any]) -> Part:
     """The figure and the table of one setting, with their texts."""
     left_out: LeftOut = LeftOut()
-    kept = newest_version(newest(records, left_out), kind.cell, left_out)
-    frame = kind.table(kept, left_out)
-    caption = kind.caption(kept, frame, left_out)
+    own = kept(records, kind.cell, left_out)
+    frame = kind.table(own, left_out)
+    caption = kind.caption(own, frame, left_out)
     return Part(
         name=name,
         title=kind.doc,
         device=records[0].device,
         setting=setting,
-        records=kept,
+        records=own,
         frame=frame,
         text=kind.text(frame),
         caption=caption,
         finding=kind.finding(frame),
-        claims=tuple(kind.claims(kept, frame)),
-        causes=captions.causes(entries(kept)) if kind.with_causes else (),
+        claims=tuple(kind.claims(own, frame)),
+        causes=captions.causes(entries(own)) if kind.with_causes else (),
         figure=kind.plot(frame, caption) if kind.plot is not None else None,
     )

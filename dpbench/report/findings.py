@@ -14,6 +14,7 @@ import pandas as pd
 from dpbench.report import readable, style
 from dpbench.report.privacy import ADJACENCIES
 from dpbench.report.style import missing
+from dpbench.report.summary import several
 from dpbench.trials.backends import PEERS
 
 #: It needs one sample's memory at any batch size, so it would win every comparison of memory, and none of time.
@@ -82,7 +83,7 @@ def max_batch(frame: pd.DataFrame) -> str:
     budget = style.size(known.budget_bytes.iloc[0])
     return (
         f"Apart from one sample at a time, {style.backend(best).name} takes the largest batches in {budget} "
-        f"({memory} memory): {_ratios(ours[best])} ordinary training's over {_several(len(ours[best]), 'model')}"
+        f"({memory} memory): {_ratios(ours[best])} ordinary training's over {several(len(ours[best]), 'model')}"
         + _peer(_nearest(ratios, ours[best], largest=True), ours[best])
         + "."
     )
@@ -126,7 +127,7 @@ def points(frame: pd.DataFrame) -> str:
     return (
         f"Of {frame.accountant.nunique()} accountants {style.accountant(str(best)).name} is the tightest valid one: "
         f"{ratio.median():.4g} times the certified lower bound at the median and {ratio.max():.4g} times at most, over "
-        f"{len(own):,} of {_several(asked, 'setting')}{took}."
+        f"{len(own):,} of {several(asked, 'setting')}{took}."
     )
 
 
@@ -193,8 +194,8 @@ def scorecard(frame: pd.DataFrame) -> str:
     never = sum(not count for count in wrong.values())
     worst = sorted((name for name in backends if wrong[name]), key=lambda name: -wrong[name])
     told = f"; wrong: {', '.join(f'{style.backend(n).name} in {wrong[n]}' for n in worst)}" if worst else ""
-    of = f"Of {_several(len(backends), 'backend')} {never or 'none'}"
-    return f"{of} {'is' if never < 2 else 'are'} never wrong in {_several(len(cases), 'case')}{told}."
+    of = f"Of {several(len(backends), 'backend')} {never or 'none'}"
+    return f"{of} {'is' if never < 2 else 'are'} never wrong in {several(len(cases), 'case')}{told}."
 
 
 def utility(frame: pd.DataFrame) -> str:
@@ -207,7 +208,7 @@ def utility(frame: pd.DataFrame) -> str:
     best: Any = private[private.target_epsilon == target].sort_values("accuracy").iloc[-1]
     said = (
         f"At ε = {target:g} the best private model ({best.network}, {best['clip'].replace('_', '-')} clipping) reaches "
-        f"{best.accuracy:.1%} on {best.data.partition(':')[0]} (median of {_several(int(best.seeds), 'seed')})"
+        f"{best.accuracy:.1%} on {best.data.partition(':')[0]} (median of {several(int(best.seeds), 'seed')})"
     )
     same = (frame.backend == "ordinary") & (frame.network == best.network) & (frame.data == best.data)
     ordinary = frame[same]
@@ -270,11 +271,7 @@ def _span(values: Any, text: Any, between: str) -> str:
 
 def _settings(frame: pd.DataFrame, keys: Sequence[str]) -> str:
     models, cells = frame.model.nunique(), len(frame.drop_duplicates(list(keys)))
-    return _several(models, "model") + (f" in {cells} settings" if cells > models else "")
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return several(models, "model") + (f" in {cells} settings" if cells > models else "")
 
 
 def _taken(memory: pd.Series[Any]) -> str:

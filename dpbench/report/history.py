@@ -1,8 +1,8 @@
-"""How times and peaks of the cells of an experiment went from version to version, with the steps found.
+"""Draws times and peaks of an experiment's cells over versions, and marks the steps.
 
-A version is a hash of the sources and libraries of a trial; versions are in the order of their first records. A cell
-has a step where `dpbench.records.comparison` calls it faster, slower, smaller or larger than at its last step, or than
-in its first version. So a slow creep is found, too, once it is beyond the noise.
+A version is a hash of the sources and libraries of a trial; each model's versions are numbered by their first records.
+A cell has a step if `dpbench.records.comparison` calls it faster, slower, smaller or larger than at its last step, or
+than in its first version. So a slow creep is a step, too, once it is beyond the noise.
 
 Functions take:
     records: of one device.
@@ -40,7 +40,7 @@ COLUMNS = (
 )
 STEPS = ("faster", "slower", "smaller", "larger")
 _SAME = ("backends", "rounds", "max_seconds", "timeout", "device")
-_ACROSS, _DEPTH, _GAP, _LEFT, _TOP = 3, 1.45, 0.75, 0.5, 0.35
+_ACROSS, _DEPTH, _GAP, _LEFT, _TOP, _LABEL = 3, 1.45, 0.75, 0.5, 0.35, 0.1
 
 
 def table(records: Sequence[Record]) -> pd.DataFrame:
@@ -81,9 +81,8 @@ def _cell(record: Record) -> str:
 def _setting(record: Record) -> str:
     known = [str(record.trial.get(name) or "") for name in ("precision", "optimizer")]
     known += [f"{record.trial['image_size']} px"] if record.trial.get("image_size") else []
-    return ", ".join(
-        [*filter(None, known), *([way] if (way := str(record.trial.get("way", "eager"))) != "eager" else [])]
-    )
+    way = str(record.trial.get("way", "eager"))
+    return ", ".join(filter(None, [*known, way if way != "eager" else ""]))
 
 
 def _version(records: Sequence[Record], number: int) -> dict[str, Any]:
@@ -118,11 +117,11 @@ def caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
     counts = [f"{int((steps.step == word).sum())} {word}" for word in STEPS if (steps.step == word).any()]
     cells = frame.drop_duplicates(["model", "batch_size", "setting", "backend"])
     return (
-        "Time relative to ordinary training in the same rounds, by version of the sources and libraries. A ring marks "
-        "a step: a change since the last step by 2 % or more that the scatter of rounds does not explain (as `dpbench "
-        "compare` judges). The table has every step, of peaks too; the CSV file has every version. Versions were "
-        "measured at different times, in other processes: where libraries that did not change step together, the "
-        "machine or what they share did.\n"
+        "Time relative to ordinary training in the same rounds, by version of the sources and libraries; each panel "
+        "numbers its own versions, and the table names their commits. A ring marks a step: a change since the last "
+        "step by 2 % or more that the scatter of rounds does not explain (as `dpbench compare` judges). The table has "
+        "every step, of peaks too; the CSV file has every version. Versions were measured at different times, in "
+        "other processes: if backends of several libraries step together, suspect the machine or ordinary training.\n"
         f"{several(len(cells), 'cell')}; {several(len(steps), 'step')}{': ' if counts else ''}{', '.join(counts)}.\n"
         f"Device: {records[0].device}."
     )
@@ -133,8 +132,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     frame = frame[frame.quantity == "time ratio"]
     panels = list(frame.groupby(["model", "batch_size", "setting"], sort=False))
     down = max(-(-len(panels) // _ACROSS), 1)
-    figure, height = sheet(_TOP + down * (_DEPTH + _GAP), caption)
-    share = WIDTH / _ACROSS
+    figure, height = sheet(_TOP + down * (_DEPTH + _GAP) + _LABEL, caption)
+    share, handles = WIDTH / _ACROSS, dict[str, Line2D]()
     for index, ((model, batch_size, setting), own) in enumerate(panels):
         left, line = index % _ACROSS * share + _LEFT, index // _ACROSS
         bottom = height - _TOP - line * (_DEPTH + _GAP) - _GAP + 0.25 - _DEPTH
@@ -142,7 +141,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         for backend, row in own.groupby("backend", sort=False):
             look = style.backend(str(backend))
             looks: dict[str, Any] = {"color": look.color, "marker": look.marker, "markersize": 3.5, "linewidth": 1.1}
-            axes.plot(row.number, row.value.astype(float), **looks)
+            handles[str(backend)] = axes.plot(row.number, row.value.astype(float), label=look.name, **looks)[0]
             steps = row[row.step != ""]
             ring: dict[str, Any] = {"s": 75, "facecolors": "none", "edgecolors": style.INK, "linewidths": 1.1}
             axes.scatter(steps.number, steps.value.astype(float), zorder=5, **ring)
@@ -158,20 +157,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.grid(color=style.GRID, linewidth=0.6)
         axes.set_xlabel("version", fontsize=7, labelpad=1)
         axes.set_title(f"{style.model(str(model))}, B={batch_size}\n{setting}", fontsize=7.6, loc="left")
-    names = sorted(set(frame.backend), key=style.backend_key)
-    looks = {"linewidth": 1.1, "markersize": 4}
     figure.legend(
-        handles=[
-            Line2D(
-                [],
-                [],
-                color=style.backend(n).color,
-                marker=style.backend(n).marker,
-                label=style.backend(n).name,
-                **looks,
-            )
-            for n in names
-        ],
+        handles=[handles[name] for name in sorted(handles, key=style.backend_key)],
         loc="upper left",
         bbox_to_anchor=(0.01, 1 - 0.02 / height),
         ncols=7,

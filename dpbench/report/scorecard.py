@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -19,11 +18,11 @@ from clipping import BACKENDS
 from dpbench.records.reader import entries
 from dpbench.report import style
 from dpbench.report.data.claims import NOT_MEASURED
-from dpbench.report.data.select import LeftOut, Record, by_device, newest, newest_version
+from dpbench.report.data.select import LeftOut, Record, by_device, kept, newest
 from dpbench.report.figures import claims, coverage, overhead, sensitivity, training_step
-from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing, times
 from dpbench.report.summary import several
+from dpbench.trials.whole_step import JAX_PRIVACY
 
 #: Without a row of its own: ordinary training is the unit.
 _ORDINARY = "nonprivate"
@@ -79,7 +78,8 @@ def backends(found: Iterable[Column]) -> list[str]:
     Args:
         found: the columns.
     """
-    return sorted({name for column in found for name in column.cells if name in BACKENDS}, key=style.backend_key)
+    known = {*BACKENDS, JAX_PRIVACY}
+    return sorted({name for column in found for name in column.cells if name in known}, key=style.backend_key)
 
 
 def judged(records: Sequence[Record]) -> list[tuple[Any, list[tuple[str, Any, list[Path]]]]]:
@@ -87,22 +87,16 @@ def judged(records: Sequence[Record]) -> list[tuple[Any, list[tuple[str, Any, li
     found: dict[str, list[tuple[str, Any, list[Path]]]] = {}
     stated: dict[str, Any] = {}
     for device, own in by_device(records).items():
-        kept = _kept([r for r in own if r.kind in claims.FIGURE.kinds], claims.FIGURE)
-        if not kept or not claims.applies(kept):
+        used = kept([r for r in own if r.kind in claims.FIGURE.kinds], claims.cell, LeftOut())
+        if not used:
             continue
-        frame = claims.table(kept, LeftOut(), every=True)
+        frame = claims.table(used, LeftOut(), every=True)
         rows: list[Any] = list(frame.itertuples(index=False))
-        for row, claim in zip(rows, claims.claims(kept, frame), strict=True):
+        for row, claim in zip(rows, claims.claims(used, frame), strict=True):
             stated.setdefault(row.claim, row)
             if row.verdict != NOT_MEASURED:
                 found.setdefault(row.claim, []).append((device, row, [Path(file) for file in claim.files]))
     return [(row, found.get(name, [])) for name, row in stated.items()]
-
-
-def _kept(records: Sequence[Record], kind: FigureKind) -> list[Record]:
-    """The records that the figure of this kind would use."""
-    uncounted: LeftOut = LeftOut()
-    return newest_version(newest(records, uncounted), kind.cell, uncounted)
 
 
 def _files(records: Iterable[Record]) -> list[Path]:
@@ -143,14 +137,14 @@ def _conformance(records: Sequence[Record]) -> tuple[Column, Column]:
 
 def _coverage(records: Sequence[Record]) -> Column:
     device, own = _latest(records, lambda r: r.trial["backends"])
-    kept = _kept(own, coverage.FIGURE)
-    frame = coverage.table(kept, LeftOut()) if kept else pd.DataFrame(columns=["library"])
+    used = kept(own, coverage.FIGURE.cell, LeftOut())
+    frame = coverage.table(used, LeftOut()) if used else pd.DataFrame(columns=["library"])
     rows: list[Any] = list(frame[frame.library == coverage.ALL].itertuples(index=False))
     cells = {
         row.backend: Cell(
             f"{row.exact / row.built:.1%} of {row.built}" if row.built else "",
             f"{row.refused} refused, {row.wrong} wrong, {row.crash} crashed",
-            _files(kept),
+            _files(used),
         )
         for row in rows
     }
@@ -159,13 +153,13 @@ def _coverage(records: Sequence[Record]) -> Column:
 
 def _moves(records: Sequence[Record]) -> Column:
     device, own = _latest(records, lambda r: [r.trial["backend"]])
-    kept = _kept(own, sensitivity.FIGURE)
-    frame = sensitivity.table(kept, LeftOut()) if kept else pd.DataFrame(columns=["backend", "dtype", "excess"])
+    used = kept(own, sensitivity.FIGURE.cell, LeftOut())
+    frame = sensitivity.table(used, LeftOut()) if used else pd.DataFrame(columns=["backend", "dtype", "excess"])
     cells = {}
     for backend, group in frame.groupby("backend"):
         furthest = {str(dtype): part.excess.dropna().astype(float).max() for dtype, part in group.groupby("dtype")}
         texts = {dtype: f"{value:.4g} C" for dtype, value in furthest.items() if not missing(value)}
-        files = _files(record for record in kept if record.trial["backend"] == backend)
+        files = _files(record for record in used if record.trial["backend"] == backend)
         first = texts.pop("float32", "")
         cells[str(backend)] = Cell(first, ", ".join(f"{dtype}: {said}" for dtype, said in texts.items()), files)
     about = f"float32; should be at most 1 C; {device}"
@@ -186,23 +180,23 @@ def _step(records: Sequence[Record], kind: str, device_type: str) -> Column:
         and r.trial.get("way", "eager") == "eager"
     ]
     device, own = _latest(chosen, lambda r: r.trial["backends"])
-    kept = _kept(own, figure)
-    frame = overhead.table(kept, LeftOut()) if kept else pd.DataFrame(columns=["backend", "time_ratio"])
-    known = frame[frame.time_ratio.notna() & (frame.backend != _ORDINARY)]
+    used = kept(own, figure.cell, LeftOut())
+    frame = overhead.table(used, LeftOut()) if used else pd.DataFrame(columns=["backend"])
     cells = {}
-    for backend, group in known.groupby("backend"):
-        ratios = [float(value) for value in group.time_ratio]
-        memory = [float(value) for value in group.memory_ratio if not missing(value)]
-        span = f"{times(min(ratios))} to {times(max(ratios))} in time"
-        if memory:
-            span += f", {times(min(memory))} to {times(max(memory))} in memory"
-        files = _files(r for r in entries(kept) if r.trial["backend"] == backend and r.outcome == "ok")
-        text = times(median(ratios)) + (f", {times(median(memory))}" if memory else "")
-        cells[str(backend)] = Cell(text, f"{span}, on {several(len(ratios), 'model')}", files)
-    for backend, group in frame.groupby("backend"):
-        if backend not in cells and backend != _ORDINARY:
-            files = _files(r for r in entries(kept) if r.trial["backend"] == backend)
-            cells[str(backend)] = Cell("no number", ", ".join(dict.fromkeys(group.note.dropna())), files)
+    for backend, group in frame[frame.backend != _ORDINARY].groupby("backend"):
+        records_of = [r for r in entries(used) if r.trial["backend"] == backend]
+        good = group[group.time_ratio.notna()]
+        if good.empty:
+            cells[str(backend)] = Cell("no number", ", ".join(group.note.dropna().unique()), _files(records_of))
+            continue
+        ratios = {"time": good.time_ratio.astype(float), "memory": good.memory_ratio.dropna().astype(float)}
+        ratios = {what: values for what, values in ratios.items() if len(values)}
+        spans = [f"{times(values.min())} to {times(values.max())} in {what}" for what, values in ratios.items()]
+        cells[str(backend)] = Cell(
+            ", ".join(times(values.median()) for values in ratios.values()),
+            f"{', '.join(spans)}, on {several(len(good), 'model')}",
+            _files(r for r in records_of if r.outcome == "ok"),
+        )
     name = {"cpu": "CPU", "cuda": "GPU"}[device_type]
     about = f"time, peak memory × ordinary training's; median over models; {device or name}"
     return Column(f"{heading}, {name}", about, cells, f"dpbench run {experiment} --device {device_type}")

@@ -6,12 +6,21 @@ No record is dropped silently: records left out are counted by reason, and the c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dpbench.records.reader import LeftOut, Record, by_device, grouped, newest, newest_trial, newest_version, read
 
-__all__ = ["LeftOut", "Record", "by_device", "facets", "grouped", "newest", "newest_trial", "newest_version", "read"]
+__all__ = ["LeftOut", "Record", "by_device", "facets", "grouped", "kept", "newest", "newest_trial", "read"]
+
+
+def kept(records: Sequence[Record], cell: Callable[[Record], Hashable], left_out: LeftOut) -> list[Record]:
+    """The records of a figure: the newest of each trial and round, of the newest version of each cell.
+
+    Args:
+        cell: from a record to its cell.
+    """
+    return newest_version(newest(records, left_out), cell, left_out)
 
 
 def facets(

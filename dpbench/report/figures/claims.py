@@ -22,6 +22,7 @@ from dpbench.report.data.statistics import frame_of
 from dpbench.report.figures import beside_papers as beside
 from dpbench.report.figures import overhead, training_step
 from dpbench.report.parts import Claim, FigureKind
+from dpbench.report.summary import several
 
 COLUMNS = ("claim", "source", "held_if", "verdict", "finding", "experiments", "records")
 
@@ -226,9 +227,8 @@ def cell(record: Record) -> Hashable:
 
 
 def applies(records: Sequence[Record]) -> bool:
-    """True if a claim depends on such records."""
-    names = {record.experiment for record in records}
-    return any(names & set(stated.experiments) for stated in CLAIMS)
+    """True if the records judge a claim."""
+    return bool(records) and bool((table(records, LeftOut()).verdict != NOT_MEASURED).any())
 
 
 def numbers(records: Sequence[Record]) -> Numbers:
@@ -288,7 +288,7 @@ def finding(frame: pd.DataFrame) -> str:
     """The number of claims with each verdict."""
     counts = [f"{int((frame.verdict == v).sum())} {v}" for v in (HELD, NOT_HELD, NOT_COMPARABLE, NOT_MEASURED)]
     said = [words for words in counts if not words.startswith("0 ")]
-    return f"Of {len(frame)} published claims: {', '.join(said)}."
+    return f"Of {several(len(frame), 'published claim')}: {', '.join(said)}."
 
 
 def claims(records: Sequence[Record], frame: pd.DataFrame) -> list[Claim]:
