@@ -7,7 +7,11 @@ python -m dpbench plan memory_speed                          # trials done and l
 python -m dpbench run memory_speed --minutes 9               # run or resume; Ctrl-C loses nothing
 python -m dpbench report memory_speed                        # figures, tables, and one page of all
 python -m dpbench compare before after --fail-on slower:5%   # faster, slower, same, not known
+python -m dpbench history overhead                           # a figure over versions of the code, with the steps found
+python -m dpbench scorecard                                  # one page of every backend and every claim of a paper
 ```
+
+`compare` takes records of two machines, too: then it compares only ratios to ordinary training.
 
 Every trial runs in its own process and appends its record to `results/NAME/*.jsonl`; a crash or a full memory is a
 result, too. A finished trial does not run again. `--only model=cnn,resnet18` runs a part, `--smoke` a miniature of all
