@@ -75,6 +75,7 @@ class Excerpt:
         across: the column whose values become columns; "" for a column each of `cells`.
         instead: the column with the reason where a cell has no number.
         where: whether to keep a row, given as column -> text.
+        turned: the heading of the columns' names if the table is turned, a row for each of `cells`; "" if it is not.
     """
 
     figure: str
@@ -83,6 +84,7 @@ class Excerpt:
     across: str = ""
     instead: str = ""
     where: Callable[[Mapping[str, str]], bool] = lambda row: True
+    turned: str = ""
 
 
 def ratios(figure: str, *rows: str, where: Callable[[Mapping[str, str]], bool] = lambda row: True) -> Excerpt:

@@ -36,6 +36,12 @@ EXPERIMENT = Experiment(
     rounds=1,
     figures=("scorecard",),
     excerpts={
-        "table": Excerpt(figure="scorecard", rows=("case",), cells=(), where=lambda row: row["case"] == "in all"),
+        "table": Excerpt(
+            figure="scorecard",
+            rows=("case",),
+            cells=(),
+            where=lambda row: row["case"] == "in all",
+            turned="Backend",
+        ),
     },
 )

@@ -18,8 +18,8 @@ CPU all of it runs in miniature, as a check.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpbench.experiment import Cell, Experiment, ratios
@@ -252,6 +252,11 @@ def in_miniature(
     ]
 
 
+def _is_brief(row: Mapping[str, str]) -> bool:
+    """True for README's table."""
+    return row["Backend"] in ("BK mixed", "Opacus hooks") and row.get("Precision") == "bfloat16-autocast"
+
+
 EXPERIMENT = Experiment(
     name="evidence",
     doc="what a GPU is to give, most telling first: whole steps, exact norms, overhead, parts, peaks, largest batch",
@@ -268,6 +273,9 @@ EXPERIMENT = Experiment(
         "parts",
         "profile",
     ),
-    excerpts={"table": ratios("overhead", "Precision")},
+    excerpts={
+        "table": ratios("overhead", "Precision"),
+        "brief": replace(ratios("overhead", where=_is_brief), rows=("Model",)),
+    },
     in_order=True,
 )

@@ -122,7 +122,7 @@ class _Results:
             figure, part = _largest(parts)
             said += ["", f"![{name.replace('_', ' ')}]({self._link(name, figure, part)})"]
         warnings = [line for _, part in own for line in part.caption.splitlines() if line.startswith("Warning:")]
-        said += ["", *dict.fromkeys(warnings)] if warnings else []
+        said += ["", *(f"- {line}" for line in dict.fromkeys(warnings))] if warnings else []
         return "\n".join([said[0], "", *said[1:]])
 
     def _link(self, name: str, figure: str, part: Part) -> str:
@@ -152,7 +152,8 @@ def table(parts: Parts, excerpt: Excerpt) -> pd.DataFrame:
     frame = frame[[excerpt.where(row) for row in texts_of]]
     rows = [column for column in excerpt.rows if column in frame]
     if not excerpt.across:
-        return frame[[*rows, *(excerpt.cells or frame.columns.drop(rows))]]
+        frame = frame[[*rows, *(excerpt.cells or frame.columns.drop(rows))]]
+        return frame.set_index(rows).T.rename_axis(excerpt.turned).reset_index() if excerpt.turned else frame
     instead = frame[excerpt.instead] if excerpt.instead else ""
     frame = frame.assign(cell=[", ".join(filter(None, cells)) for cells in frame[list(excerpt.cells)].to_numpy()])
     frame.loc[frame.cell == "", "cell"] = instead

@@ -304,7 +304,7 @@ def test_sequences_of_one_model_are_one_line(run, report):
 def test_figures_of_growth_are_drawn_only_of_what_grows(run, tmp_path):
     run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]})
     names = {path.stem for path in write_report(run.path.parent, tmp_path / "out")}
-    assert names == {"overhead", "claims", "report"}
+    assert names == {"overhead", "report"}
 
 
 def test_models_have_short_names():

@@ -115,3 +115,6 @@ def test_rows_of_several_settings_stand_in_one_table_and_some_are_left_out(root)
         ["VGG11", "float32", "0.50×, 1.00×"],
         ["CNN", "tf32", "3.00×, 1.00×"],
     ]
+    whole = replace(excerpt, rows=("Model",), cells=("Time ratio", "Memory ratio"), across="", turned="What")
+    turned = readme.table(parts[:1], replace(whole, where=lambda row: row["Backend"] == "BK mixed"))
+    assert turned.to_numpy().tolist() == [["Time ratio", "1.10×", "0.50×"], ["Memory ratio", "1.00×", "1.00×"]]

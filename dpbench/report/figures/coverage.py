@@ -148,12 +148,12 @@ def finding(frame: pd.DataFrame) -> str:
     for r in rows:
         others = {"refuses": r.refused, "wrong on": r.wrong, "crashed on": r.crash}
         notes = ", ".join(f"{word} {count}" for word, count in others.items() if count)
-        told.setdefault(f"on {r.exact}" + (f" ({notes})" if notes else ""), []).append(style.backend(r.backend).name)
+        told.setdefault(str(r.exact) + (f" ({notes})" if notes else ""), []).append(style.backend(r.backend).name)
     if not told:
         return ""
     how = "tiny, random weights, GroupNorm for BatchNorm; a mixture of experts counts once"
     said = "; ".join(f"{' and '.join(names)} {result}" for result, names in told.items())
-    return f"Of {of_all.built.max()} public models ({how}) are exact: {said}."
+    return f"Public models with exact gradients, of {of_all.built.max()} ({how}): {said}."
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
