@@ -167,7 +167,7 @@ def schemes(frame: pd.DataFrame) -> str:
 def prices(frame: pd.DataFrame) -> str:
     """For accountants' steps and noise: the best valid one at the middle target ε."""
     valid = frame[(frame.kind == "upper_bound") & frame.ratio.notna() & ~frame.accountant.isin(_COMPOSED)]
-    said = []
+    said: dict[str, list[str]] = {}
     forms = {"steps": ("allows", "steps at equal noise", False), "noise_multiplier": ("asks for", "noise", True)}
     for unknown, (verb, what, least) in forms.items():
         own = valid[valid.unknown == unknown]
@@ -177,11 +177,12 @@ def prices(frame: pd.DataFrame) -> str:
         target = targets[len(targets) // 2]
         at = own[own.target_epsilon == target].sort_values("ratio", ascending=least, kind="stable")
         row: Any = at.iloc[0]
-        name = style.accountant(row.accountant).name
-        said.append(f"at ε = {style.plain(target)} {name} {verb} {style.times(row.ratio)} the {what}")
+        which = f"at ε = {style.plain(target)} {style.accountant(row.accountant).name}"
+        said.setdefault(which, []).append(f"{verb} {style.times(row.ratio)} the {what}")
     if not said:
         return ""
-    text = " and ".join(said) + " of the moments accountant of 2016."
+    told = [f"{which} {' and '.join(words)}" for which, words in said.items()]
+    text = " and ".join(told) + " of the moments accountant of 2016."
     return text[0].upper() + text[1:]
 
 

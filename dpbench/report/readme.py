@@ -28,7 +28,6 @@ from dpbench.report.summary import days, join
 RESULTS = "results"
 PAGES = ("README.md", f"{RESULTS}/README.md")
 _BLOCK = re.compile(r"(<!-- (\w+): (\w+)(?: (cpu|cuda))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_WORDS = {"True": "yes", "False": "no"}
 
 Parts = list[tuple[str, Part]]
 """(name of the figure, one of its parts)."""
@@ -145,7 +144,7 @@ def table(parts: Parts, excerpt: Excerpt) -> pd.DataFrame:
     """
     texts = []
     for _, part in [each for each in parts if each[0] == excerpt.figure]:
-        setting = {name.capitalize(): _WORDS.get(str(value), str(value)) for name, value in part.setting.items()}
+        setting = {name.capitalize(): str(value) for name, value in part.setting.items()}
         texts.append(part.text.astype(str).assign(**setting))
     frame = pd.concat(texts, ignore_index=True).fillna("")
     texts_of = [dict(zip(frame.columns, row, strict=True)) for row in frame.itertuples(index=False)]
@@ -205,5 +204,5 @@ def _commit(environment: Mapping[str, object]) -> str:
 
 
 def _title(figure: str, part: Part) -> str:
-    setting = [f"{name} {_WORDS.get(str(value), value)}" for name, value in part.setting.items()]
+    setting = [f"{name} {value}" for name, value in part.setting.items()]
     return ", ".join([figure, *setting])

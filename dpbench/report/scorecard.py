@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from clipping import BACKENDS
+from dpbench.conformance.sensitivity.scorecard import in_units
 from dpbench.records.reader import entries
 from dpbench.report import style
 from dpbench.report.data.claims import NOT_MEASURED
@@ -158,7 +159,7 @@ def _moves(records: Sequence[Record]) -> Column:
     cells = {}
     for backend, group in frame.groupby("backend"):
         furthest = {str(dtype): part.excess.dropna().astype(float).max() for dtype, part in group.groupby("dtype")}
-        texts = {dtype: f"{value:.4g} C" for dtype, value in furthest.items() if not missing(value)}
+        texts = {dtype: in_units(value) for dtype, value in furthest.items() if not missing(value)}
         files = _files(record for record in used if record.trial["backend"] == backend)
         first = texts.pop("float32", "")
         cells[str(backend)] = Cell(first, ", ".join(f"{dtype}: {said}" for dtype, said in texts.items()), files)

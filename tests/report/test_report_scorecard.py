@@ -3,13 +3,16 @@
 import re
 
 import pytest
-from report_records import CUDA, RunFile
+from report_records import CUDA, RunFile, memory
 
 from dpbench.cli import main
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.coverage import CoverageTrial
 from dpbench.report import scorecard
-from dpbench.report.data.select import read
+from dpbench.report.data.select import LeftOut, read
+from dpbench.report.figures import overhead
+from dpbench.report.figures.training_step import other_framework
+from dpbench.trials.whole_step import TrainingStepTrial
 
 
 def verdict(case, result):
@@ -60,6 +63,18 @@ def test_a_step_is_the_median_over_models_on_each_kind_of_device(results):
     assert found.more.endswith("on 3 models") and found.files == [run.path]
     assert cell(results, "Forward, backward and clipping alone, GPU", "ghost").files == [gpu.path]
     assert cell(results, "Whole step with noise and optimizer, CPU", "ghost").text == ""
+
+
+def test_an_engine_of_another_framework_has_a_row_of_ratios_to_its_own_plain_step(results):
+    run = RunFile(results / "training_step" / "a.jsonl", experiment="training_step")
+    plain = {"turns": [{"round": 0, "step_seconds": [2.0]}], "memory": memory(2**20, "xla")}
+    of = {"kind": TrainingStepTrial, "optimizer": "SGD", "image_size": None, "more": {"jax_privacy": {"plain": plain}}}
+    run.overhead("transformers:gpt2@16", {"nonprivate": [1.0], "jax_privacy": [6.0]}, **of)
+    found = scorecard.columns(read(results))
+    assert scorecard.backends(found) == ["jax_privacy"]
+    assert cell(results, "Whole step with noise and optimizer, CPU", "jax_privacy").text.startswith("3.00×")
+    (text,) = other_framework(records := read(results), overhead.table(records, LeftOut()))
+    assert "GPT-2, T=16 2.00 s (torch 1.00 s)" in text
 
 
 def test_the_page_links_every_cell_and_claim_to_a_file_beside_it(results, capsys):

@@ -143,10 +143,10 @@ def norms_finding(frame: pd.DataFrame) -> str:
     if not len(known):
         return f"{held} of {len(frame)} hold."
     nearest: Any = known.iloc[int((known.error.astype(float) / known.limit.astype(float)).to_numpy().argmax())]
+    where = " ".join(filter(None, [nearest.route, nearest.way, "in", nearest.precision]))
     return (
         f"{held} of {len(frame)} hold their limit; the nearest to it, or furthest beyond: {nearest.operation} "
-        f"({nearest.sizes}), {nearest.route} {nearest.way} in {nearest.precision}, {float(nearest.error):.1e} of "
-        f"{nearest.limit:.0e}."
+        f"({nearest.sizes}), {where}, {float(nearest.error):.1e} of {nearest.limit:.0e}."
     )
 
 

@@ -56,10 +56,12 @@ def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]
     if "plain_step_seconds" not in frame:
         return []
     at = ["model", "image_size", "batch_size"]
-    torchs = {tuple(row): value for *row, value in _rows(frame[frame.backend == "nonprivate"], at, "step_seconds")}
+    torchs = frame.loc[frame.backend == "nonprivate", [*at, "step_seconds"]]
+    rows: Any = frame[frame.plain_step_seconds.notna()].merge(torchs, "left", at, suffixes=("", "_torch")).itertuples()
     steps = [
-        f"{style.model(row[0])} {style.duration(value)} (torch {_duration(torchs.get(tuple(row)))})"
-        for *row, value in _rows(frame[frame.plain_step_seconds.notna()], at, "plain_step_seconds")
+        f"{style.model(row.model)} {style.duration(row.plain_step_seconds)} "
+        f"(torch {'not timed' if style.missing(row.step_seconds_torch) else style.duration(row.step_seconds_torch)})"
+        for row in rows
     ]
     found = [e.result for e in entries(records) if "plain" in e.result and "compile_seconds" in e.result]
     versions = sorted({" ".join(pair) for result in found for pair in result.get("versions", {}).items()})
@@ -71,15 +73,6 @@ def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]
         "counted; samples go through vmap at once or one by one, whichever is faster; memory is what XLA plans, "
         f"not measured ({', '.join(versions)})."
     ]
-
-
-def _rows(frame: pd.DataFrame, at: list[str], column: str) -> list[Any]:
-    """The key and one number of each row."""
-    return list(frame[[*at, column]].astype(object).where(frame[[*at, column]].notna(), None).itertuples(index=False))
-
-
-def _duration(seconds: float | None) -> str:
-    return "not timed" if seconds is None else style.duration(seconds)
 
 
 FIGURE = FigureKind(
