@@ -28,7 +28,7 @@ from dpbench.trials.outcome import DOES_NOT_FIT, Outcome
 
 KINDS = ("step", *PAIRED, "peak")
 #: Fields that say how much was measured, and not what.
-_EFFORT = ("timeout", "steps", "max_seconds", "rounds", "backends", "kind", "device")
+EFFORT = ("timeout", "steps", "max_seconds", "rounds", "backends", "kind", "device")
 _MEMORY_WORDS = {"slower": "larger", "faster": "smaller"}
 VERDICTS = ("faster", "slower", "same", "inconclusive", "smaller", "larger", "failed", "fixed")
 
@@ -131,7 +131,7 @@ def cells_of(records: Sequence[Record], left_out: LeftOut, across: bool = False)
 
 def _identity(record: Record, across: bool) -> dict[str, Any]:
     """The record's cell. A search's probes are one cell, at any batch size."""
-    fields = {name: value for name, value in record.trial.items() if name not in _EFFORT}
+    fields = {name: value for name, value in record.trial.items() if name not in EFFORT}
     if record.kind == "peak":
         del fields["batch_size"]
     elif record.trial.get("device") == "cpu":

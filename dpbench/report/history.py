@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from dpbench.records.comparison import compare_records
+from dpbench.records.comparison import EFFORT, compare_records
 from dpbench.records.reader import PAIRED
 from dpbench.records.store import slug
 from dpbench.report import readable, style
@@ -39,7 +39,6 @@ COLUMNS = (
     *("value", "ratio", "low", "high", "step"),
 )
 STEPS = ("faster", "slower", "smaller", "larger")
-_SAME = ("backends", "rounds", "max_seconds", "timeout", "device")
 _ACROSS, _DEPTH, _GAP, _LEFT, _TOP, _LABEL = 3, 1.45, 0.75, 0.5, 0.35, 0.1
 
 
@@ -73,9 +72,9 @@ def table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _cell(record: Record) -> str:
-    fields = {name: value for name, value in record.trial.items() if name not in _SAME}
+    fields = {name: value for name, value in record.trial.items() if name not in EFFORT}
     where = {name: record.environment.get(name) for name in ("cpu_model", "host")}
-    return canonical_json(fields | where | {"threads": record.setting("threads")})
+    return canonical_json(fields | where | {"kind": record.kind, "threads": record.setting("threads")})
 
 
 def _setting(record: Record) -> str:
