@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `compare`."""
     what = "results folder, a .jsonl file in it, or an experiment whose records lie in ./results"
     parser.add_argument("a", metavar="A", help=f"the run to compare with: a {what}")
-    parser.add_argument("b", metavar="B", help="the run to judge: likewise")
+    parser.add_argument("b", metavar="B", help="the run to judge: likewise; of another machine, by ratios alone")
     parser.add_argument(
         "--fail-on",
         metavar="VERDICT[:N%]",

@@ -148,7 +148,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         low, high = float(own.value.min()) / 1.15, float(own.value.max()) * 1.15
         axes.set_ylim(low, high)
         ticks = [tick for tick in (0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16) if low <= tick <= high]
-        axes.yaxis.set_major_locator(FixedLocator(ticks if len(ticks) < 7 else ticks[::2]))
+        few = ticks if len(ticks) < 7 else ticks[::2]
+        axes.yaxis.set_major_locator(FixedLocator(few) if len(few) > 2 else MaxNLocator(4))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
