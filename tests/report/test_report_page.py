@@ -371,6 +371,13 @@ def test_the_device_measured_last_comes_first_and_others_stand_closed_after_it(r
     assert page.index("cuda Test GPU") < page.index("cpu Test CPU")
 
 
+def test_a_device_without_a_finding_stands_closed(run):
+    run.step("cnn", "nonprivate", [1.0]).step("cnn", "ghost", [2.0])
+    RunFile(run.path.with_name("b.jsonl"), CUDA, start=5).step("cnn", "nonprivate", [0.5], device="cuda")
+    _, parsed = write(run, "memory_speed_table")
+    assert "Below, closed, stand the records of cuda Test GPU (1 trial, on 1 January 2026)." in parsed.text()
+
+
 def test_failures_are_grouped_by_cause_with_counts_and_evidence(run):
     for size in (8, 16, 32):
         trial = StepTrial(model="resnet18", backend="vmap", batch_size=size)

@@ -95,7 +95,7 @@ def beside(folder: Path, source: Path) -> str:
 def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()) -> str:
     """The page as text; it describes the records of its figures, without superseded ones.
 
-    Its summary and open questions are those of the latest device; other devices follow in closed sections.
+    Its summary and open sections are of the latest device with a finding; other devices follow in closed sections.
 
     Args:
         parts: of the report.
@@ -105,7 +105,7 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
     """
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)
-    first = next(iter(devices))
+    first = next((part.device for part in parts if part.finding), next(iter(devices)))
     here = [part for part in parts if part.device == first]
     files = importlib.resources.files(__name__)
     templates = jinja2.FunctionLoader(lambda name: (files / name).read_text(encoding="utf-8"))
