@@ -5,9 +5,10 @@ others. Noise is included, each library's default. Memory placement by the C lib
 ratios differ more between processes than within one. Our trial is short and best run in three processes, which are
 pooled (``--rounds 3 --only "backends=('nonprivate', 'bk_mixed')" --only way=eager``).
 
-ResNet18 runs with its ReLUs in place, as is usual, and not in place. Our engine is also measured against the plain step
-in parts, and with both as programs: on CUDA in each way, and each in its best; on a CPU each in its best, of
-transformers and small steps. On two cores it takes an hour, without the models of full size; `--minutes` divides it.
+Models that are also written in jax have a third trial: jax_privacy beside jax's plain step. ResNet18 runs with its
+ReLUs in place, as is usual, and not in place. Our engine is also measured against the plain step in parts, and with
+both as programs: on CUDA in each way, and each in its best; on a CPU each in its best, of transformers and small steps.
+On two cores it takes an hour, without the models of full size; `--minutes` divides it.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _is_usual(row: Mapping[str, str]) -> bool:
 
 EXPERIMENT = Experiment(
     name="training_step",
-    doc="the whole private training step, forward to optimizer, of our engine and of every peer's, on 12 models",
+    doc="the whole private training step, forward to optimizer, of our engine and of every peer's",
     cells=cells,
     smoke=smoke,
     rounds=1,
