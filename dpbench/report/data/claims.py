@@ -96,10 +96,6 @@ def _published(quantity: str) -> list[float]:
     return [value for value in found if isinstance(value, float)]
 
 
-def _of_any(line: Any) -> bool:
-    return True
-
-
 def _value(line: Any, column: str) -> str:
     """'1.53× (1.49× to 1.60×)': the median and the range of pairs, which a memory ratio has not."""
     said = times(getattr(line, column))
@@ -113,7 +109,7 @@ def within(
     bound: float,
     beside: Callable[[], str] = lambda: "",
     least: float = 0.0,
-    of: Callable[[Any], bool] = _of_any,
+    of: Callable[[Any], bool] = lambda row: True,
 ) -> Any:
     """Returns a judge: a ratio is at most `bound` (and at least `least`) on every model; times have `SLACK`.
 
@@ -137,9 +133,9 @@ def within(
         out = sum(not least / slack <= getattr(line, column) <= slack * bound for line in lines)
         claimed = f"above {times(bound)}" if not least else f"outside {times(least)} to {times(bound)}"
         ends = [f"{_value(line, column)} on {_named(line)}" for line in dict.fromkeys((lines[0], lines[-1]))]
-        said = f"{name} is {claimed}{' by more than 2 %' if slack > 1 else ''} on {out} of {len(lines)} models and "
-        more = beside()
-        return Judgement(_verdict(out == 0), f"{said}sizes: {' to '.join(ends)}, measured{more and f'; {more}'}.")
+        clearly = " by more than 2 %" if slack > 1 else ""
+        said = f"{name} is {claimed}{clearly} on {out} of {len(lines)} models and sizes: {' to '.join(ends)}, measured"
+        return Judgement(_verdict(out == 0), "; ".join(filter(None, [said, beside()])) + ".")
 
     return judge
 
