@@ -30,6 +30,7 @@ from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import coarsest, formats
 from clipping.core.reference import Sums, gradients, with_zeros
 from clipping.core.types import ClippedGradient, Parameters, UnsupportedModel
+from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rounding_bounds import rounds_operands
 from clipping.provenance.derived_parameters import mark_data
 from clipping.tape.compiled import called_from_compiled_code, compiled_modules
@@ -123,7 +124,7 @@ class Recording:
                     self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
                 )
                 if verify:
-                    with self.tape.replaying():
+                    with self.tape.replaying(), full_precision_on_cpu():
                         self._verify(result, losses)
                 return result
         finally:

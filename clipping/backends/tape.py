@@ -37,7 +37,7 @@ from clipping.core.types import ClippedGradient, LossFunction, Parameters, Probl
 from clipping.distributed.fsdp import norms_of
 from clipping.distributed.spread import no_rows, row_of_zeros, stand_ins
 from clipping.norms.collection import Book, LayerByLayer, Norms, Routes, TwoPasses
-from clipping.numerics.products import onednn_from, take_onednn_from
+from clipping.numerics.products import full_precision_on_cpu, onednn_from, take_onednn_from
 from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
@@ -247,11 +247,12 @@ class TapeBackend(Backend):
             self._saw(tape, routes)
         norms = kind(tape.counts, losses, parameters, self.clip, routes, self.chosen_for)
         twice = kind.second_pass
-        tape.backward(losses, norms.arrived, retain_graph=twice or keep_graph, last=not twice)
-        if isinstance(norms, TwoPasses):
-            norms.again = partial(tape.backward, losses, retain_graph=keep_graph)
-        with without_autocast(losses.device):
-            total, grads = norms.finish()
+        with full_precision_on_cpu():  # norms and sums bound each other
+            tape.backward(losses, norms.arrived, retain_graph=twice or keep_graph, last=not twice)
+            if isinstance(norms, TwoPasses):
+                norms.again = partial(tape.backward, losses, retain_graph=keep_graph)
+            with without_autocast(losses.device):
+                total, grads = norms.finish()
         self.coverage = norms.coverage()
         for name, grad in grads.items():
             wide = norm_dtype(parameters[name].dtype)

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -133,22 +133,36 @@ def _halves(x: Tensor) -> list[Tensor]:
     return [upper, (x - upper).to(torch.bfloat16)]
 
 
-@contextmanager
-def full_precision(*, convolutions: bool = False) -> Iterator[None]:
+def full_precision(*, convolutions: bool = False) -> AbstractContextManager[None]:
     """Context in which float32 products on CUDA do not use TF32, even if the caller allows it.
 
     Args:
         convolutions: also for convolutions.
     """
     switches: Any = torch.backends
-    parts = [switches.cuda.matmul, *([switches.cudnn.conv] if convolutions else [])]
-    before = [part.fp32_precision for part in parts]
-    for part in parts:
+    return _unrounded(switches.cuda.matmul, *([switches.cudnn.conv] if convolutions else []))
+
+
+def full_precision_on_cpu() -> AbstractContextManager[None]:
+    """Context in which oneDNN does not round float32 operands to bfloat16, even if the caller allows it.
+
+    Some CPUs do so after `torch.set_float32_matmul_precision("medium")`: by more than the bounds of
+    `clipping.numerics.rounding_bounds`.
+    """
+    switches: Any = torch.backends
+    return _unrounded(switches.mkldnn.matmul, switches.mkldnn.conv)
+
+
+@contextmanager
+def _unrounded(*parts: Any) -> Iterator[None]:
+    before = [(part, part.fp32_precision) for part in parts]
+    changed = [(part, precision) for part, precision in before if precision != "ieee"]
+    for part, _ in changed:
         part.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for part, precision in zip(parts, before, strict=True):
+        for part, precision in changed:
             part.fp32_precision = precision
 
 

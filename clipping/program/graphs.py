@@ -37,6 +37,7 @@ from torch.nn.modules import module as modules
 
 from clipping.checks.second_look import Moving
 from clipping.core.types import ClippedGradient, UnsupportedModel
+from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rng_replay import Draws
 from clipping.program.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
 from clipping.program.cuda_graph import Pool
@@ -155,7 +156,8 @@ class Graphs:
             self._capture, self._unguarded = Capture(self._losses_of, self._instead, MOST), unguarded
             self._captures += 1
         try:
-            self._capture(batch.inputs, batch.targets)
+            with full_precision_on_cpu():  # a graph multiplies norms and sums in its own step
+                self._capture(batch.inputs, batch.targets)
         except _AsItIs:
             return None
         except TooMany:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from clipping import Automatic, Flat, PerLayer, load_backend
 from clipping.core.clip_functions import floor
+from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rounding_bounds import CAP, Doubt, Reach, all_alike, excess, of_rows, portion, row_norms
 
 BACKENDS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
@@ -349,3 +350,27 @@ def test_gradients_too_small_to_be_squared_are_not_blown_up(name):
         g[0] *= scale
         found, _ = moved(name, Weighed(), (a, g), torch.zeros(3), clip=Automatic(1.0))
         assert found <= 1 + 1e-4, scale
+
+
+@pytest.fixture
+def medium():
+    torch.set_float32_matmul_precision("medium")
+    yield torch.backends.mkldnn.matmul
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_norms_and_sums_are_not_rounded_to_bfloat16_on_a_cpu(medium):
+    """On a processor with instructions for bfloat16, "medium" rounds operands: a record could move the sum 1.004 C."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)), torch.randn(1, 64, 256)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs.mean(1), targets)
+
+    with load_backend("bk_ghost")(model, loss, clip=Flat(0.01), verify=False) as backend:
+        grads = backend(x, torch.zeros(1, dtype=torch.long)).grads
+        assert math.hypot(*(float(g.double().norm()) for g in grads.values())) <= backend.sensitivity_bound(1)
+    assert medium.fp32_precision == "bf16"
+    with full_precision_on_cpu():
+        assert medium.fp32_precision == torch.backends.mkldnn.conv.fp32_precision == "ieee"
+    assert medium.fp32_precision == "bf16"
