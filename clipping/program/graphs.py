@@ -191,8 +191,10 @@ class Graphs:
         self._told = True
 
     def _read_unguarded(self, *, again: bool = False) -> object:
-        """Read the state that TorchDynamo does not guard: functions of the modules' classes, and global hooks."""
-        return self._moving.functions(again=again), tuple(map(tuple, GLOBAL_HOOKS))
+        """Read what TorchDynamo does not guard: functions of the modules' classes, global hooks, cuDNN's precision."""
+        switches: Any = torch.backends
+        hooks = tuple(map(tuple, GLOBAL_HOOKS))
+        return self._moving.functions(again=again), hooks, switches.cudnn.conv.fp32_precision
 
     def _instead(self, captured: Captured, given: Sequence[Any]) -> Sequence[Any]:
         """Run the private step in place of the captured graph, and return that graph's outputs."""

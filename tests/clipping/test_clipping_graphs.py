@@ -265,8 +265,8 @@ def test_buffers_are_those_of_the_step_and_change_in_it_alone():
         assert b.graphs.steps > 0
 
 
-@pytest.mark.parametrize("change", ["parameter", "dtype", "mode", "autocast", "frozen", "strides"])
-def test_what_is_another_step_has_another_graph(change):
+@pytest.mark.parametrize("change", ["parameter", "dtype", "mode", "autocast", "frozen", "strides", "tf32"])
+def test_what_is_another_step_has_another_graph(change, request):
     model, (x, y) = small(nn.Dropout(0.4)), batch()
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast")
     with opened("bk_mixed", model, verify=False) as b:
@@ -284,6 +284,10 @@ def test_what_is_another_step_has_another_graph(change):
             model[0].weight.requires_grad_(False)
         elif change == "strides":
             x = x.t().contiguous().t()
+        elif change == "tf32":
+            switch = torch.backends.cudnn.conv
+            request.addfinalizer(functools.partial(setattr, switch, "fp32_precision", switch.fp32_precision))
+            switch.fp32_precision = "ieee"
         with autocast:
             found = steps(b, x, y)
             assert len(b.graphs._graphs) == (1 if change == "parameter" else 2)  # a parameter is an argument
