@@ -366,7 +366,8 @@ class Moving:
             x for of, _ in held for x in of.values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
         ]
         tensors = [*buffers, *(p for p, version in self._frozen if p._version != version), *also]
-        return State(held, [(x, x.detach().clone(), x._version) for x in dict.fromkeys(tensors)])
+        kept = [(x, x.detach().clone(), x._version) for x in dict.fromkeys(tensors) if not x.is_inference()]
+        return State(held, kept)
 
     @contextmanager
     def repeated(self, draws: Draws, begin: State | None = None) -> Iterator[None]:

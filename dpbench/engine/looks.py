@@ -4,10 +4,10 @@ If the loss function is known (`make_step`), the whole step is rerun. In the cal
 rerun, and the operations on their outputs that `loss_mixing_check` can follow. Where it cannot follow them, and for
 batches of another size, whose labels are unknown, only the model's outputs are compared.
 
-A model may also keep something of its records: in a persistent buffer, which is published without noise, or for a later
-step, whose gradient then depends on records that are not clipped with it. So if a forward pass writes to the model, two
-batches of other records must leave the same persistent buffers, and the same outputs of the next batch. A rerun begins
-from the state before the step, so that a layer initialised from its first batch is seen to mix it.
+A model may also keep something of its records: in a persistent buffer or frozen parameter, which is published without
+noise, or for a later step, whose gradient then depends on records that are not clipped with it. So if a forward pass
+writes to the model, two batches of other records must leave the same state_dict, and the same outputs of the next
+batch. A rerun begins from the state before the step, so that it shows a layer that is initialised from its first batch.
 """
 
 from __future__ import annotations
@@ -120,32 +120,34 @@ class Looks:
             raise UnsupportedModel(self._backend.name, [mixing(sample, what)])
 
     def _require_nothing_kept(self, few: int) -> None:
-        """Raise UnsupportedModel if a buffer or a later output depends on the records of this batch.
+        """Raise UnsupportedModel if the state_dict or a later output depends on the records of this batch.
 
         Args:
             few: the number of the data's own samples, at least 2.
         """
         model, size = self._backend.model, self._changes[0].size
+        names = list(_published(model))
         left = [or_none(self._left_behind, of_one(size, record)) for record in (0, few - 1, 0)]
         one, other, again = (each or () for each in left)
         tolerance = coarsest([*one, *model.parameters()], TOLERANCE)
-        names = list(_persistent(model))
+
+        def agree(x: Tensor, y: Tensor) -> bool:
+            return differing([x], [y], same(size), tolerance) is None
+
         for i, (x, y, z) in enumerate(zip(one, other, again, strict=False)):
-            buffer = i < len(names)
-            changes, moves = (
-                not _same(x, w) if buffer else differing([x], [w], same(size), tolerance) is not None for w in (y, z)
-            )
-            if changes and not moves:
-                what = f"buffer {names[i]!r} changes" if buffer else "the next batch's output changes"
+            is_published = i < len(names)
+            alike = _same if is_published else agree
+            if alike(x, z) and not alike(x, y):
+                what = f"{names[i]!r} changes" if is_published else "the next batch's output changes"
                 raise UnsupportedModel(self._backend.name, [Problem("model", KEPT.format(what), KEEP_NOTHING)])
 
     def _left_behind(self, change: Change, _: bool) -> list[Tensor]:
-        """Return the persistent buffers after a pass of the changed batch, and then the outputs of the original one."""
+        """Return the published tensors after a pass of the changed batch, and then the outputs of the original one."""
         with self._repeated(), torch.no_grad():
             self._forwards(change.of)
-            buffers = [x.clone() for x in _persistent(self._backend.model).values()]
+            published = [x.clone() for x in _published(self._backend.model).values()]
             with self._draws.again():
-                return buffers + self._forwards(same(change.size).of)
+                return published + self._forwards(same(change.size).of)
 
     def _rows(self) -> list[int]:
         """Indices of the outputs [B·k, ...] with rows of samples: those that shrink with the batch."""
@@ -204,15 +206,12 @@ class Looks:
         return self._backend.model(*args, **kwargs)
 
 
-def _persistent(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of the model's state_dict, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
+def _published(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model's state_dict that get no noise, by name: buffers and frozen parameters."""
+    state = model.state_dict(keep_vars=True)
+    return {name: x for name, x in state.items() if isinstance(x, Tensor) and not x.requires_grad}
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    return torch.allclose(x, y, 0, 0, equal_nan=True)
+    x, y = (each if each.layout == torch.strided else each.to_dense() for each in (x, y))
+    return x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True)

@@ -20,7 +20,7 @@
 | a mean over the positions of the longest record of a batch | refused: "samples mix" | `test_a_mean_over_the_positions_of_the_longest_record_is_refused` |
 | a discriminator frozen in the generator's step | later trained with its own gradient | `test_a_discriminator_that_is_frozen_while_the_generator_is_trained` |
 | a copy or a pickle of an engine | draws its own noise and batches | `test_a_copy_draws_noise_and_batches_of_its_own` |
-| a model that keeps a part of its records in a buffer, or for a later step | refused: "neither clipped nor noised" | `test_a_model_that_keeps_a_part_of_its_records_is_refused` |
+| a model that keeps a part of its records in a buffer or frozen parameter, or for a later step | refused: "neither clipped nor noised" | `test_a_model_that_keeps_a_part_of_its_records_is_refused` |
 | mixing that begins in a later step | refused then, by checks of random steps | `test_mixing_that_starts_in_the_second_step_is_refused` |
 | another optimizer's step on a private model | "expected steps of the attached optimizer alone" | `test_another_optimizer_does_not_go_round_the_engine` |
 | unclipped gradients in `.grad` | "were not clipped, and are not used" | `test_step_without_a_loss_or_with_a_closure` |

@@ -259,6 +259,9 @@ class Keeps(nn.Module):
         nn.init.zeros_(self.layer.bias)
         self.register_buffer("buffer", torch.zeros(20), persistent=persistent)
         self.attribute = torch.zeros(20)
+        self.frozen = nn.Parameter(torch.zeros(20), requires_grad=False)
+        with torch.inference_mode():
+            self.register_buffer("constant", torch.ones(()))
 
     def forward(self, x):
         kept = self.buffer if "buffer" in self.what else self.attribute
@@ -272,6 +275,10 @@ class Keeps(nn.Module):
             self.buffer.lerp_(x.detach().mean(0), 0.1)
         elif self.what == "rebound buffer of records":
             self.buffer = x[-1].detach()
+        elif self.what == "buffer of some records":
+            self.buffer = x[x > 0].detach()
+        elif self.what == "frozen parameter":
+            self.frozen.copy_(x[-1].detach())
         elif self.what == "attribute":
             self.attribute = self.attribute + 1
         elif self.what == "number of records":
@@ -289,8 +296,10 @@ class Keeps(nn.Module):
         (Keeps("attribute"), None),
         (Keeps("attribute of records", read=False), None),
         (Keeps("buffer of records", read=False, persistent=False), None),
-        (Keeps("buffer of records", read=False), "buffer 'buffer' changes"),
-        (Keeps("rebound buffer of records"), "buffer 'buffer' changes"),
+        (Keeps("buffer of records", read=False), "'buffer' changes"),
+        (Keeps("rebound buffer of records"), "'buffer' changes"),
+        (Keeps("buffer of some records", read=False), "'buffer' changes"),
+        (Keeps("frozen parameter", read=False), "'frozen' changes"),
         (Keeps("buffer of records", persistent=False), "the next batch's output changes"),
         (Keeps("attribute of records"), "the next batch's output changes"),
         (Keeps("number of records"), "the next batch's output changes"),
