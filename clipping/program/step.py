@@ -382,7 +382,7 @@ def _require_shapes(graph: GraphModule) -> None:
         if torch.Tag.dynamic_output_shape not in tags and library in ("aten", "prims", "dpbench"):
             continue
         with graph.graph.inserting_after(node):
-            shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, node.meta["val"])
+            shapes = tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, node.meta.get("val"))
             checked = graph.graph.call_function(of_shapes, (node, shapes))
         node.replace_all_uses_with(checked, delete_user_cb=lambda user, mine=checked: user is not mine)
 

@@ -17,6 +17,7 @@ import torch
 from marks import name_of, slow_unless
 from torch import nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import clipping.program.graphs
 import clipping.program.step
@@ -497,6 +498,25 @@ def test_a_shape_that_depends_on_values_is_that_of_the_traced_batch():
             agreement = compare(found, expected)
             assert max(agreement.norm_error, agreement.grad_error) < 1e-12
         assert b.graphs.steps == 3
+
+
+def test_an_operation_without_a_result_has_no_shape_to_check():
+    @torch.library.custom_op("dpbench_test::add_one", mutates_args={"x"})
+    def add_one(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    def positive(x):
+        x = x.clone()
+        add_one(x)
+        return x[x > 0]
+
+    x = torch.tensor([1.0, -2.0, 3.0])
+    graph = make_fx(positive, tracing_mode="real", _allow_non_fake_inputs=True)(x)
+    clipping.program.step._require_shapes(graph)
+    graph.recompile()
+    assert torch.equal(graph(x), torch.tensor([2.0, 4.0]))
+    with pytest.raises(clipping.program.step.OtherValues):
+        graph(-x)
 
 
 def test_ctc_loss_is_in_the_graph():
