@@ -103,8 +103,8 @@ class Backend(ABC):
         self._closed = False
         self.moving = Moving(self.model)
         self.graphs: Graphs | None = None
-        self._why_eager = ""
         """The programs that run the steps; None to run them eagerly."""
+        self._why_eager = ""
         self._ways: Mapping[str, str] = {}
         self.use_graphs(self._losses_of, compile, timing=timing)
         problems = [*self.problems(), *spread.problems(self.model, self.book_kept)]
