@@ -42,6 +42,10 @@ STEP = (
     "optimizer.step(loss=losses) runs it (freeze this model in the step of another one, requires_grad_(False); a "
     "gradient within the losses takes backend='microbatch')"
 )
+BUFFER = (
+    "buffer {!r} changed in the forward pass: data in it are neither clipped nor noised, and not accounted; do not "
+    "release it, or do without it"
+)
 _SECOND_TIME = "backward through the graph a second time"
 
 
@@ -61,6 +65,8 @@ class Recorder:
         self._dropped, self._skipped = 0, False  # number of the node after a dropped recording; 0 for none
         self._verify = True
         self._occasions = None if backend.sharded else Occasions()
+        self._watches = backend.sharded  # buffers, as no look reruns a step
+        self._buffers: dict[str, tuple[int, int]] = {}
         self._looks: Looks | None = None
         self._called: tuple[Any, Any] = (), {}
         self._known: tuple[LossFunction, Any] | None = None
@@ -290,6 +296,8 @@ class Recorder:
                     PrivacyWarning,
                     stacklevel=2,
                 )
+        if self._watches:
+            self._buffers = _versions(self._model)
         self._recording.__enter__()
         self._entered[-1] = True
         return args, kwargs
@@ -298,6 +306,9 @@ class Recorder:
         if module is self._model and self._entered and self._entered.pop():
             assert self._recording is not None
             self._recording.__exit__(None, None, None)
+            if self._watches and (written := _versions(self._model).items() - self._buffers.items()):
+                self._watches = False
+                warnings.warn(BUFFER.format(min(written)[0]), PrivacyWarning, stacklevel=2)
             if self._looks is not None and output is not None:
                 return self._looks.passed(*self._called, output)
             if self._recording.batch_size == 0:
@@ -353,6 +364,11 @@ def _masked(losses: Tensor, real: int, handed: int) -> Tensor:
     if real == handed:
         return losses
     return only_real(losses, torch.arange(handed, device=losses.device) < real)
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Identity and version of each buffer, by name."""
+    return {name: (id(x), x._version) for name, x in model.named_buffers() if not x.is_inference()}
 
 
 def only_real(losses: Tensor, real: Tensor) -> Tensor:

@@ -8,10 +8,12 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from clipping import UnsupportedModel
-from dpbench import Misuse, PrivacyEngine
+from dpbench import Misuse, PrivacyEngine, PrivacyWarning
 
 
 def make(model=None, optimizer=torch.optim.SGD, **changes):
@@ -197,3 +199,32 @@ def test_an_optimizer_of_several_gradients_a_step_is_refused():
     engine = PrivacyEngine(model, batch_size=4, sample_size=100, max_grad_norm=0.5, noise_multiplier=1.0)
     with says(Misuse, "expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure"):
         engine.attach(torch.optim.LBFGS(model.parameters()))
+
+
+class Counts(nn.Linear):
+    def __init__(self, name):
+        super().__init__(5, 3)
+        self.name = name
+        self.register_buffer("seen", torch.zeros(5))
+        self.register_buffer("rebound", torch.zeros(5))
+
+    def forward(self, x):
+        if self.name:
+            self.seen.lerp_(x.mean(0), 0.1) if self.name == "seen" else setattr(self, self.name, x.mean(0))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["seen", "rebound", ""])
+def test_a_sharded_model_that_writes_to_a_buffer_is_told_once(name, tmp_path, recwarn):
+    """No look can rerun its steps: the processes would wait for each other."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Counts(name)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        model, optimizer, _ = make(model)
+        for _ in range(2):
+            optimizer.step(loss=losses_of(model))
+    finally:
+        dist.destroy_process_group()
+    told = [str(each.message) for each in recwarn if issubclass(each.category, PrivacyWarning)]
+    assert sum(f"buffer {name!r} changed in the forward pass" in each for each in told) == bool(name)
