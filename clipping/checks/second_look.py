@@ -341,7 +341,7 @@ class Moving:
     def __init__(self, model: nn.Module) -> None:
         self._model, self.has_moved = model, False
         self._classes: list[type] = []
-        self._frozen = [(p, p._version) for p in model.parameters() if not p.requires_grad and not p.is_inference()]
+        self._versions = {p: -1 if p.is_inference() else p._version for p in model.parameters()}
 
     def functions(self, *, again: bool = False) -> list[FunctionType]:
         """The functions of the modules' classes: `forward` and what it calls.
@@ -365,8 +365,11 @@ class Moving:
         buffers = [
             x for of, _ in held for x in of.values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
         ]
-        tensors = [*buffers, *(p for p, version in self._frozen if p._version != version), *also]
-        kept = [(x, x.detach().clone(), x._version) for x in dict.fromkeys(tensors) if not x.is_inference()]
+        self._versions = {p: self._versions.get(p, -1) for p in self._model.parameters()}  # frees replaced ones
+        frozen = (p for p in self._versions if not (p.requires_grad or p.is_inference()))
+        written = (p for p in frozen if self._versions[p] != p._version)
+        tensors = dict.fromkeys([*buffers, *written, *also])
+        kept = [(x, x.detach().clone(), x._version) for x in tensors if not x.is_inference()]
         return State(held, kept)
 
     @contextmanager

@@ -250,6 +250,26 @@ def test_a_second_pass_leaves_buffers_and_generators_alone():
     optimizer.step(loss=losses)
 
 
+def test_a_second_pass_leaves_parameters_alone_that_were_frozen_late():
+    class Decays(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(20, 5), nn.Parameter(torch.ones(20))
+
+        def forward(self, x):
+            out = self.layer(x * self.scale)
+            if not self.scale.requires_grad:
+                self.scale.mul_(0.5)
+            return out
+
+    model, optimizer, _ = made(Decays())
+    optimizer.step(loss=cross_entropy(model(X)))
+    model.scale.requires_grad_(False)
+    losses, expected = cross_entropy(model(X)), model.scale.clone()
+    optimizer.step(loss=losses)
+    assert torch.equal(model.scale, expected)
+
+
 class Keeps(nn.Module):
     """A model that writes something to itself in each forward pass, and may read it in the next one."""
 
