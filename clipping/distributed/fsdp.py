@@ -29,6 +29,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from clipping.distributed.spread import as_sharded
 from clipping.norms.collection import Book, LayerByLayer, Norms, Term
 from clipping.numerics.per_sample import weighted_sum
 from clipping.provenance.derived_parameters import Source
@@ -51,7 +52,7 @@ def reduced(local: Tensor | None, p: Tensor) -> Tensor:
     shard = whole.redistribute(placements=p.placements).to_local()
     if hasattr(shard, "wait"):  # frees the whole tensor now, not when the shard is read
         shard = shard.wait()
-    return DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return as_sharded(shard, p)
 
 
 class _Sharded(Norms):

@@ -41,6 +41,32 @@ def any_sharded(tensors: Collection[Tensor]) -> bool:
     return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
 
 
+def here(x: Tensor) -> Tensor:
+    """This process's shard of a tensor; all of an ordinary tensor.
+
+    Args:
+        x: any tensor.
+    """
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+
+
+def as_sharded(mine: Tensor, p: Tensor) -> Any:
+    """Wrap this process's shard as a DTensor if `p` is one.
+
+    Args:
+        mine: of the shape of this process's part of `p`.
+        p: a parameter.
+    """
+    if not is_sharded(p):
+        return mine
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = p
+    return DTensor.from_local(
+        mine, whole.device_mesh, whole.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
 def sharded_modules(model: nn.Module) -> list[Any]:
     """The modules that ``fully_shard`` was called on."""
     library = sys.modules.get("torch.distributed.fsdp")
@@ -111,8 +137,7 @@ class StandIns:
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_sharded(tensor):
             return None
         if id(tensor) not in self._known:  # FSDP reads it before it is in the model: keep the known ones
-            here = {id(p): (p, name) for name, p in self._model.named_parameters() if not is_sharded(p)}
-            self._known |= here
+            self._known |= {id(p): (p, name) for name, p in self._model.named_parameters() if not is_sharded(p)}
         return self._known[id(tensor)][1] if id(tensor) in self._known else None
 
 
@@ -155,5 +180,4 @@ def no_rows(outputs: Any) -> Any:
 
 def held_here(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers in this process's memory; for a sharded model, its shards."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [x.to_local() if is_sharded(x) else x for x in tensors]  # type: ignore[attr-defined]
+    return list(map(here, (*model.parameters(), *model.buffers())))

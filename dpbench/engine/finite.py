@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.distributed.spread import any_sharded
-from dpbench.engine.sums import Block, everywhere, here, lies_flat
+from clipping.distributed.spread import any_sharded, here
+from dpbench.engine.sums import Block, everywhere, lies_flat
 
 _OVERFLOWED = "a loss or an activation has overflowed"
 

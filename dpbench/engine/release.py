@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipping.backends.base import Backend
-from clipping.distributed.spread import any_sharded
+from clipping.distributed.spread import any_sharded, as_sharded, here
 from dpbench.engine.distributed import place
 from dpbench.engine.finite import empty, finite
 from dpbench.engine.noise import At, Noise
-from dpbench.engine.sums import Block, Sums, as_sharded, everywhere, gathered, here, replicas, shard_of
+from dpbench.engine.sums import Block, Sums, everywhere, gathered, replicas, shard_of
 
 WORST = 1e-2
 """Largest η for which noise covers the worst case of all roundings; beyond it, random roundings."""

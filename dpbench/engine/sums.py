@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipping.core.microbatching import sum_dtype
-from clipping.distributed.spread import any_sharded, is_sharded
+from clipping.distributed.spread import any_sharded, as_sharded, here, is_sharded
 from clipping.noise.chacha import Segments
 
 
@@ -197,23 +197,6 @@ def _fill(parts: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
             parts[name].view(given[name].shape).copy_(given[name])
 
 
-def as_sharded(mine: Tensor, p: Tensor) -> Any:
-    """Wrap this process's shard as a DTensor if `p` is one.
-
-    Args:
-        mine: of the shape of this process's part of `p`.
-        p: a parameter.
-    """
-    if not is_sharded(p):
-        return mine
-    from torch.distributed.tensor import DTensor
-
-    whole: Any = p
-    return DTensor.from_local(
-        mine, whole.device_mesh, whole.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
-
-
 def replicas(p: Any) -> tuple[Any, ...]:
     """The process groups of this process's replicas of a parameter; none for an ordinary one.
 
@@ -223,15 +206,6 @@ def replicas(p: Any) -> tuple[Any, ...]:
     if not is_sharded(p):
         return ()
     return tuple(p.device_mesh.get_group(dim) for dim, x in enumerate(p.placements) if x.is_replicate())
-
-
-def here(x: Tensor) -> Tensor:
-    """This process's shard of a tensor; all of an ordinary tensor.
-
-    Args:
-        x: any tensor.
-    """
-    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def everywhere(true: Tensor) -> Tensor:
@@ -255,6 +229,6 @@ def shard_of(whole: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    found: Tensor = everywhere.redistribute(placements=like.placements).to_local()
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    found: Tensor = replicated.redistribute(placements=like.placements).to_local()
     return found
