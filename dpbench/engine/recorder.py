@@ -281,12 +281,12 @@ class Recorder:
         # other tensors of the same storage, for the tape to mark
         args, kwargs = map_tensors(lambda x: plain(x) if x.requires_grad else plain(x).detach(), (args, kwargs))
         if self._recording is None:
+            if self._occasions is not None:  # before the recording, as memory for copies may be missing
+                changes = self._occasions.changes(batch_size, args, kwargs, len(trainable))
+                self._looks = Looks(self.backend, changes, self._known) if changes else None
             self._recording = Recording(
                 self.backend, (args, kwargs), batch_size, self._by_hand, self._occasions, self._dropped
             )
-            if self._occasions is not None:
-                changes = self._occasions.changes(batch_size, args, kwargs, len(trainable))
-                self._looks = Looks(self.backend, changes, self._known) if changes else None
         else:
             self._recording.again((args, kwargs))
             if self._recording.passes == MANY_PASSES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from clipping import UnsupportedModel
 from dpbench import PrivacyEngine
+from dpbench.engine import looks
 from dpbench.engine.loss_mixing_check import Trace, Traced, plain
 
 B = 12
@@ -334,6 +336,15 @@ def test_a_model_that_keeps_a_part_of_its_records_is_refused(model, reason, whol
     with pytest.raises(UnsupportedModel, match=reason) if reason else nullcontext():
         step(X, Y) if step else optimizer.step(loss=cross_entropy(model(X)))
     assert torch.equal(before, model.layer.weight) == bool(reason)
+
+
+def test_a_step_is_looked_at_if_memory_for_the_first_look_was_missing(monkeypatch):
+    model, optimizer, _ = made(Keeps("buffer of records"))
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(looks, "Draws", Mock(side_effect=torch.OutOfMemoryError))
+        model(X)
+    with pytest.raises(UnsupportedModel, match="'buffer' changes"):
+        optimizer.step(loss=cross_entropy(model(X)))
 
 
 def test_norms_that_are_a_little_too_small_are_found(monkeypatch):
