@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from clipping.numerics.rng_replay import is_random
@@ -43,11 +44,17 @@ class Captured:
 
 
 DRAWS = "it draws random numbers of Python's or NumPy's"
+ASSERT = torch.ops.aten._assert_scalar.default
+"""Checks what TorchDynamo assumed of a shape that depends on values, such as that it does not broadcast."""
 Instead = Callable[[Captured, Sequence[Any]], Sequence[Any]]
 
 
 class NotCaptured(Exception):
     """Raised if Dynamo cannot capture the code as one graph; the message says why."""
+
+
+class OtherValues(Exception):
+    """Raised if a batch does not meet the conditions of a captured graph, or of a step traced on one batch's values."""
 
 
 class TooMany(Exception):
@@ -136,6 +143,8 @@ class Capture:
         for node in graph.graph.nodes:
             if node.target is self._checkpoint and _SELECTIVE not in getattr(graph, node.args[0].target).meta:
                 node.target, node.kwargs = computed_again, {}
+            elif node.target is ASSERT:
+                node.target = required
         graph.recompile()
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         place = next(i for i, node in enumerate(outputs) if getattr(node, "target", None) is _marked)
@@ -197,6 +206,57 @@ def computed_again(part: GraphModule, *args: Any) -> Any:
     if any(is_random(node.target, node.args, node.kwargs) for node in mine):
         raise NotCaptured("a checkpointed part draws random numbers")
     return found
+
+
+def required(condition: Any, message: str) -> None:
+    """Check an assumption of a captured graph, in place of `ASSERT`.
+
+    Args:
+        condition: a boolean; symbolic while a step is traced on shapes, which then keeps the check.
+        message: in words.
+
+    Raises:
+        OtherValues: it does not hold.
+    """
+    if isinstance(condition, torch.SymBool):
+        ASSERT(condition, message)
+    elif not condition:
+        raise OtherValues(message)
+
+
+class _Shown(TorchDispatchMode):
+    """Records whether an operation reads values to decide a shape or a number."""
+
+    now = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.now |= not _READERS.isdisjoint(func.tags)
+        return func(*args, **(kwargs or {}))
+
+
+_READERS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+class Readers(Interpreter):
+    """Runs a captured graph, and refuses functions that read values where a tracer sees no operation.
+
+    Some of torch's functions (`tensor_split` at the indices in a tensor) read them from memory. TorchDynamo knows that
+    their shapes depend on values. A trace on one batch's values would keep these.
+
+    Raises:
+        NotCaptured: there is such a function.
+    """
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node."""
+        if n.target is computed_again:
+            part, *args = self.fetch_args_kwargs_from_env(n)[0]
+            return Readers(part).run(*args)
+        with _Shown() as shown:
+            found = super().run_node(n)
+        if n.meta.get("unbacked_bindings") and not shown.now:
+            raise NotCaptured(f"{n.target} reads values without an operation")
+        return found
 
 
 def _marked(losses: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ from clipping.checks.second_look import Moving
 from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rng_replay import Draws
-from clipping.program.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
+from clipping.program.capture import Capture, Captured, LossesOf, NotCaptured, OtherValues, TooMany
 from clipping.program.cuda_graph import Pool
-from clipping.program.step import Batch, Graph, OtherValues, StepOf, Way, no_graph, places_of
+from clipping.program.step import Batch, Graph, StepOf, Way, no_graph, places_of
 
 _LOG = logging.getLogger(__name__)
 Compile = bool | Literal["auto"] | None
@@ -209,24 +209,25 @@ class Graphs:
         graph, calls = captured.notes.get(version, (None, 0))
         if graph is None and calls >= BEFORE:
             if len(self._graphs) < MOST:
-                graph = self._made(captured, given, self._batch, version)
+                with suppress(OtherValues):  # then on a later batch
+                    graph = self._made(captured, given, self._batch, version)
             else:
                 self._tell()
         captured.notes[version] = graph, calls + 1
         if graph is None or graph.way == "eager":
             raise _AsItIs
-        if graph.steps == 1 or self._random.random() < RATE:
-            self._was_used = graph.steps > 1
-            with suppress(torch.OutOfMemoryError):  # beside the graph's memory there may be none
-                graph.require_same_losses(given, self._batch)
-            self._was_used = False
         try:
+            if graph.steps == 1 or self._random.random() < RATE:
+                self._was_used = graph.steps > 1
+                with suppress(torch.OutOfMemoryError):  # beside the graph's memory there may be none
+                    graph.require_same_losses(given, self._batch)
+                self._was_used = False
             if graph.is_conditional and graph.steps == 1:  # on the second batch
                 with suppress(torch.OutOfMemoryError):
                     graph.require_same_gradient(given, self._batch.parameters)
             self._found, outputs = graph(given, self._batch.parameters)
         except OtherValues as error:
-            graph.missed += 1
+            graph.missed, self._was_used = graph.missed + 1, False
             if graph.missed > max(MOST, graph.steps):
                 graph.way = "eager"
             raise _AsItIs from error

@@ -30,7 +30,7 @@ from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import tracing
-from clipping.program.capture import DRAWS, Captured, LossesOf, NotCaptured
+from clipping.program.capture import ASSERT, DRAWS, Captured, LossesOf, NotCaptured, OtherValues, Readers, required
 from clipping.program.cuda_graph import Pool, Replayed
 from clipping.provenance.static_values import assuming
 
@@ -61,10 +61,6 @@ class Batch:
     inputs: Any
     targets: Any
     size: int
-
-
-class OtherValues(Exception):
-    """Raised if a batch does not meet the conditions of a step that was traced on one batch's values."""
 
 
 class Graph:
@@ -311,10 +307,11 @@ class Graph:
             raise
         except Exception as error:
             _LOG.debug("a step depends on more than shapes: %s", error)
-            before = [x._version for x in given]
             try:
+                with self._repeated(given, Draws()):
+                    Readers(self._captured.graph).run(*given)
                 with assuming() as conditions:
-                    graph = self._traced_as("real", given, conditions, before)
+                    graph = self._traced_as("real", given, conditions)
             except Exception as second:  # an eager step is supported
                 raise no_graph(self._name, "something in it depends on the batch's values", second) from second
             self.is_conditional, self._has_flag = True, bool(conditions)
@@ -323,6 +320,8 @@ class Graph:
             if node.target is torch.ops.aten.view.default:  # the layout may differ on this device
                 node.target = torch.ops.aten.reshape.default
         graph.graph.eliminate_dead_code()
+        for node in graph.graph.find_nodes(op="call_function", target=ASSERT):
+            node.target, self.is_conditional = required, True
         graph.graph.set_codegen(CodeGen())
         graph.recompile()
         return graph
@@ -332,18 +331,18 @@ class Graph:
         mode: Literal["fake", "real"],
         given: Sequence[Tensor],
         conditions: Sequence[Tensor] = (),
-        before: Sequence[int] = (),
     ) -> GraphModule:
         """Trace the step by make_fx.
 
         Args:
             mode: "fake" for tensors without values, or "real".
             conditions: filled by the step; they become its last output.
-            before: versions of the arguments.
         """
 
         def step(*tensors: Tensor) -> list[Tensor]:
+            before = [_version(x) for x in tensors]
             found, outputs = self._eager(tensors)
+            self._written = [i for i, x in enumerate(tensors) if _version(x) != before[i]]
             self._has_norms = found.norms is not None
             norms = [found.norms] if found.norms is not None else []
             outputs = [x.detach() for x in outputs]
@@ -355,7 +354,6 @@ class Graph:
         with torch.enable_grad(), in_one_thread, tracing(), self._repeated(given, Draws()):
             tracer: Any = make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True)
             graph: GraphModule = tracer(*given)
-            self._written = [i for i, version in enumerate(before) if given[i]._version != version]
         return graph
 
     def _made(self, way: Way, given: Sequence[Tensor], draws: Draws) -> Run:
@@ -438,6 +436,10 @@ def _sketched(of: ClippedGradient) -> ClippedGradient:
         return found
 
     return ClippedGradient({name: sums(grad) for name, grad in of.grads.items()}, of.norms, of.losses)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _wait_for(device: torch.device) -> None:

@@ -1,0 +1,102 @@
+"""Steps whose shapes depend on values run as programs only while the traced step's conditions hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipping import Flat, UnsupportedModel, load_backend
+from clipping.checks.verification import compare
+from tests.support.cases import cross_entropy
+
+Of = Callable[["Marked", Tensor, Tensor], Tensor]
+
+
+class Marked(nn.Module):
+    """Combines hidden states h [B, 4, 4] by a mask [B, 4], the sign of the first feature; counts its steps."""
+
+    def __init__(self, of: Of) -> None:
+        super().__init__()
+        self.first, self.head, self.of = nn.Linear(5, 4), nn.Linear(4, 3), of
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        self.count += 1
+        h = torch.dropout(torch.tanh(self.first(x)), 0.3, True)
+        return self.head(self.of(self, h, x[..., 0] > 0))
+
+
+def batch(*marked: int, size: int = 6) -> tuple[Tensor, Tensor]:
+    """A batch in which these positions of all samples are marked."""
+    x = torch.randn(size, 4, 5, dtype=torch.float64)
+    x[..., 0] = -x[..., 0].abs()
+    x[:, list(marked), 0] *= -1
+    return x, torch.randint(3, (size,))
+
+
+def opened(model, *, compile):
+    return load_backend("bk_mixed")(
+        model, cross_entropy, clip=Flat(max_grad_norm=0.5), compile=compile, verify=False, timing=False
+    )
+
+
+def require_equal(model, batches):
+    """Compare each step with the eager one from the same random state and buffers; return the backend."""
+    model.double()
+    b, eager = opened(model, compile=True), opened(model, compile=False)
+    b.graphs._timing = False
+    for x, y in batches:
+        count, before = model.count.clone(), torch.get_rng_state()
+        found, counted, after = b(x.clone(), y), model.count.clone(), torch.get_rng_state()
+        model.count.copy_(count)
+        torch.set_rng_state(before)
+        agreement = compare(found, eager(x.clone(), y))
+        assert max(agreement.norm_error, agreement.grad_error) < 1e-12
+        assert torch.equal(counted, model.count)
+        assert torch.equal(after, torch.get_rng_state())
+    return b
+
+
+def broadcast(_, h, mask):
+    """TorchDynamo assumes that both selections have one length; one position broadcasts over three."""
+    return (h[:, mask.any(0)] * h.sigmoid()[:, mask.all(0)]).sum(1)
+
+
+def test_an_assumption_about_shapes_is_a_condition():
+    torch.manual_seed(0)
+    two, three = batch(0, 2), batch(0, 1, 3)
+    three[0][1:, 1:, 0] = -1.0
+    for batches, missed in (([two] * 5 + [three, two], 1), ([two] * 3 + [three, two, two, two], 0)):
+        b = require_equal(Marked(broadcast), batches)
+        (graph,) = b.graphs._graphs
+        assert graph.is_conditional and graph.missed == missed
+        assert b.graphs.steps == 3
+
+
+def split(_, h, mask):
+    before, after = h.tensor_split(mask.sum(1).max()[None], 1)
+    return before.sum(1) - after.sum(1)
+
+
+@pytest.mark.parametrize(
+    "of", [split, lambda model, h, mask: split(model, h[(o := mask.sum(1).argsort())], mask)[o.argsort()]]
+)
+def test_a_function_that_reads_values_from_memory_is_refused(of):
+    """A tracer does not see that `tensor_split` reads its indices: they would be those of the traced batch."""
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedModel, match=r"its step is no graph.*tensor_split reads values without an operation"):
+        require_equal(Marked(of), [batch(0, 1)] * 5 + [batch(0)])
+
+
+def counted(model, h, mask):
+    model.count.copy_(torch.stack([mask.sum(), mask.any(0).sum(), mask.all(0).sum()]).to(h.dtype))
+    return h.mean(1)
+
+
+def test_numbers_of_a_batch_are_stacked():
+    torch.manual_seed(0)
+    b = require_equal(Marked(counted), [batch(0, 1)] * 5 + [batch(0)])
+    assert b.graphs.steps == 3
