@@ -144,8 +144,8 @@ def _joined(it: Mover) -> Moved:
     irregular = any(isinstance(place, Rows) for place in places)
     if not irregular:
         at = max(places)
-        if stacked and it.batch_size == 1:
-            return None  # one sample has all rows
+        if stacked and (it.batch_size == 1 or dims == 1):
+            return None  # one sample has all rows; numbers have none
         if stacked:
             return at + 1 if dim <= at else at
         if dim != at:
