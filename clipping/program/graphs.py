@@ -20,7 +20,8 @@ small model, or of any model on a GPU. A graph runs in one of these ways:
 A new graph is compared with the eager step and timed in each way, and the fastest is taken: on a CPU Inductor makes a
 ViT faster and a ResNet slower, also without privacy. Each step reads parameters, buffers and the random numbers of
 dropout. The caller's Python may depend on things that TorchDynamo does not guard. So it also runs in a graph's second
-step and in one of 200 later ones, and its losses are compared.
+step and in one of 200 later ones, and its losses are compared. One step of 400 runs eagerly and checks that samples do
+not mix.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ BEFORE, MOST = 2, 12
 """Eager steps before a graph, in which routes are planned and timed; and most graphs."""
 RATE = 1 / 200
 """Share of a graph's steps, besides its second one, in which the caller's code also computes the losses."""
+LOOKS = 1 / 400
+"""Share of steps that run eagerly to check that samples do not mix, as eager steps do: values may decide that."""
 
 
 class _AsItIs(Exception):
@@ -79,7 +82,7 @@ class Graphs:
     Attributes:
         only: the one way to run in, for measurements; None to choose one.
         steps: number of steps that ran as graphs.
-        is_new: True if the last step captured new code.
+        is_new: True if the last step captured new code, or is due for a check of the samples.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Graphs:
         self._why = ""  # why steps run eagerly
         self._told = False
         self._pool = Pool()
-        self._random, self._was_used = random.Random(0), False
+        self._random, self._looks, self._was_used = random.Random(0), random.Random(2), False
         self._batch: Batch | None = None
         self._found: ClippedGradient | None = None
         self.only: Way | None = None
@@ -215,6 +218,10 @@ class Graphs:
                 self._tell()
         captured.notes[version] = graph, calls + 1
         if graph is None or graph.way == "eager":
+            raise _AsItIs
+        has_memory = graph.device.type == "cpu" or graph.is_conditional  # beside a CUDA graph there may be none
+        if has_memory and self._looks.random() < LOOKS:
+            self.is_new = True
             raise _AsItIs
         try:
             if graph.steps == 1 or self._random.random() < RATE:

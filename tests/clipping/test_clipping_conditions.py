@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import clipping.program.graphs
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.checks.verification import compare
 from tests.support.cases import cross_entropy
@@ -37,9 +38,9 @@ def batch(*marked: int, size: int = 6) -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (size,))
 
 
-def opened(model, *, compile):
+def opened(model, *, compile, verify=False):
     return load_backend("bk_mixed")(
-        model, cross_entropy, clip=Flat(max_grad_norm=0.5), compile=compile, verify=False, timing=False
+        model, cross_entropy, clip=Flat(max_grad_norm=0.5), compile=compile, verify=verify, timing=False
     )
 
 
@@ -100,3 +101,22 @@ def test_numbers_of_a_batch_are_stacked():
     torch.manual_seed(0)
     b = require_equal(Marked(counted), [batch(0, 1)] * 5 + [batch(0)])
     assert b.graphs.steps == 3
+
+
+def rolled(model, h, mask):
+    return torch.where(model.count[0] > 20, h.roll(1, 0), h).mean(1)
+
+
+def test_samples_that_mix_in_a_later_step_of_a_program_are_found(monkeypatch):
+    """A count in a buffer decides; the first steps do not mix."""
+    torch.manual_seed(0)
+    model = Marked(rolled).double()
+    b = opened(model, compile=True, verify=True)
+    b.graphs._timing = False
+    while model.count[0] < 15:
+        b(*batch(0, 1))
+    monkeypatch.setattr(clipping.program.graphs, "LOOKS", 1.0)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        for _ in range(10):
+            b(*batch(0, 1))
+    assert b.graphs.steps > 0
