@@ -11,7 +11,7 @@ reads them (`holds`) becomes a condition, which the graph checks in each batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,16 @@ def holds(condition: Tensor) -> bool:
     if found:
         _assumed.append(condition)
     return found
+
+
+def rely_on(condition: Callable[[], Tensor]) -> None:
+    """Let a step traced on one batch's values rely on a condition if it is true there. Do nothing in other steps.
+
+    Args:
+        condition: computes one boolean.
+    """
+    if _assumed is not None:
+        holds(condition())
 
 
 def at_most(counts: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.provenance.derived_parameters import samples_of
 from clipping.provenance.row_owners import NOBODY, Rows, in_order
-from clipping.provenance.static_values import holds, require_numbers
+from clipping.provenance.static_values import holds, rely_on, require_numbers
 
 Place = int | Rows
 """Place of an activation's samples: a dimension, or rows in any order."""
@@ -86,6 +87,9 @@ class Mover:
             if len(fitting) > 1 and not most.owners.dim() and not isinstance(most.owners, FakeTensor):
                 same = all(holds(place.owners == most.owners) for place in fitting if place is not most)
                 return most if same else self.unknown()
+            for place in fitting:  # rows of two orders that meet; either is right while they agree
+                if place.owners is not most.owners:
+                    rely_on(functools.partial(_agree, most.owners, place.owners))
             return most
         if output.shape[:1] == (self.batch_size,):
             return 0
@@ -100,3 +104,9 @@ class Mover:
             default: value if it was not given.
         """
         return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
+
+
+def _agree(owners: Tensor, others: Tensor) -> Tensor:
+    """True if no row has two owners; `others` may have fewer dimensions."""
+    others = others.view(*others.shape, *[1] * (owners.dim() - others.dim()))
+    return ((owners == others) | (owners == NOBODY) | (others == NOBODY)).all()

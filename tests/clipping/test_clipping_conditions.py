@@ -77,6 +77,25 @@ def test_an_assumption_about_shapes_is_a_condition():
         assert b.graphs.steps == 3
 
 
+class TwoOrders(Marked):
+    """Multiplies rows in two orders, which are the same unless a sample's first two signs differ."""
+
+    def forward(self, x):
+        one, two = (x[:, i, 0].sign().argsort(stable=True) for i in (0, 1))
+        return self.head((self.first(x[one]).tanh() * self.first(x[two]).sigmoid()).mean(1))[one.argsort()]
+
+
+def test_that_rows_of_two_orders_agree_is_a_condition():
+    torch.manual_seed(0)
+    batches = [batch(0, 1) for _ in range(7)]
+    for i, (x, _) in enumerate(batches):
+        x[::2, :2, 0] *= -1
+        if i == 5:  # the first order is that of the samples
+            x[:, 0, 0] = x[:, 0, 0].abs()
+    b = require_equal(TwoOrders(broadcast), batches)
+    assert (b.graphs.steps, b.graphs._graphs[0].missed) == (3, 1)
+
+
 def split(_, h, mask):
     before, after = h.tensor_split(mask.sum(1).max()[None], 1)
     return before.sum(1) - after.sum(1)
