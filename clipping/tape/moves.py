@@ -230,6 +230,9 @@ def _reduced(it: Mover) -> Moved:
     inside = [d % max(1, x.dim()) for d in over if d % max(1, x.dim()) < place.owners.dim()]
     if not inside:
         return place
+    if not place.owners.numel():  # of no rows
+        sums = place.owners.sum(inside, keepdim=bool(it.kwargs.get("keepdim", False)))
+        return it.rows(torch.full_like(sums, NOBODY))
     highest, lowest = place.owners.amax(inside, keepdim=True), place.owners
     if not holds(((lowest == highest) | (lowest == NOBODY)).all()):
         return it.unknown()

@@ -122,6 +122,29 @@ def test_numbers_of_a_batch_are_stacked():
     assert b.graphs.steps == 3
 
 
+class OneByOne(Marked):
+    """Sums the marked positions of one sample after another."""
+
+    def forward(self, x):
+        rows = [self.first(each[each[:, 0] > 0]).tanh().sum(0) for each in x]
+        return self.head(torch.stack(rows))
+
+
+def test_samples_without_rows():
+    torch.manual_seed(0)
+    none = batch(0, 1)
+    none[0][2, :, 0] = -1.0
+    b = require_equal(OneByOne(broadcast), [batch(0, 1)] * 5 + [none, batch(0, 1)])
+    assert (b.graphs.steps, b.graphs._graphs[0].missed) == (3, 1)
+    x, y = none
+    model = OneByOne(broadcast).double()
+    found = opened(model, compile=False)(x, y)
+    of_one = opened(model, compile=False)(x[2:3], y[2:3])
+    torch.testing.assert_close(found.norms[2:3], of_one.norms)
+    with load_backend("microbatch")(model, cross_entropy, clip=Flat(max_grad_norm=0.5)) as definition:
+        assert compare(found, definition(x, y)).within(1e-12)
+
+
 def rolled(model, h, mask):
     return torch.where(model.count[0] > 20, h.roll(1, 0), h).mean(1)
 
