@@ -299,7 +299,7 @@ def test_the_report_has_the_share_of_what_is_built_by_library_and_task(records, 
     assert shares[("all libraries", "bk_mixed")] == 0.5 and shares[("transformers", "opacus_hooks")] == 0
     text = next(output.rglob("coverage.md")).read_text()
     assert "50.0 %" in text and "1 that cannot be built" in text
-    assert "BK mixed on 2 (wrong on 1, crashed on 1)" in (output / "report.html").read_text()
+    assert "BK mixed 2 (wrong on 1, crashed on 1)" in (output / "report.html").read_text()
 
 
 def test_a_mixture_of_experts_counts_once_by_its_graver_result_and_only_the_newest_version_counts(tmp_path):

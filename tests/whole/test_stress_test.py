@@ -8,6 +8,7 @@ import torch
 from dpbench.execution.schedule import History, Schedule
 from dpbench.experiment import MaxBatch
 from dpbench.measure import largest, simulate
+from dpbench.measure.memory import UnsupportedSimulation
 from dpbench.trials import LargestTrial, OverheadTrial
 from dpbench.trials.expected import expected_seconds
 from experiments import evidence, stress_test
@@ -108,8 +109,11 @@ def test_its_searches_have_few_probes_and_few_operations(share, monkeypatch):
     for search in [cell for cell in stress_test.cells("cpu") if isinstance(cell, MaxBatch)][share::4]:
         seen = {}
         while (size := search.next_batch_size(seen)) is not None:
-            seen[size] = largest._probe(search.probe_at(size))
+            try:
+                seen[size] = largest._probe(search.probe_at(size))
+            except UnsupportedSimulation:  # ends the search: torch.func.vmap, or Opacus, refuses the model
+                break
         probes += len(seen)
-        assert search.answer(seen) and len(seen) <= 5
+        assert len(seen) <= 5 and (size is not None or search.answer(seen))
     print(f"{probes} probes, {count} operations")
     assert probes <= PROBES / 4 and count <= OPERATIONS / 4
