@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clipping.checks.verification import CAST_TOLERANCE, in_eval, reading_float64
+from clipping.core.batches import version_of
 from clipping.core.dtypes import without_autocast
 from clipping.core.types import Problem
 from clipping.numerics.rng_replay import Draws, same_for_each
@@ -341,7 +342,7 @@ class Moving:
     def __init__(self, model: nn.Module) -> None:
         self._model, self.has_moved = model, False
         self._classes: list[type] = []
-        self._versions = {p: -1 if p.is_inference() else p._version for p in model.parameters()}
+        self._versions = {p: version_of(p) for p in model.parameters()}
 
     def functions(self, *, again: bool = False) -> list[FunctionType]:
         """The functions of the modules' classes: `forward` and what it calls.

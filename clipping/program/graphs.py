@@ -36,6 +36,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules import module as modules
 
+from clipping.checks import sample_independence
 from clipping.checks.second_look import Moving
 from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.products import full_precision_on_cpu
@@ -58,7 +59,7 @@ BEFORE, MOST = 2, 12
 """Eager steps before a graph, in which routes are planned and timed; and most graphs."""
 RATE = 1 / 200
 """Share of a graph's steps, besides its second one, in which the caller's code also computes the losses."""
-LOOKS = 1 / 400
+LOOKS = sample_independence.RATE
 """Share of steps that run eagerly to check that samples do not mix, as eager steps do: values may decide that."""
 
 

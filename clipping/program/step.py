@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from clipping.checks.second_look import TOLERANCE, Moving, of_other_kernels, put_back
 from clipping.checks.verification import WrongGradient, compare, limit_of
-from clipping.core.batches import tensors_of
+from clipping.core.batches import tensors_of, version_of
 from clipping.core.dtypes import coarsest, without_autocast
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
@@ -340,9 +340,9 @@ class Graph:
         """
 
         def step(*tensors: Tensor) -> list[Tensor]:
-            before = [_version(x) for x in tensors]
+            before = [version_of(x) for x in tensors]
             found, outputs = self._eager(tensors)
-            self._written = [i for i, x in enumerate(tensors) if _version(x) != before[i]]
+            self._written = [i for i, x in enumerate(tensors) if version_of(x) != before[i]]
             self._has_norms = found.norms is not None
             norms = [found.norms] if found.norms is not None else []
             outputs = [x.detach() for x in outputs]
@@ -436,10 +436,6 @@ def _sketched(of: ClippedGradient) -> ClippedGradient:
         return found
 
     return ClippedGradient({name: sums(grad) for name, grad in of.grads.items()}, of.norms, of.losses)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _wait_for(device: torch.device) -> None:

@@ -9,7 +9,8 @@ Inputs of uses that will be recomputed need not be kept for a norm meanwhile (`L
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,13 +71,21 @@ class LetGo:
 
     Attributes:
         count: how often inputs were freed.
-        asked: True while recomputation is requested by a ticket, and not only for the parameters' gradients.
-        found: number of a ticket -> what was recovered.
     """
 
     def __init__(self, on: bool) -> None:
-        self._on, self.asked, self.count = on, False, 0
-        self.found: dict[int, OfSources] = {}
+        self._on, self._asked, self.count = on, False, 0
+        self._found: dict[int, OfSources] = {}
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Context in which recomputation is requested by a ticket, and not only for the parameters' gradients."""
+        self._asked = True
+        try:
+            yield
+        finally:
+            self._asked = False
+            self._found.clear()
 
     def taken(self, mine: OfSources) -> tuple[OfSources, Callable[[], OfSources] | None]:
         """Return what to keep instead of `mine`, and a function that recovers it in a backward pass if it was freed.
@@ -92,10 +101,10 @@ class LetGo:
             return mine, None
         pack, unpack = hooks
         self.count += 1
-        if self.asked and "_recomputation_hook" in pack.__qualname__:
-            self.found[self.count] = _each(mine, Tensor.detach)  # its graph would keep the whole checkpoint alive
+        if self._asked and "_recomputation_hook" in pack.__qualname__:
+            self._found[self.count] = _each(mine, Tensor.detach)  # its graph would keep the whole checkpoint alive
         ticket = pack(torch.empty_strided((0,), (self.count,)))  # no entries; the stride is the ticket's number
-        return _each(mine, _stand_in), lambda: self.found.pop(unpack(ticket).stride(0))
+        return _each(mine, _stand_in), lambda: self._found.pop(unpack(ticket).stride(0))
 
 
 def _is_large(part: Any) -> bool:

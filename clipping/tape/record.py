@@ -219,12 +219,10 @@ class Tape(TorchFunctionMode):
 
         if not self._replays:
             self._sources.clear()  # frees sources without a use, such as rows read from an embedding
-        self.let_go.asked = True
         try:
-            self.arrivals.run(losses, arrived, retain_graph=retain_graph)
+            with self.let_go.asked():
+                self.arrivals.run(losses, arrived, retain_graph=retain_graph)
         finally:
-            self.let_go.asked = False
-            self.let_go.found.clear()
             if last and not self._replays:
                 self.close()
             elif last:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.core.batches import tensors_of
+from clipping.core.batches import tensors_of, version_of
 from dpbench.engine.errors import Misuse
 
 ROWS, COLUMNS, CANDIDATES = 16, 4, 256
@@ -83,13 +83,13 @@ class Ticket:
 
     def was_read(self, tensors: list[Tensor]) -> None:
         """Remember the inputs that the model computed from this batch."""
-        self._read = [(weakref.ref(x), _version(x)) for x in tensors]
+        self._read = [(weakref.ref(x), version_of(x)) for x in tensors]
 
     def has_read(self, tensors: list[Tensor]) -> bool:
         """Returns whether the model read these tensors before, unchanged since, without any computation."""
         read = [(y, version) for ref, version in self._read if (y := ref()) is not None]
         return len(read) >= len(tensors) > 0 and all(
-            any(x is y and _version(x) == version for y, version in read) for x in tensors
+            any(x is y and version_of(x) == version for y, version in read) for x in tensors
         )
 
 
@@ -357,10 +357,6 @@ class _Probe:
 def _spread(count: int, most: int) -> Tensor:
     """At most `most` evenly spaced indices in 0 ... count - 1, with the first and the last."""
     return torch.linspace(0, max(0, count - 1), min(count, most), dtype=torch.float64, device="cpu").long()
-
-
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
 
 
 def _likeliest(distance: float) -> tuple[bool, bool, float]:

@@ -22,7 +22,7 @@ from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
-from clipping.core.batches import leading_dimension, map_tensors
+from clipping.core.batches import leading_dimension, map_tensors, version_of
 from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
 from clipping.distributed.spread import no_rows, row_of_zeros
@@ -368,7 +368,7 @@ def _masked(losses: Tensor, real: int, handed: int) -> Tensor:
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Identity and version of each buffer, by name."""
-    return {name: (id(x), x._version) for name, x in model.named_buffers() if not x.is_inference()}
+    return {name: (id(x), version_of(x)) for name, x in model.named_buffers()}
 
 
 def only_real(losses: Tensor, real: Tensor) -> Tensor:

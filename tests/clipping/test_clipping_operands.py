@@ -92,7 +92,7 @@ def test_one_record_moves_the_sum_by_what_is_stated(tf32, name, model):
         torch.manual_seed(0)
         inputs = records(kind, model)
         with load_backend(name)(module, lambda losses, _: losses, clip=Flat(1.0), verify=False) as backend:
-            for _ in range(3 if name == "bk_mixed" else 1):  # the second step is timed, and may be planned anew
+            for _ in range(3 if name == "bk_mixed" else 1):  # the second step times routes and may change the plan
                 full = backend(tuple(inputs), torch.zeros(4)).grads
             rest = backend(tuple(x[1:] for x in inputs), torch.zeros(3)).grads
             bound = backend.sensitivity_bound(4)

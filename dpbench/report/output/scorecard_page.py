@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import os
 from pathlib import Path
 
 import jinja2
@@ -39,10 +38,10 @@ def write(source: Path, path: Path, again: str) -> Path | None:
         name=lambda backend: style.backend(backend).name,
         claims=scorecard.judged(records),
         verdicts=VERDICTS,
-        href=lambda file: os.path.relpath(file.resolve(), path.parent.resolve()),
+        href=lambda file: page.beside(path.parent, file),
         css=(importlib.resources.files(page) / "page.css").read_text(encoding="utf-8"),
         again=again,
-        source=os.path.relpath(source, path.parent),
+        source=page.beside(path.parent, source),
     )
     cache.replace(path, text.encode(errors="backslashreplace"), mode=0o666)
     return path
