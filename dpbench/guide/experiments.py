@@ -3,12 +3,12 @@
 ## A run
 
 ```sh
-python -m dpbench plan memory_speed                          # trials done and left, and the time they need
-python -m dpbench run memory_speed --minutes 9               # run or resume; Ctrl-C loses nothing
-python -m dpbench report memory_speed                        # figures, tables, and one page of all
-python -m dpbench compare before after --fail-on slower:5%   # faster, slower, same, not known
-python -m dpbench history overhead                           # a figure over versions of the code, with the steps found
-python -m dpbench scorecard                                  # one page of every backend and every claim of a paper
+python -m dpbench plan memory_speed                         # trials done and left, and their time
+python -m dpbench run memory_speed --minutes 9              # run or resume; Ctrl-C loses nothing
+python -m dpbench report memory_speed                       # figures, tables, and one page of all
+python -m dpbench compare before after --fail-on slower:5%  # faster, slower, same, not known
+python -m dpbench history overhead                          # times over versions of the code
+python -m dpbench scorecard                                 # one page of all backends and claims
 ```
 
 `compare` takes records of two machines, too: then it compares only ratios to ordinary training.
