@@ -24,6 +24,7 @@ from clipping.core.batches import map_tensors, tensors_of
 from clipping.distributed.spread import sharded_modules
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine.batch_identity import Ticket
+from dpbench.engine.collation import require_own_numbers
 from dpbench.engine.errors import Misuse
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.state import State
@@ -53,7 +54,10 @@ class PrivateLoader:
         shard: tuple[int, int],
         options: dict[str, Any],
     ) -> None:
-        collate = _Collate(dataset, options.pop("collate_fn", None) or default_collate)
+        collate_fn = options.pop("collate_fn", None) or default_collate
+        if collate_fn is not default_collate:
+            require_own_numbers(dataset, most or sampler.settings.batch_size, collate_fn)
+        collate = _Collate(dataset, collate_fn)
         options.setdefault("generator", torch.Generator())  # else the loader would draw from the global one
         self.is_last = False
         self._engine = engine

@@ -27,10 +27,9 @@ from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest, without_autocast
 from clipping.numerics.rng_replay import Draws, WithoutDropping
 from dpbench.engine import Misuse
+from dpbench.engine.collation import Collate, places_of
 from dpbench.integrations.whole_states import is_shared
 
-RECORDS = 8
-"""Largest number of records, spread over the data set."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative tolerance of a loss, by its dtype, as batches of other shapes run other kernels.
 
@@ -42,7 +41,6 @@ REMEDY = (
     "pad all records to one length (padding='max_length'), with an attention_mask, or let collator and loss mix no "
     "records and divide by nothing that the batch holds"
 )
-Collate = Callable[[list[Any]], Any]
 LossesOf = Callable[[Any], Tensor]
 
 
@@ -65,7 +63,7 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
         collate: records -> batch.
         losses_of: batch -> [B].
     """
-    places = _places(dataset, most)
+    places = places_of(dataset, most)
     if not places:
         return
     draws = Draws()
@@ -80,37 +78,6 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
             f"expected the loss of record {places[place]} to be its own, got {was:.6g} in a batch of {len(places)} and "
             f"{now:.6g} {how}: {REMEDY}"
         )
-
-
-def look_at_collator(dataset: Any, most: int, collate: Collate) -> None:
-    """Raise a Misuse if a record's numbers in a batch depend on the other records, in batches of one shape.
-
-    Args:
-        dataset, most, collate: as in `look`.
-    """
-    places, draws = _places(dataset, most), Draws()
-    if not places:
-        return
-    with draws.again():
-        found = _Seen([dataset[i] for i in places], collate, _sums, draws).beside_copies()
-    if found is not None:
-        raise Misuse(
-            f"expected the numbers of record {places[found[0]]} to be its own, got others in a batch of {len(places)} "
-            "than beside copies of itself: let collate_fn mix no records"
-        )
-
-
-def _places(dataset: Any, most: int) -> list[int]:
-    """Indices of a few records; none if there are fewer than two."""
-    count = min(most, len(dataset), RECORDS)
-    return [] if count < 2 else [i * len(dataset) // count for i in range(count)]
-
-
-def _sums(batch: Any) -> Tensor:
-    """The sum of each record's floating-point entries, [B]; integers (labels, words) do not count."""
-    rows = [x for x in tensors_of(batch) if x.dim()]
-    wanted = [x.double().flatten(1).sum(1) for x in rows if x.is_floating_point() and x.dim() > 1]
-    return sum(wanted, torch.zeros(len(rows[0]) if rows else 0, dtype=torch.float64))
 
 
 def _without_rounding(model: nn.Module, seen: _Seen) -> tuple[int, float, float, str] | None:

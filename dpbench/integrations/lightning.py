@@ -36,7 +36,6 @@ from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
 from dpbench.engine.whole_step import Programs
-from dpbench.integrations.alone import look_at_collator
 from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
 from dpbench.trials.packages import needed
 
@@ -163,7 +162,6 @@ class _Private:
             self.engine.load_state_dict(self._restored)  # type: ignore[arg-type]
             self._restored = None
         if self._held is None:
-            look_at_collator(dataloader.dataset, dataloader.batch_size, dataloader.collate_fn)
             optimizer = self.optimizers[0]  # type: ignore[attr-defined]
             self._held = HeldLosses(self.engine, optimizer, "training_step returns them, one a sample")
             self._judge = Judge(self.engine.model, type(self).__name__)

@@ -10,7 +10,8 @@
 | a loss divided by the tokens or the classes of the batch, through Trainer or Lightning | refused: "samples mix", "to be its own" | `test_a_loss_over_the_tokens_of_the_batch_is_refused` |
 | the same with batches from `make_private` | refused: "samples mix" | `test_losses_that_mix_samples_are_refused` |
 | padding to the longest record, seen by the model (no mask, positions after it) | Trainer: "expected the loss of record ... to be its own" | `test_padding_on_the_left_moves_positions_and_is_refused` |
-| mixup, in `collate_fn` or on the device | refused: "to be its own", "what the model reads for sample" | `test_hooks_of_a_batch_on_its_way_see_the_pieces` |
+| mixup, or statistics of a batch, in `collate_fn` | refused: "to be its own" | `test_a_collator_that_mixes_records_is_refused` |
+| the same on the device, in Lightning's hooks | refused: "what the model reads for sample" | `test_hooks_of_a_batch_on_its_way_see_the_pieces` |
 | your own sampler, batches by length, `drop_last` | refused by name | `test_what_cannot_be_private_is_refused_by_name` |
 | a stream of records, or Trainer's hyperparameter search on the same records | refused by name | `test_methods_of_ones_own_and_streams_are_refused` |
 | Opacus' `poisson_sampling=False` | accounted as fixed batches, at a larger ε | `test_batches_that_are_not_sampled_are_accounted_as_what_they_are` |
@@ -59,7 +60,7 @@
 | an empty batch | an ordinary step, of noise alone | `test_empty_batches_move_the_parameters_and_count` |
 
 **Not detected in your own loop**, or in accelerate's: losses divided by their number or by a sum over the batch's labels,
-and records mixed while a batch is built. The engine sees only the model and the operations on its outputs. Opacus'
+and records mixed between the loader and the model. The engine sees only the model and the operations on its outputs. Opacus'
 loops are not checked for padding, which a recurrent model sees if its last position is read.
 
 **Never detected.** Hyperparameters chosen by the private data, early stopping by their loss, published training accuracy,
