@@ -47,11 +47,11 @@ def test_exact_in_the_interpreter(name: str, interpreted: dict[str, str | None])
 @pytest.mark.parametrize("capability", ["80", "90"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_compiles_without_a_gpu_and_keeps_its_tile_in_registers(capability: str, dtype: str, tmp_path: Path):
-    """For the sizes that take the largest tiles, and where every size and stride is 1, a constant to Triton."""
+    """For the sizes that take the largest tiles."""
     found = results(
         "kernel_checks.py", "compile", capability, dtype, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"
     )
-    assert len(found) == sum(name.endswith(f"torch.{dtype}") for name in COMPILED) > 10
+    assert len(found) == sum(name.endswith(f"torch.{dtype}") for name in COMPILED) >= 7
     assert {name: said for name, said in found.items() if said} == {}
 
 
@@ -106,39 +106,24 @@ def test_a_simulated_step_takes_the_memory_of_a_launch_and_launches_nothing(fake
 
 
 @TRITON
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_supported_on_a_gpu_that_is_new_enough(dtype: torch.dtype, fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
-    x = torch.empty(2, 3, dtype=dtype, device="cuda")
-    assert supported(x) and supported(torch.empty(2, dtype=torch.int64, device="cuda"), x)
-    assert not supported(x, x.to("cpu")) and not supported(x, x.double()) and not supported(x, x.to("cuda:1"))
-    monkeypatch.setattr(cuda, "_capability", lambda device: (7, 5))
-    assert not supported(x)
-
-
-@TRITON
-def test_not_supported_on_an_amd_gpu(fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
-    x = torch.empty(2, 3, 4, device="cuda")
-    assert supported(x)
-    monkeypatch.setattr(torch.version, "hip", "7.2.0")
-    assert not supported(x)
-
-
-def test_tiles_are_large_where_a_gpu_has_the_shared_memory():
-    for generation, rows in ((0, 64), (8, 64), (9, 128), (10, 128), (12, 64)):  # 12: a desktop's, with 99 KB
-        assert cuda._gram_tiles(1024, 768, torch.bfloat16, generation).rows == rows
-        assert cuda._gram_tiles(1024, 768, torch.float32, generation).rows == 64
-        for positions, padded in ((60, 64), (128, 128), (160, 192), (197, 256), (300, 320), (1025, 1088)):
-            side = cuda._gram_tiles(positions, 768, torch.bfloat16, generation, dense=True).rows
-            assert padded <= -(-positions // side) * side <= padded + 64 * (positions > 640)
-
-
-def test_not_supported_on_a_cpu_nor_without_tensors():
-    assert not supported() and not supported(torch.zeros(3)) and not supported(torch.zeros(3, device="meta"))
-
-
-def test_not_supported_without_triton(monkeypatch: pytest.MonkeyPatch, fake_gpu: None):
-    monkeypatch.setattr(cuda, "_has_triton", lambda: False)
-    assert not supported(torch.empty(2, 3, device="cuda"))
+def test_supported_where_a_program_can_run(fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.empty(2, 3, dtype=dtype, device="cuda")
+        assert supported(x) and supported(torch.empty(2, dtype=torch.int64, device="cuda"), x)
+        for other in (x.to("cpu"), x.double(), x.to("cuda:1")):
+            assert not supported(x, other)
+    old, amd, without = (
+        (cuda, "_capability", lambda _: (7, 5)),
+        (torch.version, "hip", "7.2.0"),
+        (cuda, "_has_triton", bool),
+    )
+    for where, name, value in (old, amd, without):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            assert not supported(x)
+    seen = []
+    torch.func.vmap(lambda x: seen.append(supported(x)) or x)(x)
+    assert seen == [False]
 
 
 class Answers:
@@ -191,25 +176,12 @@ def test_where_triton_cannot_launch_torchs_operations_remain_and_it_is_said_once
 
 
 @TRITON
-def test_where_it_launches_it_is_asked_once_and_nothing_is_said(fake_gpu, first_launch, recwarn):
-    played, x = first_launch(36.0), torch.empty(2, 3, device="cuda")
-    assert supported(x) and supported(x) and played.asked == 1 and not recwarn.list
-
-
-@TRITON
 def test_no_memory_to_find_out_is_no_reason(fake_gpu, first_launch):
     played, x = first_launch(torch.OutOfMemoryError("no memory")), torch.empty(2, 3, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
         supported(x)
     played.answer = 36.0
     assert supported(x)
-
-
-@TRITON
-def test_not_supported_inside_of_vmap(fake_gpu: None):
-    seen = []
-    torch.func.vmap(lambda x: seen.append(supported(x)) or x)(torch.empty(2, 3, device="cuda"))
-    assert seen == [False]
 
 
 FRESH = """

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from interpreter import assert_in_registers, interpreted, outcome
+from interpreter import compiled, interpreted, outcome
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
@@ -25,7 +25,6 @@ from clipping.rules.convolution import ConvolutionWeight, convolution
 from clipping.rules.linear import LinearWeight
 from clipping.rules.norm import LayerNormWeight, layer_norm
 from clipping.rules.transposed import transposed_convolution
-from dpbench.measure.precision import tf32
 
 #: channels, outputs, size, kernel, stride, padding, dilation, groups
 CONVOLUTIONS: dict[str, tuple[Any, ...]] = {
@@ -273,42 +272,6 @@ def infinities_come_through(device: str) -> None:
     assert squares.isfinite().tolist() == [True, False, True] and reach.terms.isfinite().tolist() == [True, False, True]
 
 
-def whole_steps(device: str) -> None:
-    """A private step equals the oracle's, and up to rounding the step without kernels.
-
-    TF32 is off: it is the default of a GPU's convolutions, and changes a gradient by 1e-3.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.GroupNorm(2, 8),
-        nn.ReLU(),
-        nn.Conv2d(8, 6, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(6, 7, 1, stride=2),
-        nn.Flatten(),
-        nn.Linear(28, 4),
-    ).to(device)
-    x, targets = torch.randn(6, 3, 8, 8, device=device), torch.randint(0, 4, (6,), device=device)
-
-    def loss(outputs: Tensor, of: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, of, reduction="none")
-
-    def step(name: str, of: nn.Module, data: Tensor) -> Any:
-        with load_backend(name)(of, loss, clip=Flat(0.5), verify=False) as backend:
-            return backend(data, targets)
-
-    for name in ("bk_ghost", "ghost"):
-        with tf32(False):
-            found, plain = with_kernels(lambda name=name: step(name, model, x)), step(name, model, x)
-        expected = step("microbatch", model.double(), x.double())
-        model.float()
-        close(found.norms, expected.norms)
-        for key, grad in expected.grads.items():
-            assert (found.grads[key] - grad).abs().max() <= 1e-3 * grad.abs().max().clamp(min=1e-4)
-            torch.testing.assert_close(found.grads[key], plain.grads[key], rtol=1e-4, atol=1e-6)
-
-
 def whole_steps_in_half_precision(device: str) -> None:
     """Norms and sums by every kernel are those of torch's operations on the same gradients, accumulated in float32."""
     layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU(), nn.Flatten()
@@ -344,74 +307,44 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "scales of layer norm": scales_of_layer_norm,
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,
-    "whole steps": whole_steps,
     "whole steps in half precision": whole_steps_in_half_precision,
 }
 
 
-# program, the kernel's sides (or depth), and whether every size and stride is 1: Triton makes constants of those
+# program, and the kernel's sides (or depth)
 COMPILED = {
-    **{f"weighted, {depth} at a time": ("weighted", depth, False) for depth in fused.DEPTHS},
-    "shifted": ("shifted", 3, False),
-    "shifted, of single numbers": ("shifted", 1, True),
-    "reach": ("reach", 3, False),
-    "reach of rows": ("reach", 1, False),
-    "reach of single numbers": ("reach", 1, True),
-    "scale": ("scale", 1, False),
-    "scale of single numbers": ("scale", 1, True),
-    "turned": ("turned", 1, False),
-    "turned, of single numbers": ("turned", 1, True),
-    "added": ("added", 1, False),
-    "added, of single numbers": ("added", 1, True),
+    **{f"weighted, {depth} at a time": ("weighted", depth) for depth in fused.DEPTHS},
+    **{program: (program, 3) for program in ("shifted", "reach")},
+    **{program: (program, 1) for program in ("scale", "turned", "added")},
+    "reach of rows": ("reach", 1),
 }
 #: positions and whether channels lie last
-GRAMS = {
-    "one tile": (64, True),
-    "one small tile": (16, True),
-    "channels first": (64, False),
-    "several tiles": (256, True),
-    "several tiles of channels first": (256, False),
-}
+GRAMS = {"one tile": (64, True), "several tiles": (256, True), "several tiles of channels first": (256, False)}
 COMPILED |= {
-    f"convolution_gram, {name}, {dtype}": ("convolution_gram", 3, False)
-    for name in GRAMS
-    for dtype in ("float32", "bfloat16")
+    f"convolution_gram, {name}, {dtype}": ("convolution_gram", 3) for name in GRAMS for dtype in ("float32", "bfloat16")
 }
 #: outputs and whether channels lie last
 SUMS = {"channels last": (128, True), "few outputs": (64, True), "channels first": (128, False)}
-COMPILED |= {f"weighted_patches, {name}, bfloat16": ("weighted_patches", 3, False) for name in SUMS}
+COMPILED |= {f"weighted_patches, {name}, bfloat16": ("weighted_patches", 3) for name in SUMS}
 
 
 def compile_(name: str, capability: int) -> None:
     """Compile for a GPU of this capability, present or not; no register may spill."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from clipping.accel import fused_programs  # needs Triton
 
-    from clipping.accel import fused_programs
-
-    program, kernel, single = COMPILED[name]
-    function = getattr(fused_programs, program)
+    program, kernel = COMPILED[name]
     if program == "weighted" and kernel > 64 and capability < 90:
         return  # it has not the shared memory
-    geometry = {"KERNEL": kernel, "STRIDE": 2, "PADDING": 1, "DILATION": 1}
-    values = {f"{key}_{axis}": value for key, value in geometry.items() for axis in "HW"}
-    values |= {"PHASES_H": min(2, kernel), "PHASES_W": min(2, kernel)}
-    values |= {
-        "COUNT": 27,
-        "RESTS": 1,
-        "BLOCK_T": 16 if single else fused.TILE,
-        "BLOCK_N": fused.TILE,
-        "BLOCK_C": 16 if single else fused.TILE,
-    }
+    geometry = {"KERNEL": kernel, "STRIDE": 2, "PADDING": 1, "DILATION": 1, "PHASES": min(2, kernel)}
+    values = {f"{key}_{axis}": value for key, value in geometry.items() for axis in "HW"} | {"COUNT": 27, "RESTS": 1}
+    values |= dict.fromkeys(("BLOCK_T", "BLOCK_N", "BLOCK_C"), fused.TILE)
+    values["BLOCK"] = fused.TILE if program == "shifted" else fused.LINE
+    pointer, shared, options, aligned = "*fp32", 48, {"num_warps": cuda.WARPS}, tuple[str, ...]()
     if program == "weighted":
         values |= {"BLOCK_T": kernel, "BLOCK_D": fused.SIDE, "BLOCK_P": fused.SIDE}
-    values["BLOCK"] = 16 if single else fused.TILE if program == "shifted" else fused.LINE
-    options, pointer, most = {"num_warps": cuda.WARPS}, "*fp32", 48
-    if program == "weighted":
-        pointer, most = "*bf16", 227 if capability == 90 else 99
-    images = program in ("convolution_gram", "weighted_patches")
-    if images:
+        pointer, shared = "*bf16", 0
+        aligned = tuple(set(fused_programs.weighted.arg_names) - {"count", "each", "positions"})
+    if program in ("convolution_gram", "weighted_patches"):
         _, case, dtype = name.split(", ")
         number, last = (GRAMS if program == "convolution_gram" else SUMS)[case]
         tiles = fused.gram_tiles(number, 256, getattr(torch, dtype), capability // 10, last)
@@ -421,26 +354,12 @@ def compile_(name: str, capability: int) -> None:
             values |= {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
         values |= dict.fromkeys(["groups", "x_channel", "g_channel"] if last else ["groups", "x_column", "g_column"], 1)
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        pointer, most = "*fp32" if dtype == "float32" else "*bf16", 227 if capability == 90 else 99
-    signature: dict[str, str] = {}
-    constants, attributes = {}, {}
-    for position, argument in enumerate(function.arg_names):
-        if argument in ("x", "a", "g", "factors", "parts", "rest", "mean", "rstd", "norms", "out"):
-            signature[argument] = pointer if argument in "xag" else "*fp32"
-            attributes[(position,)] = [["tt.divisibility", 16]]
-        elif argument.startswith("of_"):
-            signature[argument] = "fp32"
-        elif argument in values or single:
-            signature[argument], constants[(position,)] = "constexpr", values.get(argument, 1)
-        else:
-            signature[argument] = "i32"
-            dense = program == "weighted" and argument not in ("count", "each", "positions")
-            if dense or (images and last and argument.startswith(("x_", "g_", "channels", "outputs"))):
-                attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, constants, attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert binary.metadata.shared <= most * 1024, f"{binary.metadata.shared} bytes of shared memory"
-    assert_in_registers(binary)
+        pointer, shared = "*fp32" if dtype == "float32" else "*bf16", 0
+        aligned = ("x_", "g_", "channels", "outputs") if last else ()
+    others = ("factors", "parts", "rest", "mean", "rstd", "norms", "out")
+    kinds = dict.fromkeys("xag", pointer) | dict.fromkeys(others, "*fp32")
+    function = getattr(fused_programs, program)
+    compiled(function, capability, kinds, values, aligned=aligned, shared=shared, **options)
 
 
 def main(arguments: list[str]) -> dict[str, str | None]:

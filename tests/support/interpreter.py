@@ -47,17 +47,44 @@ def interpreted(checks: dict[str, Callable[[str], None]]) -> dict[str, str | Non
     return {name: outcome(check, "cpu") for name, check in checks.items()}
 
 
-def assert_in_registers(binary: Any, most: int = 255) -> None:
-    """Assert that a compiled program uses at most `most` registers a thread and spills none to the stack."""
-    import triton  # may be missing where nothing is compiled
+def compiled(
+    function: Any,
+    capability: int,
+    kinds: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    aligned: tuple[str, ...] = (),
+    registers: int = 255,
+    shared: int = 0,
+    **options: int,
+) -> None:
+    """Compile a program for a GPU, present or not: within its registers and shared memory, and without a stack.
 
+    `kinds` has the types of arguments that are neither int32 nor, named of_*, float32; pointers are aligned, and so are
+    arguments that begin with `aligned`. `shared` is in KiB; by default the GPU's.
+    """
+    import triton  # may be missing where nothing is compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, known, attributes = {}, {}, {}
+    for position, name in enumerate(function.arg_names):
+        kind = kinds.get(name, "fp32" if name.startswith("of_") else "i32")
+        if name in constants:
+            kind, known[(position,)] = "constexpr", constants[name]
+        elif kind.startswith("*") or name.startswith(aligned):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        signature[name] = kind
+    source = ASTSource(function, signature, known, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert binary.metadata.shared <= 1024 * (shared or (227 if capability == 90 else 99)), binary.metadata.shared
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
         said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
-    assert found and int(found[1]) <= most and found[2] == "0", said.stdout
+    assert found and int(found[1]) <= registers and found[2] == "0", said.stdout
 
 
 def mend() -> None:

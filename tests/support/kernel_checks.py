@@ -4,7 +4,6 @@ The interpreter must be chosen before Triton is imported, so `test_clipping_kern
 
     TRITON_INTERPRET=1 python tests/support/kernel_checks.py   run all checks on the CPU: {name: error or null}
     python tests/support/kernel_checks.py compile 90 bfloat16  compile for a GPU, present or not: {name: error or null}
-    python tests/support/kernel_checks.py times                on a GPU: print each kernel's time beside torch's
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from interpreter import assert_in_registers, interpreted, outcome
+from interpreter import compiled, interpreted, outcome
 from torch import Tensor
 
 from clipping.accel import cuda
@@ -156,20 +155,6 @@ def ieee(device: str) -> None:
         close(norm(a, g), squared(a, g), 3e-7)
 
 
-def same_bits(device: str) -> None:
-    a, g = draw(device, torch.float32, 3, 90, 20), draw(device, torch.float32, 3, 90, 33)
-    for norm in BOTH:
-        assert torch.equal(norm(a, g), norm(a, g))
-
-
-def chosen_tiles(device: str) -> None:
-    a, g = draw(device, torch.float32, 2, 50, 36), draw(device, torch.float32, 2, 50, 20)
-    for tiles in (Tiles(16, 16, 16, 1), Tiles(32, 32, 16, 2), Tiles(64, 64, 32, 4)):
-        for norm in BOTH:
-            close(norm(a, g, tiles=tiles), squared(a, g))
-    close(instantiated_norm(a, g, tiles=Tiles(16, 32, 64, 2)), squared(a, g))
-
-
 def every_number_of_blocks(device: str) -> None:
     """Odd and even numbers of blocks, paired around a circle: each pair counts once."""
     for blocks in range(1, 8):
@@ -281,8 +266,6 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "autocast": autocast,
     **{f"large values in {dtype}": partial(large, dtype) for dtype in DTYPES[1:]},
     "products of float32 are exact": ieee,
-    "the same bits again": same_bits,
-    "tiles of the caller's": chosen_tiles,
     "every number of blocks": every_number_of_blocks,
     "launched in turn": launched_in_turn,
     "beyond 32 bits": beyond_32_bits,
@@ -297,10 +280,6 @@ OPTIONS = {"KERNEL": 3, "STRIDE": 1, "PADDING": 1, "DILATION": 1}
 CONVOLUTION = {f"{name}_{axis}": value for name, value in OPTIONS.items() for axis in "HW"}
 
 
-def _by_rows(generation: int) -> Tiles:
-    return cuda.BY_ROWS
-
-
 FEATURES_LAST = ("a_input", "g_output", "ids_position")
 POSITIONS_LAST = ("a_position", "g_position", "ids_position")
 
@@ -308,161 +287,50 @@ POSITIONS_LAST = ("a_position", "g_position", "ids_position")
 # strides are known to be multiples of 16
 COMPILED: dict[str, tuple[str, torch.dtype, Callable[[int], Tiles], dict[str, int], tuple[str, ...], bool]] = {}
 for _dtype in DTYPES:
-    _gram = partial(cuda._gram_tiles, 4096, 4096, _dtype)
-    _gradient = partial(cuda._gradient_tiles, 4096, 4096, 4096, _dtype)
-    _smallest = partial(cuda._gram_tiles, 1, 1, _dtype)
-    _of_few = partial(cuda._gram_tiles, 32, 768, _dtype)
-    _of_a_head = partial(cuda._gradient_tiles, 1, 4096, 10, _dtype)
-    COMPILED |= {
-        f"gram, features last, {_dtype}": ("gram", _dtype, _gram, {}, FEATURES_LAST, False),
-        f"gram, positions last, {_dtype}": ("gram", _dtype, _gram, {}, POSITIONS_LAST, False),
-        f"gram of 32 positions, {_dtype}": ("gram", _dtype, _of_few, {}, FEATURES_LAST, False),
-        f"gram of single numbers, {_dtype}": ("gram", _dtype, _smallest, {}, ("*",), False),
-        f"embedding, {_dtype}": ("embedding_gram", _dtype, _gram, {}, FEATURES_LAST, False),
-        f"embedding of single numbers, {_dtype}": ("embedding_gram", _dtype, _smallest, {}, ("*",), False),
-        f"instantiated, features last, {_dtype}": ("instantiated", _dtype, _gradient, {}, FEATURES_LAST, False),
-        f"instantiated, positions last, {_dtype}": ("instantiated", _dtype, _gradient, {}, POSITIONS_LAST, False),
-        f"instantiated of ten classes, {_dtype}": ("instantiated", _dtype, _of_a_head, {}, FEATURES_LAST, False),
-        f"instantiated of single numbers, {_dtype}": ("instantiated", _dtype, _smallest, {}, ("*",), False),
-        f"convolution, {_dtype}": (
-            "convolution",
-            _dtype,
-            _gradient,
-            CONVOLUTION,
-            ("groups", "x_column", "g_column"),
-            False,
-        ),
-        f"convolution in groups, {_dtype}": (
-            "convolution",
-            _dtype,
-            _gradient,
-            CONVOLUTION,
-            ("x_column", "g_column"),
-            False,
-        ),
-        f"rows, {_dtype}": ("rows", _dtype, _by_rows, {}, FEATURES_LAST, False),
-        f"rows, positions last, {_dtype}": ("rows", _dtype, _by_rows, {}, POSITIONS_LAST, False),
-        f"convolution, channels last, {_dtype}": (
-            "convolution",
-            _dtype,
-            partial(cuda._patch_tiles, 4096, 4096, 4096, _dtype),
-            CONVOLUTION,
-            ("x_channel", "g_channel"),
-            False,
-        ),
-        f"convolution of few outputs, channels last, {_dtype}": (
-            "convolution",
-            _dtype,
-            partial(cuda._patch_tiles, 4096, 4096, 64, _dtype),
-            CONVOLUTION,
-            ("x_channel", "g_channel"),
-            False,
-        ),
-        f"convolution of single numbers, {_dtype}": ("convolution", _dtype, _smallest, CONVOLUTION, ("*",), False),
-    }
-
-
-for _dtype in DTYPES[1:]:
-    for _sizes in ((4096, 4096), (197, 768), (64, 768), (32, 768)):  # large tiles, and small ones
-        _gram = partial(cuda._gram_tiles, *_sizes, _dtype, dense=True)
-        _gradient = partial(cuda._gradient_tiles, _sizes[0], 300, _sizes[1], _dtype, dense=True)
+    for _dense in (True, False) if _dtype != torch.float32 else (False,):
+        _gram = partial(cuda._gram_tiles, 4096, 4096, _dtype, dense=_dense)
+        _gradient = partial(cuda._gradient_tiles, 4096, 4096, 4096, _dtype, dense=_dense)
+        _how = f"{'dense, ' if _dense else ''}{_dtype}"
         COMPILED |= {
-            f"gram of {_sizes}, dense, {_dtype}": ("gram", _dtype, _gram, {}, FEATURES_LAST, True),
-            f"embedding of {_sizes}, dense, {_dtype}": ("embedding_gram", _dtype, _gram, {}, FEATURES_LAST, True),
-            f"instantiated of {_sizes}, dense, {_dtype}": ("instantiated", _dtype, _gradient, {}, FEATURES_LAST, True),
+            f"gram, {_how}": ("gram", _dtype, _gram, {}, FEATURES_LAST, _dense),
+            f"embedding, {_how}": ("embedding_gram", _dtype, _gram, {}, FEATURES_LAST, _dense),
+            f"instantiated, {_how}": ("instantiated", _dtype, _gradient, {}, FEATURES_LAST, _dense),
         }
-    _gradient = partial(cuda._gradient_tiles, 4096, 4096, 4096, _dtype, dense=True)
-    _name = f"instantiated, dense, {_dtype}"
-    COMPILED[_name] = ("instantiated", _dtype, _gradient, {}, FEATURES_LAST, True)
+    _patches = partial(cuda._patch_tiles, 4096, 4096, 4096, _dtype)
+    COMPILED |= {
+        f"gram, positions last, {_dtype}": ("gram", _dtype, _gram, {}, POSITIONS_LAST, False),
+        f"rows, {_dtype}": ("rows", _dtype, lambda _: cuda.BY_ROWS, {}, FEATURES_LAST, False),
+        f"convolution, {_dtype}": ("convolution", _dtype, _gradient, CONVOLUTION, ("x_column", "g_column"), False),
+        f"channels last, {_dtype}": ("convolution", _dtype, _patches, CONVOLUTION, ("x_channel", "g_channel"), False),
+    }
 
 
 def compile_(name: str, capability: int) -> None:
     """Compile for a GPU of this capability, present or not; no register may spill."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from clipping.accel import cuda_programs as programs
+    from clipping.accel import cuda_programs  # needs Triton
 
     program, dtype, tiled, constants, ones, dense = COMPILED[name]
     tiles = tiled(capability // 10)
     blocks = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
     if program in ("instantiated", "convolution"):
         blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
-    values: dict[str, Any] = {
-        **constants,
-        **blocks,
-        "ROWS": cuda.ROWS,
-        "COLUMNS": cuda.COLUMNS * tiles.warps,
-    }
-    pointers = {"out": "*fp32", "ids": "*i64"} | dict.fromkeys(
-        "agx", {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
-    )
-    function = getattr(programs, program)
-    signature, constant, attributes = {}, {}, {}
-    for position, argument in enumerate(function.arg_names):
-        if argument in pointers:
-            signature[argument] = pointers[argument]
-            attributes[(position,)] = [["tt.divisibility", 16]]
-        elif argument in values or argument in ones or ("*" in ones and not argument.startswith("of_")):
-            signature[argument], constant[(position,)] = "constexpr", values.get(argument, 1)
-        else:
-            signature[argument] = "fp32" if argument.startswith("of_") else "i32"
-            of_rows = dense and argument.startswith(("inputs", "outputs", "a_", "g_"))
-            of_images = "x_channel" in ones and argument.startswith(("x_", "g_", "channels", "outputs"))
-            if of_rows or of_images:  # `cuda._is_dense`, `cuda.rows_at_once`
-                attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, constant, attributes)
-    target = GPUTarget("cuda", capability, 32)
-    binary = triton.compile(source, target=target, options={"num_warps": tiles.warps, "num_stages": tiles.stages})
-    assert binary.metadata.shared <= (227 if capability == 90 else 99) * 1024, (
-        f"{binary.metadata.shared} bytes of shared memory"
-    )
-    assert_in_registers(binary)
-
-
-TIMED = [(32, 128, 384, 1536), (4, 1024, 384, 1536), (4, 4096, 384, 1536), (32, 64, 192, 768), (32, 1024, 64, 64)]
-
-
-def times(dtype: torch.dtype) -> dict[str, str]:
-    """Median milliseconds of each route on this GPU by (n, T, d, p), to read and to choose tiles."""
-    from triton.testing import do_bench
-
-    from clipping.numerics.gram import gram_product
-    from clipping.numerics.per_sample import sum_of_squares
-
-    found = {}
-    for n, t, d, p in TIMED:
-        a, g = draw("cuda", dtype, n, t, d), draw("cuda", dtype, n, t, p)
-        routes: dict[str, Callable[[], Tensor]] = {
-            "Gram, torch": lambda a=a, g=g: gram_product(a, g, 2**28),
-            "Gram, kernel": lambda a=a, g=g: gram_norm(a, g),
-            "gradient, torch": lambda a=a, g=g: sum_of_squares(torch.bmm(g.transpose(1, 2), a)),
-            "gradient, kernel": lambda a=a, g=g: instantiated_norm(a, g),
-        }
-        taken = {name: do_bench(route, return_mode="median") for name, route in routes.items()}
-        found[f"{dtype}, n={n} T={t} d={d} p={p}"] = ", ".join(f"{name} {ms:.3f}" for name, ms in taken.items())
-    for n, channels, size in [(32, 64, 32), (32, 512, 4)]:
-        x = draw("cuda", dtype, n, channels, size, size)
-        options: Any = ([1, 1], [1, 1], [1, 1], 1)
-        rule = ConvolutionWeight(x.new_empty(channels, channels, 3, 3), x, x.shape[2:], *options)
-        routes = {
-            "gradient, torch": lambda rule=rule, x=x: rule.squared_norms(x, Route()),
-            "gradient, kernel": lambda x=x, options=options: convolution_norm(x, x, [3, 3], *options),
-        }
-        taken = {name: do_bench(route, return_mode="median") for name, route in routes.items()}
-        found[f"{dtype}, conv n={n} {channels}x{size}x{size}"] = ", ".join(f"{k} {ms:.3f}" for k, ms in taken.items())
-    return found
+    values = {**constants, **blocks, "ROWS": cuda.ROWS, "COLUMNS": cuda.COLUMNS * tiles.warps}
+    values |= dict.fromkeys(ones, 1)
+    element = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    kinds = {"out": "*fp32", "ids": "*i64"} | dict.fromkeys("agx", element)
+    aligned = ("inputs", "outputs", "a_", "g_") if dense else ()  # `cuda._is_dense`, `cuda.rows_at_once`
+    if "x_channel" in ones:
+        aligned = ("x_", "g_", "channels", "outputs")
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    compiled(getattr(cuda_programs, program), capability, kinds, values, aligned=aligned, **options)
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
     if arguments[:1] == ["compile"]:
         names = [name for name in COMPILED if name.endswith(f"torch.{arguments[2]}")]
         return {f"{name}, sm_{arguments[1]}": outcome(compile_, name, int(arguments[1])) for name in names}
-    if arguments[:1] == ["times"]:
-        return {name: taken for dtype in DTYPES for name, taken in times(dtype).items()}
     return interpreted(CHECKS)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1:]), indent=1 if sys.argv[1:] == ["times"] else None))
+    print(json.dumps(main(sys.argv[1:])))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from interpreter import assert_in_registers, interpreted, outcome
+from interpreter import compiled, interpreted, outcome
 from torch import Tensor, nn
 
 from clipping.noise import chacha as noise
@@ -153,24 +153,9 @@ CHECKS = {
 
 
 def compile_(element: str, capability: int) -> None:
-    """Compile for this capability; no register may spill, and the stack must be empty."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature: dict[str, str] = {}
-    constants: dict[Any, int] = {}
-    attributes: dict[Any, Any] = {}
     kinds = {"flat": f"*{element}", "labels": "*i32", "numbers": "*i32"}
     kinds |= dict.fromkeys(("deviation", "grid", "finer"), "i64")
-    for position, argument in enumerate(noise_program.noisy.arg_names):
-        signature[argument] = kinds.get(argument, "i32")
-        if signature[argument].startswith("*"):
-            attributes[(position,)] = [["tt.divisibility", 16]]
-        if argument == "LANES":
-            signature[argument], constants[(position,)] = "constexpr", noise._LANES
-    source = ASTSource(noise_program.noisy, signature, constants, attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-    assert_in_registers(binary, most=64)
+    compiled(noise_program.noisy, capability, kinds, {"LANES": noise._LANES}, registers=64, num_warps=4)
 
 
 if __name__ == "__main__":
