@@ -16,7 +16,7 @@ Not covered:
 - Triton programs (torch operations replace them), Inductor's code for CUDA
 - what a CUDA graph forbids, and its memory (a recorder replaces it)
 - fused attention (torch's plain attention replaces it) and cuDNN's recurrent layers
-- NCCL (gloo replaces it), several nodes, fully sharded models
+- NCCL, several processes, fully sharded models
 - a profiler's device events, NVML (nvidia-smi is a script)
 
 `environment()` returns the variables for a process with the device. It puts a folder with a `sitecustomize` on

@@ -138,7 +138,6 @@ def install() -> None:
     _of_python()
     _storages()
     _profiler()
-    _distributed()
 
 
 def _of_c(guard: Any) -> None:
@@ -250,18 +249,3 @@ def _profiler() -> None:
         own(self, activities=[each for each in seen if each != ProfilerActivity.CUDA] or [ProfilerActivity.CPU], **more)
 
     profiler._KinetoProfile.__init__ = begin  # type: ignore[assignment]
-
-
-def _distributed() -> None:
-    """Use gloo in place of NCCL."""
-    import torch.distributed as distributed
-    from torch.distributed import distributed_c10d
-
-    own = distributed_c10d.init_process_group
-
-    def begin(backend: Any = None, *args: Any, device_id: Any = None, **more: Any) -> Any:
-        if backend is None or "nccl" in str(backend):
-            backend = "cpu:gloo,cuda:gloo"
-        return own(backend, *args, **more)
-
-    distributed.init_process_group = distributed_c10d.init_process_group = begin

@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from clipping.checks import sample_independence
+from clipping.program import graphs
+from clipping.rules.linear import LinearWeight, addmm, linear, matmul
 from dpbench import Misuse, PrivacyEngine
 
 DEVICES = ("cuda", "cpu")
@@ -108,18 +111,46 @@ def virtual() -> None:
     on_both(train)
 
 
+def settled(loss_fn: Callable[[Tensor, Tensor], Tensor], compile: Any) -> str:
+    """How a whole step runs once it is planned and captured; in it a synchronisation is an error."""
+    model = net(torch.float32).cuda()
+    engine = PrivacyEngine(model, **{**KNOWN, "batch_size": 8, "noise_multiplier": 1.0})
+    engine.timing = False  # the graph is replayed whatever it takes
+    engine.attach(torch.optim.AdamW(model.parameters(), foreach=True))
+    run = engine.make_step(loss_fn, compile=compile)
+    x, y = (each[:8].cuda() for each in data(torch.float32).tensors)
+    for _ in range(7):
+        run(x, y)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert engine.privacy_spent().steps == 8
+    return "eager" if run.graphs is None else run.graphs.way
+
+
 def whole() -> None:
+    """Steps from `make_step`; settled, they read nothing back. Rare checks of samples and code do, and are off."""
+
     def train(device: str) -> nn.Module:
         model = net().to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         engine = engine_of(model)
-        engine.attach(optimizer)
+        engine.attach(torch.optim.SGD(model.parameters(), lr=0.5))
         run = engine.make_step(loss, compile=False)
         for x, y in engine.data_loader(data()):
             run(x.to(device), y.to(device))
         return model
 
+    def reads(outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = loss(outputs, targets)
+        losses.detach().sum().item()
+        return losses
+
     on_both(train)
+    graphs.RATE = sample_independence.RATE = 0.0
+    assert [settled(loss, "auto"), settled(loss, False)] == ["replayed", "eager"]
+    refused(lambda: settled(reads, False), "synchronizing", kind=RuntimeError)
 
 
 def amp() -> None:
@@ -183,9 +214,9 @@ def lightning() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.5)
 
-    def private(cls: Any = PrivateStrategy, **more: Any) -> Any:
+    def private(**more: Any) -> Any:
         known = {"batch_size": 12, "max_grad_norm": 0.3, "noise_multiplier": 0.0}
-        return cls(privacy={**known, "generator": torch.Generator().manual_seed(3)}, **more)
+        return PrivateStrategy(privacy={**known, "generator": torch.Generator().manual_seed(3)}, **more)
 
     def fit(accelerator: str, strategy: Any, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
@@ -199,32 +230,15 @@ def lightning() -> None:
             p.data = p.data.to(on)  # Lightning moved the module off the device
         return module.net
 
-    if len(sys.argv) > 2:
-        two_devices(fit, private, sys.argv[2])
-        return
     on_both(lambda device: fit({"cuda": "gpu", "cpu": "cpu"}[device], private(), devices=1))
     on_both(lambda device: fit("auto", private(device=device)))
     for mixed in ("bf16-mixed", "bf16-true"):
         found = fit("gpu", private(), torch.float32, devices=1, precision=mixed)
         assert all(bool(p.isfinite().all()) for p in found.parameters()), mixed
+    two = [torch.device("cuda", i) for i in (0, 1)]
+    refused(lambda: setattr(private(), "parallel_devices", two), "devices=1", "PrivateDDPStrategy")
     half = {"devices": 1, "precision": "16-mixed"}
     refused(lambda: fit("gpu", private(), torch.float32, **half), "bf16-mixed", "16-mixed")
-
-
-def two_devices(fit: Any, private: Any, path: str) -> None:
-    """Under torchrun: train in two processes and save. Else: compare with the weights that one process trains."""
-    from dpbench.integrations.lightning import PrivateDDPStrategy, PrivateStrategy
-
-    if "LOCAL_RANK" not in os.environ:
-        for p, q in zip(fit("cpu", private(), devices=1).parameters(), torch.load(path), strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=1e-9)
-        return
-    refused(lambda: fit("gpu", private(PrivateStrategy), devices=2), "devices=1", "PrivateDDPStrategy")
-    own = private(PrivateDDPStrategy)
-    found = fit("gpu", own, devices=2)
-    assert own.engine.settings.batch_size == 12 and all(p.is_cuda for p in found.parameters())
-    if own.global_rank == 0:
-        torch.save([p.detach().cpu() for p in found.parameters()], path)
 
 
 def opacus() -> None:
@@ -257,8 +271,39 @@ def opacus() -> None:
     on_both(lambda device: train(device, "ghost"))
 
 
+def device() -> None:
+    """What the fake has to find."""
+    x = torch.ones(3, device="cuda")
+    refused(lambda: x + torch.ones(3), "at least two devices", kind=RuntimeError)
+    refused(lambda: net(torch.float32).cuda()(torch.ones(4, 1, 6, 6)), "at least two devices", kind=RuntimeError)
+    cpu = torch.Generator()
+    refused(lambda: torch.randn(3, device="cuda", generator=cpu), "for generator", kind=RuntimeError)
+    before, card = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((before + 2**20) / card)
+    refused(lambda: torch.empty(2**20, device="cuda"), "CUDA out of memory", kind=torch.OutOfMemoryError)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    child = os.fork()
+    if child == 0:
+        refused(lambda: torch.ones(1, device="cuda"), "forked subprocess", kind=RuntimeError)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def casts() -> None:
+    """What a linear layer's rule holds under autocast is what autograd holds: norm and sum cast nothing."""
+    for handler in (linear, lambda x, w, b: addmm(b, x, w.t()), lambda x, w, b: matmul(x, w.t())):
+        x, w, b = (torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((4, 6), (5, 6), (5,)))
+        for autocast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                output, gradients = handler(x, w, b)
+            held = next(x for _, kind, x, *_ in gradients if kind is LinearWeight)
+            node = output.grad_fn
+            saved = node._saved_mat1 if hasattr(node, "_saved_mat1") else node._saved_self  # type: ignore[union-attr]
+            assert held.dtype == output.dtype == dtype and held.data_ptr() == saved.data_ptr()
+
+
 NAMES: dict[str, Callable[[], None]] = {
-    each.__name__: each for each in (steps, virtual, whole, amp, trainer, lightning, opacus)
+    each.__name__: each for each in (device, casts, steps, virtual, whole, amp, trainer, lightning, opacus)
 }
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_cuda import environment
 from fake_loops import NAMES
+from marks import slow_unless
 
 from dpbench.records.store import read_records
 
@@ -44,16 +45,6 @@ def dpbench(*arguments: str, **more: str) -> str:
     return on_fake("-m", "dpbench", *arguments, **more)
 
 
-def test_the_device_is_one_and_finds_what_a_cpu_cannot():
-    assert on_fake(str(SUPPORT / "fake_checks.py")).splitlines()[-1] == "a device"
-
-
-@pytest.mark.slow
-def test_a_settled_whole_step_reads_nothing_back():
-    found = on_fake(str(SUPPORT / "fake_settled.py")).splitlines()[-1]
-    assert found == "replayed; eager; called a synchronizing CUDA operation"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["evidence", "stress_test", "training_step"])
 def test_an_experiment_on_cuda(experiment, tmp_path):
@@ -75,17 +66,8 @@ def test_recommend_and_check_on_cuda():
     assert {row["status"] for row in rows} <= {"ok", "unsupported"} and len(rows) > 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "device", NAMES))
 def test_a_loop_trains_what_it_trains_on_a_cpu(name):
     if name in ("trainer", "lightning"):
         pytest.importorskip({"trainer": "accelerate", "lightning": "lightning"}[name])
     assert on_fake(str(SUPPORT / "fake_loops.py"), name, WANDB_DISABLED="true").splitlines()[-1] == "as a CPU's"
-
-
-@pytest.mark.slow
-def test_lightning_on_two_devices(tmp_path):
-    pytest.importorskip("lightning")
-    command = (str(SUPPORT / "fake_loops.py"), "lightning", str(tmp_path / "weights.pt"))
-    on_fake("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command, devices=2)
-    on_fake(*command)
