@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from graphs import CLIP, opened, require_equal
 from torch import Tensor, nn
 
 import clipping.program.graphs
-from clipping import Flat, UnsupportedModel, load_backend
-from clipping.checks.verification import compare
-from tests.support.cases import cross_entropy
+from clipping import UnsupportedModel, compare, load_backend
+from clipping.core.reference import definition
+from dpbench.conformance.cases import cross_entropy
 
 Of = Callable[["Marked", Tensor, Tensor], Tensor]
 
@@ -36,29 +37,6 @@ def batch(*marked: int, size: int = 6) -> tuple[Tensor, Tensor]:
     x[..., 0] = -x[..., 0].abs()
     x[:, list(marked), 0] *= -1
     return x, torch.randint(3, (size,))
-
-
-def opened(model, *, compile, verify=False):
-    return load_backend("bk_mixed")(
-        model, cross_entropy, clip=Flat(max_grad_norm=0.5), compile=compile, verify=verify, timing=False
-    )
-
-
-def require_equal(model, batches):
-    """Compare each step with the eager one from the same random state and buffers; return the backend."""
-    model.double()
-    b, eager = opened(model, compile=True), opened(model, compile=False)
-    b.graphs._timing = False
-    for x, y in batches:
-        count, before = model.count.clone(), torch.get_rng_state()
-        found, counted, after = b(x.clone(), y), model.count.clone(), torch.get_rng_state()
-        model.count.copy_(count)
-        torch.set_rng_state(before)
-        agreement = compare(found, eager(x.clone(), y))
-        assert max(agreement.norm_error, agreement.grad_error) < 1e-12
-        assert torch.equal(counted, model.count)
-        assert torch.equal(after, torch.get_rng_state())
-    return b
 
 
 def broadcast(_, h, mask):
@@ -138,11 +116,8 @@ def test_samples_without_rows():
     assert (b.graphs.steps, b.graphs._graphs[0].missed) == (3, 1)
     x, y = none
     model = OneByOne(broadcast).double()
-    found = opened(model, compile=False)(x, y)
-    of_one = opened(model, compile=False)(x[2:3], y[2:3])
-    torch.testing.assert_close(found.norms[2:3], of_one.norms)
-    with load_backend("microbatch")(model, cross_entropy, clip=Flat(max_grad_norm=0.5)) as definition:
-        assert compare(found, definition(x, y)).within(1e-12)
+    with load_backend("bk_mixed")(model, cross_entropy, clip=CLIP, verify=False) as eager:
+        assert compare(eager(x, y), definition(model, cross_entropy, x, y, clip=CLIP)).within(1e-12)
 
 
 def rolled(model, h, mask):
@@ -153,8 +128,7 @@ def test_samples_that_mix_in_a_later_step_of_a_program_are_found(monkeypatch):
     """A count in a buffer decides; the first steps do not mix."""
     torch.manual_seed(0)
     model = Marked(rolled).double()
-    b = opened(model, compile=True, verify=True)
-    b.graphs._timing = False
+    b = opened("bk_mixed", model)
     while model.count[0] < 15:
         b(*batch(0, 1))
     monkeypatch.setattr(clipping.program.graphs, "LOOKS", 1.0)

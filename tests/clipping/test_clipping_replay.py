@@ -13,7 +13,7 @@ import clipping.program.graphs
 import clipping.program.step
 from clipping import Flat, WrongGradient, load_backend
 from clipping.program.cuda_graph import Pool, Replayed
-from tests.support.cases import cross_entropy
+from dpbench.conformance.cases import cross_entropy
 from tests.support.fake_graph import Recorder, recording
 
 

@@ -1,9 +1,16 @@
-"""Runs steps as graphs without TorchInductor, which compiles for seconds to minutes."""
+"""Steps that run as graphs: traced ones beside eager ones, without TorchInductor, which compiles for minutes."""
 
 from __future__ import annotations
 
+import torch
+
 import clipping.program.graphs
 import clipping.program.step
+from clipping import Flat, load_backend
+from clipping.checks.verification import compare
+from dpbench.conformance.cases import cross_entropy
+
+CLIP = Flat(max_grad_norm=0.5)
 
 
 def not_compiled(monkeypatch) -> None:
@@ -13,3 +20,34 @@ def not_compiled(monkeypatch) -> None:
         raise clipping.program.step.no_graph("a test", "it is a test", RuntimeError("told so"))
 
     monkeypatch.setattr(clipping.program.step.Graph, "_made", refused)
+
+
+def planned(backend):
+    """By formula: a plan that is timed differs from one made anew."""
+    return {"timing": False} if backend == "bk_mixed" else {}
+
+
+def opened(backend, model, loss=cross_entropy, *, timing=False, **options):
+    """A backend whose steps are traced, and not timed unless `timing`."""
+    made = load_backend(backend)(model, loss, clip=CLIP, compile=True, **planned(backend), **options)
+    made.graphs._timing = timing
+    return made
+
+
+def require_equal(model, batches, loss=cross_entropy):
+    """Compare each step with the eager one from the same random state and buffers; return the backend."""
+    model.double()
+    b = opened("bk_mixed", model, loss, verify=False)
+    eager = load_backend("bk_mixed")(model, loss, clip=CLIP, verify=False, timing=False)
+    for x, y in batches:
+        before, state = torch.get_rng_state(), {name: each.clone() for name, each in model.named_buffers()}
+        found, after = b(x.clone(), y), torch.get_rng_state()
+        changed = {name: each.clone() for name, each in model.named_buffers()}
+        torch.set_rng_state(before)
+        for name, each in model.named_buffers():
+            each.copy_(state[name])
+        agreement = compare(found, eager(x.clone(), y))
+        assert max(agreement.norm_error, agreement.grad_error) < 1e-12
+        assert all(torch.equal(changed[name], each) for name, each in model.named_buffers())
+        assert torch.equal(after, torch.get_rng_state())
+    return b
