@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CASES, FIFTEEN, Case, Reused, Tied, cross_entropy
+from cases import FIFTEEN
 from marks import name_of, slow_unless
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
@@ -21,6 +21,8 @@ from clipping.explain.routes import Cost, Row, explain
 from clipping.planning.planner import Planner
 from clipping.rules.base import Rule, Way
 from clipping.rules.linear import LinearWeight
+from dpbench.conformance.cases import CASES, Case, cross_entropy
+from dpbench.conformance.modules import Reused, Tied
 
 BACKENDS = {"ghost": "ghost", "instantiate": "fastgradclip", "mixed": "mixed_ghost", "plan": "bk_mixed"}
 BATCH = 3

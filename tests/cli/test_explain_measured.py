@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CASES
 from test_explain import BATCH, total
 from torch import nn
 
@@ -17,6 +16,7 @@ from clipping.explain.routes import explain
 from clipping.planning.costs import predicted
 from clipping.planning.planner import Plan, Planner
 from clipping.rules.base import Route
+from dpbench.conformance.cases import CASES
 
 
 @pytest.fixture(autouse=True)

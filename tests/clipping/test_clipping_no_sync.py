@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, FIFTEEN
-from marks import slow_unless
+from cases import FIFTEEN
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from clipping import Automatic, Flat, PerLayer, load_backend
 from clipping.core.batches import map_tensors
+from dpbench.conformance.cases import CASES
 from dpbench.models.loading import load_workload
 
 
@@ -76,22 +76,11 @@ VALUES = torch.empty(3, device="meta")
 WAITING: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.sum().item(),
     "bool": lambda x: bool((x > 0).all()),
-    "float": lambda x: float(x[0]),
-    "tolist": lambda x: x.tolist(),
     "to the host": lambda x: x.cpu(),
-    "nonzero": lambda x: x.nonzero(),
-    "where": lambda x: torch.where(x > 0),
     "mask": lambda x: x[x > 0],
-    "masked_select": lambda x: x.masked_select(x > 0),
-    "unique": lambda x: x.unique(),
     "repeats by values": lambda x: x.repeat_interleave(x.long()),
-    "equal": lambda x: torch.equal(x, x),
-    "torch.tensor": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
-    "one number": lambda x: x * torch.tensor(2.0, device=x.device),
+    "torch.tensor": lambda x: x * torch.tensor(2.0, device=x.device),
     "new_tensor": lambda x: x.new_tensor([1.0]),
-    "as_tensor": lambda x: torch.as_tensor([1], device=x.device),
-    "to the device": lambda x: torch.zeros(3).to(x.device),
-    "one number to the device": lambda x: torch.tensor(1.0).to(x.device),
     "copy_": lambda x: x.copy_(torch.zeros(3)),
     "index on the host": lambda x: x[torch.tensor([0, 1])],
 }
@@ -103,57 +92,29 @@ def test_what_would_wait_is_found():
             WAITING[name](VALUES)
 
 
-def test_what_does_not_wait_is_let_through():
-    x = VALUES
-    with _Uploads(), _Copies():
-        torch.full_like(x, 3.0), torch.arange(3, device=x.device), torch.zeros((), device=x.device), x.new_zeros(2)
-        x * torch.tensor(2.0), x.masked_fill(x > 0, 0.0), x.repeat_interleave(2), x[1:], x.gather(0, x.long())
-
-
-def test_a_loss_that_reads_values_is_found():
-    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = F.cross_entropy(outputs, targets, reduction="none")
-        return losses if losses.mean() < 100 else losses.clamp(max=100)
-
-    with pytest.raises(RuntimeError, match="meta"):
-        step("bk_mixed", nn.Linear(3, 4), loss_fn, torch.randn(5, 3), torch.zeros(5, dtype=torch.int64))
-
-
-class Block(nn.Module):
-    """A transformer's block, causal."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in self.mixed(self.first(x)).chunk(3, dim=2))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.second(x))))
-
-
 class Language(nn.Module):
-    """Like GPT-2: tokens and positions, two blocks, a head that is the embedding."""
+    """Like GPT-2: tokens and positions, two causal blocks, a head that may be the embedding."""
 
-    def __init__(self, vocabulary: int = 300, width: int = 32, length: int = 40, tied: bool = True) -> None:
+    def __init__(self, tied: bool) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width, padding_idx=0), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(Block(width, 4), Block(width, 4))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.tokens, self.positions = nn.Embedding(300, 32, padding_idx=0), nn.Embedding(40, 32)
+        block = nn.TransformerEncoderLayer(32, 4, 128, 0.0, batch_first=True, norm_first=True)
+        self.blocks, self.head = (
+            nn.TransformerEncoder(block, 2, enable_nested_tensor=False),
+            nn.Linear(32, 300, bias=False),
+        )
         if tied:
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        return self.head(self.norm(self.blocks(x)))
+        mask = torch.full((40, 40), -torch.inf, device=ids.device).triu(1)
+        return self.head(self.blocks(x, mask, is_causal=True))
 
 
 def language(tied: bool) -> tuple[nn.Module, Any, Tensor, Tensor]:
     ids = torch.randint(0, 300, (3, 40))
-    model = Language(tied=tied)
+    model = Language(tied)
     return model, lambda out, y: F.cross_entropy(out.transpose(1, 2), y, reduction="none").sum(1), ids, ids
 
 
@@ -167,20 +128,15 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
     "cnn": lambda: of_workload("cnn", 6),
     "resnet18": lambda: of_workload("resnet18", 3),
     "resnet18 in bfloat16": lambda: of_workload("resnet18", 3, dtype="bfloat16"),
-    "vgg11": lambda: of_workload("vgg11", 3),
     "vision transformer": lambda: of_workload("timm:vit_tiny_patch16_224", 3),
     "language, tied": lambda: language(tied=True),
     "language, long": lambda: language(tied=False),
-    "bert": lambda: of_workload("transformers:bert@16", 2),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    slow_unless(
-        lambda name, backend: name not in ("bert", "vgg11") and (backend == "bk_mixed" or name.startswith("language")),
-        product(MODELS, ("bk_mixed", "bk_ghost")),
-    ),
+    [*product(MODELS, ["bk_mixed"]), ("language, tied", "bk_ghost")],
 )
 def test_a_step_waits_for_nothing(name: str, backend: str):
     model, loss_fn, inputs, targets = MODELS[name]()

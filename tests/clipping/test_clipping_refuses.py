@@ -8,13 +8,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import cross_entropy, squared_error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import clipping
-from clipping import Automatic, Flat, UnsupportedModel, WrongGradient, load_backend
+from clipping import Automatic, Flat, UnsupportedModel, load_backend
+from clipping.backends import tape
+from clipping.tape.compiled import compiled_code, compiled_modules
+from dpbench.conformance.cases import cross_entropy
 
 vmap = importlib.import_module("clipping.backends.vmap")
 TAPE = ["ghost", "bk_mixed"]  # two passes, and one; all record alike
@@ -47,7 +48,9 @@ class Prototypes(nn.Module):
         return self.head(x) + F.linear(self.points, x).t()
 
 
-class _Product(torch.autograd.Function):
+class Product(torch.autograd.Function):
+    """A fused linear layer, whose parameter no mode sees."""
+
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
@@ -60,14 +63,14 @@ class _Product(torch.autograd.Function):
 
 
 class BehindTheTape(nn.Module):
-    """One weight read once in the open and once by a custom autograd function."""
+    """What is made of a parameter is read by a custom function; the conformance cases have plain parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 6, bias=False)
+        self.w = nn.Parameter(torch.randn(3, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(torch.tanh(self.layer(x)), self.layer.weight)
+        return Product.apply(x, (2 * self.w).view(3, 6))
 
 
 class SequenceFirst(nn.Module):
@@ -77,17 +80,6 @@ class SequenceFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x[None].expand(5, -1, -1)).mean(0)
-
-
-class CrossSample(nn.Module):
-    """Subtracts the batch mean: sample i's loss depends on sample j, and nothing in the graph says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x - x.mean(0))
 
 
 @pytest.mark.parametrize("backend", TAPE)
@@ -103,7 +95,7 @@ class CrossSample(nn.Module):
             ["points: linear: a parameter is the input of the op", "extra: cat: concatenates parameters to"],
         ),
         (SequenceFirst(), ["layer.weight: linear: its output [5, 2, 3]", "layer.bias: linear", "batch first"]),
-        (BehindTheTape(), ["layer.weight: is read where the tape does not see it"]),
+        (BehindTheTape(), ["w: is read where the tape does not see it"]),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
 )
@@ -140,44 +132,6 @@ def test_packed_sequences_with_a_state_to_begin_with_are_refused():
         pytest.raises(UnsupportedModel, match=r"rnn.weight_ih_l0: lstm: a packed sequence with a state.*pad the seq"),
     ):
         b(X[:2], Y[:2])
-
-
-class Flip(torch.autograd.Function):
-    """Rows the other way round, by a library that no mode sees."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.from_numpy(x.numpy()[::-1].copy())
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.flip(0)
-
-
-class OutOfOrder(nn.Module):
-    """As many rows as the batch has, but not in its order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layer = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Flip.apply(self.layer(Flip.apply(self.first(x).tanh())))
-
-
-@pytest.mark.parametrize("backend", TAPE)
-def test_rows_that_are_not_in_the_samples_order_are_found_out(backend: str):
-    with load_backend(backend)(OutOfOrder(), cross_entropy) as b:
-        b(X[:1], Y[:1])  # one sample cannot show it, and is exact; the verification waits for two
-        with pytest.raises(WrongGradient, match="not exact on this model"):
-            b(X, Y)
-
-
-@pytest.mark.parametrize("backend", [*TAPE, "opacus_hooks"])  # the others give each sample to the model alone
-def test_samples_that_are_mixed_are_found_out(backend: str):
-    with load_backend(backend)(CrossSample(), cross_entropy) as b, pytest.raises(WrongGradient) as error:
-        b(X, Y)
-    assert f"{backend} is not exact on this model" in str(error.value)
 
 
 @pytest.mark.parametrize("backend", [b for b in OURS if b != "nonprivate"])
@@ -225,14 +179,6 @@ def test_embedding_options_without_a_rule_are_refused(options, said):
         b(ids, Y)
 
 
-def test_dropout_is_verified_without_its_noise_and_stays_on():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3))
-    with load_backend("mixed_ghost")(model, cross_entropy) as b:
-        outs = [b(X, Y).losses for _ in range(3)]
-    assert all(module.training for module in model.modules())
-    assert not torch.equal(outs[0], outs[1]) or not torch.equal(outs[1], outs[2])
-
-
 def test_unknown_backend():
     with pytest.raises(ValueError, match=r"expected a backend, got 'gost'; did you mean 'ghost'\? \(one of"):
         load_backend("gost")
@@ -277,36 +223,6 @@ def test_flat_at_its_edges():
         Flat(1.0, stabiliser=-1)
 
 
-def test_no_pass_computes_a_weight_gradient_beside_the_input_s():
-    """Both passes ask a convolution for its input's gradient alone; sums are formed apart, of scaled gradients."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    masks = []
-
-    class Spy(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.convolution_backward.default:
-                masks.append(args[-1])
-            return func(*args, **(kwargs or {}))
-
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 3, 3), nn.Flatten())
-    x, y = torch.randn(2, 2, 6, 6), torch.randn(2, 12)
-    with load_backend("ghost")(model, squared_error, verify=False) as b, Spy():
-        b(x, y)
-    assert masks == [[True, False, False], [False, True, False]] * 2  # biases are summed without it
-
-
-def test_importing_clipping_imports_no_torch():
-    import subprocess
-    import sys
-
-    code = "import sys, clipping; print(sorted(clipping.BACKENDS)); print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.splitlines()[-1] == "False"
-    here = {"BACKENDS", "FAMILIES", "VARIANTS", "BackendInfo", "is_backend", "known_backends", "load_backend"}
-    assert set(clipping.__all__) - here == set(clipping._LAZY)
-
-
 def squares_of(outputs: Tensor, _: Tensor) -> Tensor:
     return outputs.square().sum(1)
 
@@ -344,3 +260,51 @@ def test_vmap_goes_without_fused_attention_where_that_fails(monkeypatch):
             pytest.raises(UnsupportedModel, match="attn_bias"),
         ):
             b(x, y)
+
+
+def test_a_cast_that_autocast_keeps_is_no_read_of_its_own():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    with torch.autocast("cpu", torch.bfloat16), load_backend("bk_mixed")(model, cross_entropy, verify=False) as b:
+        for _ in range(2):
+            b(X, Y)
+
+
+def test_a_gradient_that_does_not_arrive_is_refused(monkeypatch):
+    class Loses(tape.Tape):
+        def _settle(self):
+            super()._settle()
+            self.arrivals._hooks.pop().remove()
+
+    monkeypatch.setattr(tape, "Tape", Loses)
+    with (
+        load_backend("ghost")(nn.Linear(6, 3), cross_entropy, verify=False) as b,
+        pytest.raises(UnsupportedModel, match="linear with weight, bias arrived 0 times, expected once"),
+    ):
+        b(X, Y)
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("compiles", "remedy"),
+    [(lambda layer: torch.compile(layer, backend="eager"), "_orig_mod"), (compiled_in_place, "without Module.compile")],
+    ids=["torch.compile", "Module.compile"],
+)
+def test_a_compiled_module_is_named_with_what_to_do(compiles, remedy: str):
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    (whole,) = compiled_modules(compiles(model))
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), compiles(nn.Linear(6, 3)))
+    (part,) = compiled_modules(model)
+    for problem, name in ((whole, "Sequential"), (part, "2")):
+        assert problem.module == name and "is compiled" in problem.reason and remedy in problem.remedy
+
+
+def test_an_error_of_the_compiler_is_told_from_the_models_own():
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    problem = compiled_code(InternalTorchDynamoError("NameError: name\n 'x' is not defined"))
+    assert problem is not None and "InternalTorchDynamoError: NameError: name 'x' is not defined" in problem.reason
+    assert compiled_code(RuntimeError("shapes")) is None

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, Case
+from cases import FIFTEEN
 from routes import BATCH, OPERATIONS, Operation, cancelling, forced, gradients, random_convolution
 from torch import Tensor, nn
 
 from clipping import Flat, PerLayer, load_backend
-from clipping.accel import cpu
 from clipping.backends.tape import MixedGhost
 from clipping.explain.parameter_use import record
-from clipping.numerics import gram as grams
 from clipping.planning.planner import Planner
 from clipping.rules.base import Route, Rule
-from clipping.tape.record import Tape
+from dpbench.conformance.cases import CASES
 from dpbench.conformance.contract import CHECKS
 from dpbench.conformance.judging import judge
 from dpbench.conformance.suite import checks
@@ -71,14 +69,6 @@ def test_every_way_of_any_convolution(dims, style, workspace):
             raise AssertionError(f"number {number}: weight {weight}, inputs {inputs}") from error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_every_way_of_many_more_convolutions(dims, style, workspace):
-    for number in range(100, 200):
-        hold(random_convolution(number, dims, style))
-
-
 def test_every_way_of_every_other_operation(workspace):
     for name in OPERATIONS:
         hold(OPERATIONS[name]())
@@ -93,43 +83,35 @@ def test_the_random_convolutions_have_all_ways():
         for operation in [random_convolution(number, dims, style) for number in range(4)]
     ]
     ways = {way for rule in rules for way in (*rule.ghosts, *rule.instantiations)}
-    compiled = {"compiled"} if cpu.supported(torch.empty(0)) else set()
-    assert ways == {"pixels", "patches", "unfold", "grouped", "shifts", "pairs"} | compiled
+    assert ways - {"compiled"} == {"pixels", "patches", "unfold", "grouped", "shifts", "pairs"}
     geometries = [rule.geometry() for rule in rules]
     for field in ("kernel", "stride", "padding", "dilation"):
         assert len({value for geometry in geometries for value in getattr(geometry, field)}) > 1, field
 
 
-def wrong_routes(name: str, blocks: tuple[int, ...]) -> dict[tuple[str, int, int], str]:
-    """(kind of route, which of its ways, block) -> why not exact. A case whose rules have one way has no second."""
+def wrong_routes(name: str) -> dict[tuple[str, int], str]:
+    """(kind of route, which of its ways) -> why not exact. A case whose rules have one way has no second."""
     found = {}
     for kind in KINDS:
         for nth in (0, 1):
-            backends = [forced(kind, nth, block) for block in blocks]
-            for block, backend in zip(blocks, backends, strict=True):
-                verdict = judge(name, KNOWN[name], backend)
-                if verdict.result != "exact":
-                    found[kind, nth, block] = str(verdict.reason)
-            if all(planner.most == 1 for planner in backends[0].planners):
+            backend = forced(kind, nth)
+            verdict = judge(name, KNOWN[name], backend)
+            if verdict.result != "exact":
+                found[kind, nth] = str(verdict.reason)
+            if all(planner.most == 1 for planner in backend.planners):
                 break
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_planner_forced_to_each_route(case: Case):
+@pytest.mark.parametrize("case", FIFTEEN)
+def test_the_planner_forced_to_each_route(case: str):
     """Every kind of route and every way of it; the tests above hold blocks of other sizes."""
-    assert wrong_routes(case.name, (2,)) == {}
+    assert wrong_routes(case) == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_route_in_blocks_of_any_size(case: Case):
-    assert wrong_routes(case.name, (0, 1, 3)) == {}
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_the_contract_on_each_route(name):
-    assert wrong_routes(name, (2,)) == {}
+@pytest.mark.parametrize("name", [name for name in CHECKS if name.startswith("norms ")])
+def test_norms_of_each_route_in_half_precision(name):
+    assert wrong_routes(name) == {}
 
 
 def test_what_is_forced_is_taken():
@@ -176,21 +158,6 @@ def test_gradients_that_cancel_are_never_nan(backend, name, clip):
     assert out.norms is not None and bool((out.norms >= 0).all())
     assert all(bool(g.isfinite().all()) for g in out.grads.values())
     assert float(out.norms.max()) < 1e-2 * float(uncancelled(model, x, y).min())
-
-
-def test_without_care_some_squares_would_be_negative():
-    """What the test above is about does happen."""
-    negative = 0
-    for layer, shape in SHAPES.values():
-        model, x = Halves(layer), torch.randn(32, *shape) * 100
-        backend = MixedGhost(model, cancelling, verify=False)
-        with torch.enable_grad():
-            (reading,), _ = record(backend, x, torch.ones(32), Planner("memory"))
-        rule, g = reading.rule, reading.g
-        assert g is not None
-        for way in rule.ghosts:
-            negative += int((rule.squared_norms(g, Route(True, way)) < 0).sum())
-    assert negative > 0
 
 
 def uncancelled(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -240,11 +207,11 @@ def exact_norms(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return squares.sqrt()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "planned"])
+@pytest.mark.parametrize("kind", [*KINDS, "bk_mixed", "bk_ghost"])
 def test_norms_under_autocast_are_accumulated_outside_of_it(kind):
     model, x, y = mixed_precision()
     expected = exact_norms(model, x, y)
-    backend = load_backend("bk_mixed") if kind == "planned" else forced(kind)
+    backend = forced(kind) if kind in KINDS else load_backend(kind)
     with backend(model, losses, verify=False) as b, torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):  # the second call of a planner of its own is timed
             out = b(x, y)
@@ -257,68 +224,3 @@ def test_norms_under_autocast_are_accumulated_outside_of_it(kind):
         reference = oracle(x, y).grads
     for name, g in out.grads.items():  # bfloat16 keeps 8 bits of each term
         assert float((g - reference[name]).norm()) <= 0.02 * float(reference[name].norm()), name
-
-
-def test_bk_ghost_under_autocast():
-    model, x, y = mixed_precision()
-    expected = exact_norms(model, x, y)
-    with load_backend("bk_ghost")(model, losses, verify=False) as b, torch.autocast("cpu", torch.bfloat16):
-        out = b(x, y)
-    assert out.norms is not None
-    torch.testing.assert_close(out.norms.double(), expected, rtol=1e-3, atol=0)
-    assert {g.dtype for g in out.grads.values()} == {torch.float32}
-
-
-class Attention(nn.Module):
-    """A query, a key and a value of one input, of different widths."""
-
-    def __init__(self, positions: int) -> None:
-        super().__init__()
-        self.positions = positions
-        self.query, self.key, self.value = (nn.Linear(6, width) for width in (5, 5, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.view(len(x), self.positions, 6)
-        return (torch.softmax(self.query(x) @ self.key(x).mT, -1) @ self.value(x)).flatten(1)
-
-
-@pytest.mark.parametrize("positions", [1, 7, 200])
-def test_layers_of_one_input_share_its_gram_matrix(positions, monkeypatch):
-    shapes: list[torch.Size] = []
-
-    def products(x: Tensor, y: Tensor) -> Tensor:
-        shapes.append(x.shape)
-        return original(x, y)
-
-    original = grams.products
-    monkeypatch.setattr(grams, "products", products)
-    model, x, y = Attention(positions).double(), torch.randn(3, positions * 6).double(), torch.randn(3).double()
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.square().sum(1) * targets
-
-    found = []
-    for name in ("microbatch", "bk_ghost", "ghost"):
-        with load_backend(name)(model, loss, verify=False) as backend:
-            shapes.clear()
-            found.append(backend(x, y))
-        if name == "bk_ghost":
-            halves = 2 if positions >= grams.HALVED else 1
-            assert [shape[2] for shape in shapes].count(6) == (0 if positions == 1 else halves)
-            assert len(shapes) == (0 if positions == 1 else 4 * halves)
-    for out in found[1:]:
-        torch.testing.assert_close(out.norms, found[0].norms, rtol=1e-10, atol=0)
-        for parameter, grad in found[0].grads.items():
-            torch.testing.assert_close(out.grads[parameter], grad, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(("name", "waits"), [("bk_ghost", True), ("ghost", False)])
-def test_norms_from_what_is_kept_anyway_wait_for_the_end_of_the_backward_pass(name, waits, monkeypatch):
-    calls: list[str] = []
-    products, backward = grams.products, Tape.backward
-    monkeypatch.setattr(grams, "products", lambda *args: (calls.append("product"), products(*args))[1])
-    monkeypatch.setattr(Tape, "backward", lambda *args, **kw: (backward(*args, **kw), calls.append("end")))
-    with load_backend(name)(Attention(7), lambda outputs, _: outputs.sum(1), verify=False) as backend:
-        backend(torch.randn(3, 42), torch.zeros(3))
-    assert calls.count("end") == (1 if waits else 2) and "product" in calls
-    assert (calls[0] == "end") == waits and (calls[-1] == "end") != waits

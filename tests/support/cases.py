@@ -4,35 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dpbench.conformance.cases import (
-    BATCH,
-    CASES,
-    Case,
-    cross_entropy,
-    images,
-    squared_error,
-    tokens,
-)
-from dpbench.conformance.modules import HeadFirst, Reused, Skipping, Tied
-
-__all__ = [
-    "BATCH",
-    "CASES",
-    "FIFTEEN",
-    "NOT_FOR",
-    "PEERS",
-    "Case",
-    "HeadFirst",
-    "Reused",
-    "Skipping",
-    "Tied",
-    "cross_entropy",
-    "images",
-    "squared_error",
-    "tokens",
-]
-
-
 FIFTEEN = (
     "linear 3-D",
     "conv2d groups",
@@ -60,17 +31,6 @@ def not_for(refuses: Iterable[str], wrong: Iterable[str] = ()) -> dict[str, str]
 TAPE = ("fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
 PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp", "opake")
 
-BAGS = ("bag of words", "bag of words mean", "bag of words padding_idx")
-TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-ATTENTION = ("self attention", "sequence first attention", "cross attention")
-RECURRENT = ("lstm", "gru", "rnn")
-BARE = ("vision transformer's parameters", "positions added in place")
-NO_BATCH = ("positions", "types without a batch")
-SEQUENCE_FIRST = ("sequence first", "as many steps as samples", "encoder, sequence first")
-SAME = ("conv2d same", "conv2d same even kernel", "conv2d valid")
-PADDING_MODE = ("conv2d circular", "conv2d reflect")
-PADDING_IDX = ("embedding padding_idx", "embedding negative padding_idx")
-GROUPS = ("conv1d strided", "conv2d groups", "conv2d depthwise")
 BARE_USES = (
     "expanded like the data",
     "expanded like longer data",
@@ -80,7 +40,6 @@ BARE_USES = (
     "a power that is a parameter",
 )
 CUSTOM = ("a custom function beside another use", "a custom function from the second step on")
-HIDDEN = (*CUSTOM, "a derivative of a derivative")
 LATE = "samples mix: from the second step on"
 MIXING = (
     "samples mix: statistics in training alone",
@@ -89,106 +48,35 @@ MIXING = (
     "samples mix: rows in another order",
 )
 """Backends must refuse these unless they run the model on each sample alone; the last needs a check of the graph."""
-HOOKED = (
-    *MIXING,
-    "a custom function from the second step on",
-    "a derivative of a derivative",
-    "a bias changed in place",
+GROUPS = ("conv1d strided", "conv2d groups", "conv2d depthwise")
+PADDING_MODE = ("conv2d circular", "conv2d reflect")
+PADDING_IDX = ("embedding padding_idx", "embedding negative padding_idx")
+HOOKS = not_for(
+    (*MIXING, CUSTOM[1], "a derivative of a derivative", "self attention", "lstm"),
+    wrong=(CUSTOM[0], LATE, "as many positions as samples", "penalised"),
 )
-HOOKED_WRONG = ("a custom function beside another use", LATE)
-FULL_HOOKS = (
-    "residual in place",
-    "encoder, sequence first",
-    "batch norm in eval mode",
-    *BAGS,
-    *BARE,
-    *NO_BATCH,
-    *ATTENTION,
-    *RECURRENT,
-)
-NO_FORMULA = (*BAGS, *TRANSPOSED, *BARE, *NO_BATCH, *ATTENTION, "rms norm", "prelu by the fallback")
-NO_FORMULA = (
-    *NO_FORMULA,
-    "bags of different sizes",
-    "batch norm in eval mode",
-    "weight norm",
-    "shared across depth",
-    "embedding of one id",
-)
+WRONG_HOOKS = not_for((), wrong=(*PADDING_MODE, *PADDING_IDX, "bags of different sizes"))
+NO_FORMULA = ("conv_transpose2d", "self attention", "prelu by the fallback", "windows")
 
 NOT_FOR: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("vmap", "opake"), not_for((*RECURRENT, "bags of different sizes", *HIDDEN))),
-    **dict.fromkeys(TAPE, not_for((*HIDDEN, *MIXING[:-1], LATE))),  # they follow reordered rows
-    "opacus_hooks": not_for(
-        (*FULL_HOOKS, *HOOKED, "layer norm without bias"),
-        wrong=(
-            *PADDING_MODE,
-            *PADDING_IDX,
-            *HOOKED_WRONG,
-            "bags of different sizes",
-            "as many positions as samples",
-            "penalised",
-        ),
+    **dict.fromkeys(
+        ("vmap", "opake"),
+        not_for(("lstm", "gru", "rnn", "bags of different sizes", *CUSTOM, "a derivative of a derivative")),
     ),
-    "opacus_functorch": not_for(
-        (*FULL_HOOKS, *HOOKED, "bags of different sizes"),
-        wrong=(*HOOKED_WRONG, "as many positions as samples", "penalised"),
-    ),
+    **dict.fromkeys(TAPE, not_for((*CUSTOM, "a derivative of a derivative", *MIXING[:-1], LATE))),  # rows are followed
+    "opacus_hooks": HOOKS | WRONG_HOOKS,
+    "opacus_functorch": HOOKS,
     "opacus_ew": not_for(
-        (
-            *NO_FORMULA,
-            *SEQUENCE_FIRST,
-            *MIXING,
-            *CUSTOM,
-            *BARE_USES,
-            "conv3d everything",
-            "keyword inputs",
-            "as many positions as samples",
-            "windows",
-            "penalised",
-        ),
-        wrong=(*PADDING_IDX, "a derivative of a derivative", LATE),
+        (*NO_FORMULA, *MIXING, *CUSTOM, "keyword inputs"), wrong=(*PADDING_IDX, "a derivative of a derivative", LATE)
     ),
-    "opacus_ghost": not_for(
-        (*FULL_HOOKS, *HOOKED, "layer norm without bias", "linear 4-D no bias", "reused", "tied head"),
-        wrong=(
-            *PADDING_MODE,
-            *PADDING_IDX,
-            *HOOKED_WRONG,
-            "bags of different sizes",
-            "as many positions as samples",
-            "penalised",
-        ),
-    ),
+    "opacus_ghost": HOOKS | WRONG_HOOKS | not_for(("tied head",)),
     "private_cnn": not_for(
-        (
-            *NO_FORMULA,
-            *SAME,
-            *RECURRENT,
-            "layer norm without bias",
-            "linear 4-D no bias",
-            "instance norm",
-            "windows",
-            "reused",
-            "tied head",
-            "keyword inputs",
-            "positional inputs",
-            "as many positions as samples",
-        ),
+        (*NO_FORMULA, "lstm", "instance norm", "tied head", "keyword inputs"),
         wrong=(*GROUPS, *PADDING_MODE, "conv3d everything", "penalised"),
     ),
-    "fastdp": not_for(
-        (
-            *NO_FORMULA,
-            *SAME,
-            *RECURRENT,
-            "conv3d",
-            "conv3d everything",
-            "windows",
-            "as many positions as samples",
-            "head registered first",
-        ),
-        wrong=(*GROUPS, *PADDING_MODE, "reused", "tied head", "penalised"),
-    ),
+    "fastdp": not_for((*NO_FORMULA, "lstm"), wrong=(*GROUPS, *PADDING_MODE, "reused", "tied head", "penalised")),
 }
-"""Cases that a backend "refuses", or gets "wrong" and is detected. A case that starts to pass fails its test."""
+"""Cases that a backend "refuses", or gets "wrong" and is detected: of a peer those of `FIFTEEN` and all wrong ones.
+
+A case that starts to pass fails its test.
+"""

@@ -40,48 +40,13 @@ def layer_and_vector() -> dict[str, Any]:
     return {"layer": nn.Linear(D, 3), "p": torch.randn(3)}
 
 
-def gated(m: Any, x: Tensor) -> Tensor:
-    h = m.layer(x)
-    return h + m.gate * (h + m.p.expand_as(h))
-
-
 LIKE = [
-    Case("expand_as", lambda m, x: m.layer(x) + m.p.expand_as(m.layer(x)), layer_and_vector),
-    Case("expand_as, multiplied", lambda m, x: m.layer(x) * m.p.expand_as(m.layer(x)), layer_and_vector),
-    Case("expand_as in a gate", gated, lambda: {**layer_and_vector(), "gate": torch.tensor(0.7)}),
-    Case("an activation typed as a parameter", lambda m, x: x.type_as(m.p) * m.p, lambda: {"p": torch.randn(D)}),
     Case("view_as", lambda m, x: x + m.p.view_as(x[0]), lambda: {"p": torch.randn(T * D)}),
     Case("reshape_as", lambda m, x: x * m.p.reshape_as(x[0]), lambda: {"p": torch.randn(T * D)}),
     Case("type_as", lambda m, x: x * m.p.type_as(x), lambda: {"p": torch.randn(D)}),
     Case("to another", lambda m, x: x @ m.p.to(x), lambda: {"p": torch.randn(D, 3)}),
-    Case("to another by keyword", lambda m, x: x * m.p.to(tensor=x), lambda: {"p": torch.randn(D)}),
     Case("broadcast_tensors", lambda m, x: torch.mul(*torch.broadcast_tensors(x, m.p)), lambda: {"p": torch.randn(D)}),
-    Case("a constant to the data", lambda m, x: m.layer(torch.eye(T, D).double().to(x)) + x[..., :3], layer_and_vector),
-    Case(
-        "a constant made like the data", lambda m, x: m.layer(torch.eye(T, D).type_as(x)) + x[..., :3], layer_and_vector
-    ),
 ]
-
-
-def cleared(m: Any, x: Tensor) -> Tensor:
-    b = m.b.clone()
-    b[2:4].zero_()
-    return F.linear(x, m.w, b)
-
-
-def scaled(m: Any, x: Tensor) -> Tensor:
-    b = m.b.clone()
-    before = F.linear(x, m.w, b)
-    b.mul_(m.w[0])
-    b[1] = m.w[2, 3]
-    return before.tanh() * b
-
-
-def copied(m: Any, x: Tensor) -> Tensor:
-    b = torch.zeros(D, dtype=x.dtype)
-    b[:3].copy_(m.b[3:])
-    b[4] = m.w[0, 0]
-    return F.linear(x, m.w * b, b)
 
 
 def view_of_changed(m: Any, x: Tensor) -> Tensor:
@@ -99,12 +64,6 @@ def filled(m: Any, x: Tensor) -> Tensor:
     return F.linear(h, m.w)
 
 
-def overwritten(m: Any, x: Tensor) -> Tensor:
-    h = m.b.expand(len(x), T, D).clone()
-    h[:, 1:] = torch.tanh(F.linear(x[:, 1:], m.w))
-    return h * h
-
-
 def viewed(m: Any, x: Tensor) -> Tensor:
     h = F.linear(x, m.w)
     h[:, 0] += m.b
@@ -113,12 +72,12 @@ def viewed(m: Any, x: Tensor) -> Tensor:
     return h
 
 
-def masked(m: Any, x: Tensor) -> Tensor:
-    h = F.linear(x, m.w)
-    mask = x[..., 0] > 0
-    h[mask] = m.b
-    h[~mask] = m.b.square().expand(int((~mask).sum()), D)
-    return torch.tanh(h * x)
+def in_part_and_as_another_view(m: Any, x: Tensor) -> Tensor:
+    """With a bias torch gives a view of the product of all positions, and follows its change by another node."""
+    h = m.layer(x)
+    h[:, 1:] += h[:, :-1].clone()
+    h.view(len(x), -1).sigmoid_()
+    return m.after(h)
 
 
 def weight_and_bias() -> dict[str, Any]:
@@ -126,44 +85,20 @@ def weight_and_bias() -> dict[str, Any]:
 
 
 CHANGED = [
-    Case("a clone cleared in part", cleared, weight_and_bias),
-    Case("changed between two uses", scaled, weight_and_bias),
-    Case("parameters written into a constant", copied, weight_and_bias),
     Case("the base of a view changed", view_of_changed, weight_and_bias),
     Case("data and a parameter written into a constant", filled, weight_and_bias),
-    Case("data written into an expanded parameter", overwritten, weight_and_bias),
     Case("views of activations changed by parameters", viewed, weight_and_bias),
-    Case("a parameter where a mask says so", masked, weight_and_bias),
+    Case(
+        "the output over positions changed in place",
+        in_part_and_as_another_view,
+        lambda: {"layer": nn.Linear(D, 3), "after": nn.Linear(3, 3)},
+    ),
     Case(
         "positions multiplied by data in place",
         lambda m, x: F.embedding(torch.arange(T).expand(len(x), T), m.p).mul_(x).tanh(),
         lambda: {"p": torch.randn(T, D)},
     ),
-    Case("multiplied in place", lambda m, x: x.clone().mul_(m.p).div_(m.p + 3), lambda: {"p": torch.randn(D)}),
 ]
-
-
-def einsum_in_place(m: Any, x: Tensor) -> Tensor:
-    h = torch.einsum("binh,tnh->bnit", m.layer(x).view(-1, T, 2, 3), torch.einsum("td,dnh->tnh", m.constant, m.p))
-    h *= 2.0
-    h[..., 0] += 1
-    return h
-
-
-def spectral(m: Any, x: Tensor) -> Tensor:
-    h = m.layer(x).transpose(1, 2)
-    return torch.fft.irfft(torch.fft.rfft(h, n=2 * T) * torch.fft.rfft(m.p, n=2 * T), n=2 * T)[..., :T]
-
-
-def filtered(m: Any, x: Tensor) -> Tensor:
-    weight = torch.view_as_complex(m.p)
-    return torch.fft.irfft(torch.fft.rfft(m.layer(x), dim=1) * weight + weight.conj(), n=T, dim=1)
-
-
-def state_space(m: Any, x: Tensor) -> Tensor:
-    kernel = torch.exp(torch.complex(-m.p.exp(), m.q)[:, None] * torch.arange(2 * T)).real
-    u = torch.fft.rfft(m.layer(x), n=2 * T, dim=1)
-    return torch.fft.irfft(torch.einsum("bfd,df->bfd", u, torch.fft.rfft(kernel)), n=2 * T, dim=1)[:, :T]
 
 
 def mixed_complex(m: Any, x: Tensor) -> Tensor:
@@ -172,18 +107,6 @@ def mixed_complex(m: Any, x: Tensor) -> Tensor:
 
 
 VIEWS_AND_COMPLEX = [
-    Case(
-        "an einsum changed in place",
-        einsum_in_place,
-        lambda: {"layer": nn.Linear(D, D), "p": torch.randn(5, 2, 3), "constant": torch.randn(7, 5)},
-    ),
-    Case("a spectrum of a parameter", spectral, lambda: {"layer": nn.Linear(D, 3), "p": torch.randn(3, T)}),
-    Case("a parameter viewed as complex", filtered, lambda: {"layer": nn.Linear(D, 3), "p": torch.randn(3, 3, 2)}),
-    Case(
-        "a diagonal state space",
-        state_space,
-        lambda: {"layer": nn.Linear(D, 3), "p": torch.randn(3), "q": torch.randn(3)},
-    ),
     Case(
         "real and complex in every operation",
         mixed_complex,
@@ -211,23 +134,10 @@ def learned_state(m: Any, x: Tensor) -> Tensor:
     return m.cell(x[:, 1], m.cell(x[:, 0], h))
 
 
-def projected(m: Any, x: Tensor) -> Tensor:
-    out, (h, c) = m.rnn(x)
-    return torch.cat([out.flatten(1), h.transpose(0, 1).flatten(1), c.transpose(0, 1).flatten(1)], 1)
-
-
 RECURRENT = [
-    Case("GRU cell", steps, lambda: {"cell": nn.GRUCell(D, 3)}),
-    Case("RNN cell", steps, lambda: {"cell": nn.RNNCell(D, 3)}),
     Case("ReLU cell without bias", steps, lambda: {"cell": nn.RNNCell(D, 3, bias=False, nonlinearity="relu")}),
     Case("LSTM cell", steps_of_two_states, lambda: {"cell": nn.LSTMCell(D, 3), "h": torch.randn(3)}),
     Case("GRU cell from a learned state", learned_state, lambda: {"cell": nn.GRUCell(D, 3), "h": torch.randn(1, 3)}),
-    Case("LSTM with proj_size", projected, lambda: {"rnn": nn.LSTM(D, 4, 2, proj_size=3, batch_first=True)}),
-    Case(
-        "LSTM with proj_size, both ways",
-        projected,
-        lambda: {"rnn": nn.LSTM(D, 4, bias=False, proj_size=2, batch_first=True, bidirectional=True)},
-    ),
 ]
 
 
@@ -240,10 +150,6 @@ def sampled(m: Any, x: Tensor) -> Tensor:
     return F.grid_sample(x[:, :, None].unflatten(-1, (2, 3)).squeeze(2), grid, align_corners=False)
 
 
-def bilinear_over_positions(m: Any, x: Tensor) -> Tensor:
-    return m.layer(x, x.cos())
-
-
 def scattered(m: Any, x: Tensor) -> Tensor:
     h = m.layer(x)
     return h.scatter(1, (h > 0).long(), m.p.expand(len(x), T, 3))
@@ -254,34 +160,20 @@ def tokens(m: Any, x: Tensor) -> Tensor:
     return torch.concatenate([h * h, m.p.expand(len(x), 1, 3)], axis=1)
 
 
-def stacked(m: Any, x: Tensor) -> Tensor:
-    h = m.layer(x)
-    both = torch.stack([h, m.p.expand_as(h)], -2)
-    return torch.hstack([both.flatten(1), m.p.expand(len(x), 3)]).square()
-
-
 def solved(m: Any, x: Tensor) -> Tensor:
     return torch.linalg.solve((m.w + 4 * torch.eye(T)).expand(len(x), T, T), m.layer(x))
 
 
 ROWS = [
-    Case("W x, batch last", lambda m, x: (m.p @ x.t()).t(), lambda: {"p": torch.randn(3, D)}, (D,)),
-    Case("W x", lambda m, x: torch.matmul(m.p, x) @ m.q, lambda: {"p": torch.randn(3, T), "q": torch.randn(D, 2)}),
-    Case(
-        "bmm with an expanded weight", lambda m, x: x.bmm(m.p.expand(len(x), -1, -1)), lambda: {"p": torch.randn(D, 3)}
-    ),
-    Case("bmm with queries", lambda m, x: m.p.expand(len(x), -1, -1).bmm(x), lambda: {"p": torch.randn(1, 2, T)}),
     Case("scatter of an expanded parameter", scattered, layer_and_vector),
     Case("grid_sample by a parameter", sampled, lambda: {"p": torch.randn(1, 3, 3, 2)}),
     Case("bilinear with a constant", bilinear, lambda: {"layer": nn.Bilinear(D, 4, 3)}, (D,)),
-    Case("bilinear, as many outputs as samples", bilinear_over_positions, lambda: {"layer": nn.Bilinear(D, D, B)}),
     Case(
         "a matrix times a vector",
         lambda m, x: (x @ m.p) * (m.q @ x).sum(1, True),
         lambda: {"p": torch.randn(D), "q": torch.randn(T)},
     ),
     Case("tokens in front", tokens, layer_and_vector),
-    Case("stacked", stacked, layer_and_vector),
     Case(
         "distances from as many points as samples",
         lambda m, x: torch.cdist(m.layer(x[:, 0]), m.w),
@@ -291,7 +183,127 @@ ROWS = [
     Case("where", lambda m, x: torch.where(x > 0, m.p.expand_as(x), x * m.p), lambda: {"p": torch.randn(D)}),
 ]
 
-EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS]
+# Rows written into other tensors: of the batch, of a part of it, or of a parameter
+
+Taking = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""(module, rows [n, 3] of some positions, their samples [n], their positions [n]) -> [n, 3]."""
+
+
+def parts() -> dict[str, Any]:
+    return {**layer_and_vector(), "after": nn.Linear(3, 3)}
+
+
+def of_some(take: Taking) -> Forward:
+    """Apply `take` to concatenated rows of some positions of all samples, then sum by sample."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        inside = x[..., 0] > 0
+        inside[:, 0] = True
+        samples, positions = inside.nonzero().unbind(1)
+        rows = m.after(take(m, m.layer(x[inside]), samples, positions).tanh())
+        return rows.new_zeros(len(x), 3).index_add(0, samples, rows)
+
+    return forward
+
+
+def of_sorted(back: Callable[[Tensor, Tensor], Tensor]) -> Forward:
+    """Sort samples, and restore their order by `back(rows, order)`."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        h = m.layer(x)
+        return m.after((back(m.layer(x[order]).tanh() * m.p, order) + h).square())
+
+    return forward
+
+
+def of_ends(write: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> Forward:
+    """`write(module, h [B, T, 3], mask [B, T], last [B])` changes entries of the sequences h."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        inside = x[..., 0] > 0
+        return m.after(write(m, m.layer(x), inside, inside.sum(1).clamp(max=T - 1)).tanh()).sum(1)
+
+    return forward
+
+
+def columns(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    found = torch.zeros(h.shape).to(h)
+    found[:, 0] = h[:, 1]
+    found[..., 1:] = h[..., :2] * m.p[1:]
+    return found
+
+
+def copied_columns(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    turned = torch.zeros(h.shape).to(h).index_copy(1, torch.tensor([2, 0, 1]), h)
+    return turned.index_add(1, torch.tensor([0, 0, 1]), h) * m.p
+
+
+def one_of_two(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    of = (h[:, 0] > 0).long()
+    first = torch.zeros(len(h), 2).to(h)
+    first[torch.arange(len(h)), of] = 1.0
+    second = torch.zeros(len(h), 2).to(h).scatter(1, of[:, None], 1.0)
+    return h * (first @ m.p[:2, None]) * (second @ m.p[1:, None])
+
+
+def masked_rows(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    h = h.clone()
+    h[h[:, 0] > 0] = m.p
+    return h.index_put((h[:, 1] > 0,), m.p) * h
+
+
+def turned(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    """Reverse rows and restore them by gathering entries; then sort each row's entries."""
+    back = torch.arange(len(h)).flip(0)[:, None]
+    h = m.layer.bias + h.gather(0, back.expand(h.shape)) * m.p
+    h = torch.take_along_dim(h, back, 0)
+    return h.gather(1, h.detach().argsort(1)) * m.p
+
+
+def beside(m: Any, h: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    h = torch.cat([h[:, :1], m.p[1:].expand(len(h), 2)], 1)
+    return torch.stack([h, m.p.expand(len(h), 3)], 1).prod(1) + h
+
+
+def assigned(m: Any, h: Tensor, inside: Tensor, last: Tensor) -> Tensor:
+    h = h.clone()
+    h[torch.arange(len(h)), last] = m.p
+    return h
+
+
+def filled_at(m: Any, h: Tensor, inside: Tensor, last: Tensor) -> Tensor:
+    at = torch.arange(len(h)), last
+    found = m.p.expand(h.shape).clone()
+    found[at] = h[at]
+    return found * m.p.expand(h.shape).clone().index_put(at, h[at])
+
+
+def flat(m: Any, h: Tensor, inside: Tensor, last: Tensor) -> Tensor:
+    rows = h.flatten(0, 1).clone()
+    rows[torch.arange(len(h)) * T + last] = m.p
+    return rows.view(h.shape)
+
+
+TAKING = (columns, copied_columns, one_of_two, masked_rows, turned, beside)
+WRITTEN = [
+    *(Case(f"of some: {take.__name__}", of_some(take), parts) for take in TAKING),
+    Case("sorted, index_copy", of_sorted(lambda h, at: torch.zeros_like(h).index_copy(0, at, h)), parts, (D,)),
+    Case("sorted, index_add", of_sorted(lambda h, at: torch.zeros_like(h).index_add(0, at, h)), parts, (D,)),
+    Case("sorted, index_put", of_sorted(lambda h, at: torch.zeros_like(h).index_put((at,), h)), parts, (D,)),
+    Case("sorted, gather", of_sorted(lambda h, at: h.gather(0, at.argsort()[:, None].expand(h.shape))), parts, (D,)),
+    Case("sorted, take_along_dim", of_sorted(lambda h, at: h.take_along_dim(at.argsort()[:, None], 0)), parts, (D,)),
+    Case("ends", of_ends(assigned), parts),
+    Case(
+        "ends, added",
+        of_ends(lambda m, h, _, at: h.clone().index_put_((torch.arange(len(h)), at), m.p, accumulate=True)),
+        parts,
+    ),
+    Case("ends of rows", of_ends(flat), parts),
+    Case("filled at", of_ends(filled_at), parts),
+]
+
+EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS, *WRITTEN]
 
 
 def data_into_some_rows(m: Any, x: Tensor) -> Tensor:
@@ -345,7 +357,44 @@ def packed(m: Any, x: Tensor) -> Tensor:
 
 
 MIXES = "batch_norm: normalises over the samples of a batch.*group_norm"
+
+
+def merged(m: Any, x: Tensor) -> Tensor:
+    """Two rows joined to one, which may be of two samples."""
+    flat = x[x[..., 0] > 0]
+    flat = flat[: len(flat) // 2 * 2]
+    return x.sum(-1) + m.layer(flat.reshape(-1, 2 * D)).sum()
+
+
+def moved_namelessly(m: Any, x: Tensor) -> Tensor:
+    return x.sum(-1) + m.layer(torch.kron(x[x[..., 0] > 0], torch.ones(2, 1).double())).sum()
+
+
 REFUSED = [
+    (
+        Case("rows of two samples joined", merged, lambda: {"layer": nn.Linear(2 * D, 3)}),
+        "layer.weight: linear: numbers of several samples stand in one row .remedy: gather and scatter rows by",
+    ),
+    (
+        Case("rows that an operation without a name moved", moved_namelessly, lambda: {"layer": nn.Linear(D, 3)}),
+        "layer.weight: linear: it is not known which samples its rows belong to after kron .remedy: gather and",
+    ),
+    (
+        Case(
+            "one sample in an operation without a rule",
+            lambda m, x: torch.stack([F.prelu(x[i], m.p) for i in range(len(x))]),
+            lambda: {"p": torch.randn(D)},
+        ),
+        "p: prelu: no exact rule for one sample without a batch .remedy: apply it to a batch",
+    ),
+    (
+        Case(
+            "a diagonal",
+            lambda m, x: torch.einsum("btt,td->btd", x[..., :T], m.p),
+            lambda: {"p": torch.randn(T, D)},
+        ),
+        "p: einsum: an einsum that takes a diagonal has no rule .remedy: write it as torch.matmul or",
+    ),
     (Case("batch_norm by hand", normalised, layer_and_vector), MIXES),
     (Case("batch_norm by hand without parameters", normalised_without_parameters, layer_and_vector), MIXES),
     (
