@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipping import BACKENDS, UnsupportedModel, load_backend
+from clipping import BACKENDS, UnsupportedModel
 from clipping.backends.microbatch import Microbatch
 from dpbench.cli import check, main
 from dpbench.conformance import ConformanceTrial
@@ -16,12 +16,10 @@ from dpbench.conformance.judging import Measured, Wrong, judge
 from dpbench.conformance.refusals import REFUSALS
 from dpbench.conformance.scorecard import as_row, scorecard
 from dpbench.conformance.suite import checks, conformance
-from dpbench.errors import UsageError
 from dpbench.models.references import BUILTIN
 from dpbench.process.parent import Answer, Isolation
 from dpbench.trials import CheckTrial, Trial
-from dpbench.trials.backend_classes import backend_class
-from dpbench.trials.backends import ResolveTrial, validate_backend
+from dpbench.trials.backends import ResolveTrial
 from dpbench.trials.outcome import Outcome
 
 FIELDS = ["model", "backend", "status", "max_norm_error", "max_grad_error", "coverage", "reason"]
@@ -115,13 +113,6 @@ def test_a_check_runs_from_a_seed_and_leaves_the_random_state_as_it_was():
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(torch.get_rng_state(), before)
 
 
-def test_names_are_told_apart_and_one_can_ask_for_some():
-    names = list(checks())
-    assert len(names) == len(set(names)) > 80
-    asked = ["batch: empty", "conv2d"]
-    assert [verdict.case for verdict in conformance(Microbatch, only=asked)] == asked
-
-
 def test_nothing_is_verified_by_the_backend_itself():
     """A backend that finds itself out is as wrong as one that does not."""
 
@@ -135,19 +126,6 @@ def test_nothing_is_verified_by_the_backend_itself():
     (verdict,) = conformance(Doubles, only=["conv2d"])
     assert verdict.result == "wrong" and verdict.grad_error == pytest.approx(1) and verdict.norm_error == 0
     assert verdict.reason.startswith("relative error 0.0e+00 in the norms and 1.0e+00 in the gradient of '0.")
-
-
-def test_a_peers_defect_is_wrong_and_what_it_cannot_do_is_refused():
-    backend = load_backend("opacus_hooks")
-    if backend.unavailable():
-        pytest.skip(backend.unavailable())
-    found = {v.case: v for v in conformance(backend, only=["conv2d circular", "reused", "positions"])}
-    assert {case: v.result for case, v in found.items()} == {
-        "conv2d circular": "wrong",
-        "reused": "exact",
-        "positions": "refuses",
-    }
-    assert found["conv2d circular"].norm_error > 1e-2 and "0.positions.weight" in found["positions"].reason
 
 
 # The scorecard
@@ -251,13 +229,6 @@ def test_a_package_that_it_needs_is_named(mine, capsys, trials_here):
     code, rows, _ = run("--backend", f"{mine}/mine.py:Elsewhere", capsys=capsys)
     assert code == 0 and [(row["model"], row["status"]) for row in rows] == [("conformance", "unsupported")]
     assert rows[0]["reason"] == "elsewhere is not available here: the package mine is not installed"
-
-
-def test_a_class_without_a_name_is_called_as_it_is(mine):
-    assert backend_class(f"{mine}/mine.py:Mine").name == "bk_mixed"  # inherited
-    assert backend_class("ghost") is load_backend("ghost")
-    with pytest.raises(UsageError, match="did you mean 'vmap'"):
-        validate_backend("vmao")
 
 
 # What is run
