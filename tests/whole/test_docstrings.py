@@ -9,6 +9,7 @@ arguments of a Triton program are pointers, sizes and strides.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -19,6 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("accounting", "clipping", "dpbench", "experiments")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TORCHS_OWN = ("torch.", "Tensor.", "a @ W")
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def public(node: ast.Module | ast.ClassDef, inside: tuple[str, ...] = ()) -> Iterator[tuple[ast.FunctionDef, tuple]]:
@@ -49,11 +55,11 @@ def overrides(path: Path, classes: tuple[str, ...], name: str) -> bool:
 
 def said_once(path: Path, classes: tuple[str, ...]) -> set[str]:
     """Arguments that the class, the module or a package around it describes."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     found = described(ast.get_docstring(tree), "Functions take:")
     for folder in path.parents:
         if (folder / "__init__.py").exists():
-            around = ast.parse((folder / "__init__.py").read_text())
+            around = parsed(folder / "__init__.py")
             found |= described(ast.get_docstring(around), "Functions take:")
     node: ast.Module | ast.ClassDef = tree
     for each in classes:
@@ -66,7 +72,7 @@ def faults(path: Path) -> list[str]:
     """Public functions of a module that lack a docstring, or whose docstring leaves out an argument."""
     found = []
     where = path.relative_to(ROOT)
-    for function, classes in public(ast.parse(path.read_text())):
+    for function, classes in public(parsed(path)):
         decorators = [ast.unparse(each) for each in function.decorator_list]
         if any(each.endswith(".setter") or "triton.jit" in each for each in decorators):
             continue
