@@ -8,11 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.checks.sample_independence import RATE, Occasions, separating
-from clipping.checks.second_look import differing, fewer, more, replaced
 from clipping.checks.verification import WrongGradient
 from clipping.numerics.rng_replay import same_for_each
 
@@ -92,10 +90,8 @@ def attention(h):
 
 
 WAYS = {
-    "batch statistics": lambda h: (h - h.mean(0)) / (h.std(0) + 1),
     "detached statistics": lambda h: h / h.detach().norm(dim=(1, 2)).mean(),
     "attention over the batch": attention,
-    "rolled by two and back half": lambda h: h + 0.1 * h.roll(2, 0),
     "a share of the batch": lambda h: h * h.detach()[:, 0, 0].sigmoid().mean(),
     "the largest": lambda h: h - h.detach().amax(0),
 }
@@ -108,30 +104,14 @@ def test_a_model_that_mixes_is_refused(how, backend):
         b(*batch())
 
 
-@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
-def test_mixing_in_training_mode_alone_is_refused(how):
-    model = Mixes(how, lambda module, x: module.training)
-    with pytest.raises((UnsupportedModel, WrongGradient)), load_backend("bk_mixed")(model, squares) as b:
-        b(*batch())
-
-
-@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("how", ["detached statistics", "attention over the batch"])
 def test_mixing_that_begins_with_longer_sequences_is_refused(how):
-    model = Mixes(how, lambda module, x: x.shape[1] > T)
+    model = Mixes(WAYS[how], lambda module, x: x.shape[1] > T)
     with load_backend("bk_mixed")(model, squares) as b:
         b(*batch())
-        with pytest.raises(UnsupportedModel, match="samples mix"):
-            b(*batch(T + 1))
-
-
-def test_mixing_that_begins_later_in_the_same_shapes_is_refused_where_the_graph_is_new():
-    model = Mixes(WAYS["batch statistics"], lambda module, x: module.late)
-    model.late = False
-    with load_backend("ghost")(model, squares) as b:
-        b(*batch())
-        model.late = True
-        with pytest.raises(UnsupportedModel, match="samples mix"):
-            b(*batch())
+        for _ in range(2):  # whoever catches the refusal, and goes on, is refused in the next step, too
+            with pytest.raises(UnsupportedModel, match="samples mix"):
+                b(*batch(T + 1))
 
 
 class Sorted(nn.Module):
@@ -188,46 +168,12 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("backend", TAPE)
 @pytest.mark.parametrize("how", RANDOM.values(), ids=RANDOM)
-def test_what_draws_in_training_passes(how, backend):
+def test_what_draws_in_training_passes(how):
     """Each sample draws the same alone as beside another: the verification runs in the mode that trains."""
-    with load_backend(backend)(Training(how), squares, clip=Flat(0.5)) as b:
+    with load_backend("bk_mixed")(Training(how), squares, clip=Flat(0.5)) as b:
         for _ in range(3):
             b(*batch())
-
-
-FUSED = (
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_a_gpus_attention_that_drops_nothing_runs_as_it_is(name):
-    """It gives the state of a generator beside its output, a number or two, which no sample has a row of."""
-    q = torch.empty(4, 2, 8, 16, dtype=torch.bfloat16, device="meta")
-    given = [q, q, q] + ([] if "flash" in name else [None, True])
-    operation = getattr(torch.ops.aten, name).default
-    called = []
-
-    class Called(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            called.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Called(), same_for_each(4):
-        output, *rest = operation(*given)
-    assert called.count(operation) == 1 and output.shape == q.shape
-    assert [getattr(x, "shape", x) for x in rest] == [getattr(x, "shape", x) for x in operation(*given)[1:]]
-
-
-def test_attention_that_drops_is_drawn_for_each_sample():
-    q = torch.empty(4, 2, 8, 16, device="meta")
-    with same_for_each(4):
-        output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.3)
-    assert output.shape == q.shape
 
 
 def test_generators_and_buffers_are_as_one_step_leaves_them():
@@ -255,14 +201,6 @@ def test_generators_and_buffers_are_as_one_step_leaves_them():
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
-def test_experts_that_are_chosen_by_ties_are_no_mixing():
-    """A row whose choice hangs on a rounding differs in float32; float64 decides."""
-    before, half = [torch.tensor([1.0, 2.0, 3.0])], replaced(torch.tensor([True, True, False]))
-    assert differing(before, [torch.tensor([1.0, 2.1, 9.0])], half, 1e-4) == 1
-    assert differing(before, [torch.tensor([1.0, 2.0, 9.0])], half, 1e-4) is None
-    assert differing([torch.tensor([1.0, float("nan"), 3.0])], before, half, 1e-4) is None
-
-
 def test_any_two_samples_are_told_apart():
     for batch_size in [2, 3, 4, 7, 33, 64, 257]:
         sets = torch.stack(separating(batch_size))
@@ -270,25 +208,6 @@ def test_any_two_samples_are_told_apart():
             holds_i_alone = sets[:, i : i + 1] & ~sets
             assert holds_i_alone.any(0).sum() == batch_size - 1
         assert len(sets) <= 2 + 1.6 * torch.tensor(float(batch_size)).log2()
-
-
-def test_others_are_replaced_and_nothing_else():
-    x = torch.arange(10.0).view(5, 2)
-    half = torch.tensor([False, True, False, True, False])
-    found = replaced(half).of(x)
-    assert torch.equal(found[half], x[half]) and torch.equal(found[~half], x[[1, 1, 3]])  # in the order that they had
-    poisoned = replaced(half, poison=True).of(x)
-    assert torch.equal(poisoned[half], x[half]) and poisoned[~half].isnan().all()
-    assert x[0, 0] == 0 and not x.isnan().any()
-
-
-@pytest.mark.parametrize("size", [2, 7, 40])
-def test_records_come_and_go_in_their_order(size):
-    x = torch.arange(2 * size).double()  # two rows a record
-    for change, count in ((fewer(size), size - max(1, size // 8)), (more(size), size + 1)):
-        found = change.of(x)
-        assert len(found) == 2 * count and found.unflatten(0, (-1, 2))[:, 0].diff().ge(0).all()
-        assert torch.equal(found.unflatten(0, (-1, 2))[change.own], x.unflatten(0, (-1, 2))[change.take[change.own]])
 
 
 def looked(occasions, graph, shape):
@@ -314,14 +233,9 @@ def test_shapes_without_end_are_not_looked_at_without_end():
     assert sum(looked(occasions, number, 5) for number in range(3000)) < 32 + 3 * 3000 * 2 * RATE
 
 
-@pytest.mark.parametrize("how", ["attention over the batch", "detached statistics"])
-def test_what_mixes_is_refused_again(how):
-    """Whoever catches the refusal, and goes on, is refused in the next step, too."""
-    model = Mixes(WAYS[how], lambda module, x: module.late)
-    model.late = False
-    with load_backend("ghost")(model, squares) as b:
-        b(*batch())
-        model.late = True
-        for _ in range(3):
-            with pytest.raises(UnsupportedModel, match="samples mix"):
-                b(*batch(T + 1))
+def test_attention_that_drops_is_drawn_for_each_sample():
+    """By a kernel as a GPU has them, which gives the state of its generator beside the output."""
+    q = torch.empty(4, 2, 8, 16, device="meta")
+    with same_for_each(4):
+        output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.3)
+    assert output.shape == q.shape

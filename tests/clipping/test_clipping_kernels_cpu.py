@@ -77,32 +77,19 @@ def random_layers(seed: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
 
 
 @LIBRARY
-def test_norms_of_linear_layers_are_exact():
-    for seed in range(40):
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-11), *((dtype, 2e-5) for dtype in (torch.float32, torch.bfloat16))]
+)
+def test_norms_of_linear_layers_are_exact(dtype: torch.dtype, rtol: float):
+    """Of narrower numbers they are float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    for seed in range(40 if dtype == torch.float64 else 12):
         torch.manual_seed(seed)
-        a, gradients = random_layers(seed, torch.float64)
-        found = gram_norm(a, gradients)
-        assert found.shape == (len(a),) and found.dtype == torch.float64
-        require_close(found, exact_linear(a, gradients), 1e-11, f"seed {seed}")
-
-
-@LIBRARY
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norms_of_narrower_numbers_are_float32(dtype: torch.dtype):
-    torch.manual_seed(0)
-    for seed in range(12):
-        a, gradients = random_layers(seed, torch.float32)
+        a, gradients = random_layers(seed, wide)
         a, gradients = a.to(dtype), [g.to(dtype) for g in gradients]
         found = gram_norm(a, gradients)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), exact_linear(a, gradients), rtol=2e-5, atol=1e-4)
-
-
-@LIBRARY
-def test_a_long_sequence_in_float32_is_as_exact_as_its_products():
-    torch.manual_seed(0)
-    a, g = torch.randn(2, 5000, 8), torch.randn(2, 5000, 12)
-    torch.testing.assert_close(gram_norm(a, [g]).double(), exact_linear(a, [g]), rtol=1e-6, atol=0)
+        assert found.shape == (len(a),) and found.dtype == wide
+        require_close(found.double(), exact_linear(a, gradients), rtol, f"seed {seed}")
 
 
 @LIBRARY
@@ -122,19 +109,6 @@ def test_norms_of_convolutions_are_exact(dims: int, style: str):
         with torch.no_grad():
             found = rule.squared_norms(g, Route(ghost=True, way="compiled"))
         require_close(found, squares_by_autograd(output, weight, g), 1e-10, f"seed {seed}")
-
-
-@LIBRARY
-@pytest.mark.parametrize("size", [(32, 32), (7, 7), (1, 3), (14, 5)])
-@pytest.mark.parametrize("stride", [1, 2, 3])
-def test_images_of_other_widths_than_the_output(size: tuple[int, int], stride: int):
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 3, *size).double(), torch.randn(4, 3, 3, 3).double().requires_grad_()
-    for padding in (1, 2, 3):
-        output = F.conv2d(x, weight, None, stride, padding)
-        g = torch.randn_like(output)
-        found = compiled_norm(x, g, Geometry([3, 3], [stride] * 2, [padding] * 2, [1, 1]))
-        require_close(found, squares_by_autograd(output, weight, g), 1e-10, f"padding {padding}")
 
 
 @LIBRARY
@@ -311,97 +285,75 @@ def test_a_compiler_that_hangs_is_not_waited_for(forgotten: None, monkeypatch: p
         assert not cpu.supported(torch.empty(0))
 
 
-@LIBRARY
-def test_a_library_is_compiled_once_and_found_again(forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(library, "_folder", lambda: tmp_path / "new")
-    assert cpu.supported(torch.empty(0))
-    (made,) = (tmp_path / "new").iterdir()
-    assert made.suffix == ".so"
-    forget()
-    monkeypatch.setattr(library, "_compile", None)
-    assert cpu.supported(torch.empty(0))
-
-
 def test_off_keeps_and_compiles_nothing(forgotten: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(library, "_folder", cache.folder)
     monkeypatch.setenv("DPBENCH_CACHE", "off")
     assert cache.folder() is None and not cpu.supported(torch.empty(0))
 
 
-def test_the_folder_is_the_named_one_or_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path))
-    assert cache.folder() == tmp_path
-    monkeypatch.delenv("DPBENCH_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.folder() == Path("/somewhere/dpbench")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert cache.folder() == Path("/home/somebody/.cache/dpbench")
+#: Precision -> how exact it is.
+EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}
+BOTH = pytest.mark.parametrize("dtype", EXACT)
+LOST = (2e-3, 3e-3)
 
 
-def test_norms_of_columns():
+@LIBRARY
+@BOTH
+def test_norms_of_columns(dtype: torch.dtype):
     for shape in [(3, 7, 5), (2, 64, 4, 4), (1, 1, 300), (2, 5, 0), (4, 130, 17, 19)]:
-        for dtype in [torch.float32, torch.float64]:
-            x = torch.randn(shape, dtype=dtype)
-            if not cpu.in_one_piece(x):
-                pytest.skip("no compiler here")
-            found, expected = cpu.column_norms(x), torch.linalg.vector_norm(x.double(), dim=1)
-            torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+        x = torch.randn(shape, dtype=dtype)
+        expected = torch.linalg.vector_norm(x.double(), dim=1)
+        require_close(cpu.column_norms(x).double(), expected, EXACT[dtype], str(shape))
 
 
-def made(*shape: int, dtype: torch.dtype) -> Tensor:
-    x = torch.randn(*shape, dtype=dtype)
-    if not cpu.in_one_piece(x):
-        pytest.skip("no compiler here")
-    return x
+@LIBRARY
+@BOTH
+def test_reach_of_rows(dtype: torch.dtype):
+    for count, positions, inputs, outputs in [
+        (3, 7, 5, 9),
+        (1, 1, 1, 300),
+        (2, 0, 4, 4),
+        (2, 3, 5000, 1),
+        (4, 33, 64, 192),
+    ]:
+        a, wide = (torch.randn(count, positions, size, dtype=dtype) for size in (inputs, 2 * outputs))
+        for g in (wide[..., :outputs], wide[..., ::2], wide[:1, ..., :outputs].expand(count, -1, -1)):
+            rows, of = a.double().norm(dim=2), g.double().norm(dim=2)
+            expected = torch.stack([(rows * of).sum(1), LOST[0] * rows.sum(1) + LOST[1] * of.sum(1)], dim=1)
+            require_close(cpu.row_reach(a, g, LOST).double(), expected, EXACT[dtype], f"{inputs} to {outputs}")
 
 
-def test_reach_of_rows():
-    for shape in [(3, 7, 5, 9), (1, 1, 1, 300), (2, 0, 4, 4), (2, 3, 5000, 1), (4, 33, 64, 192)]:
-        for dtype in [torch.float32, torch.float64]:
-            count, positions, inputs, outputs = shape
-            a, wide = made(count, positions, inputs, dtype=dtype), made(count, positions, 2 * outputs, dtype=dtype)
-            for g in (wide[..., :outputs], wide[..., ::2], wide[:1, ..., :outputs].expand(count, -1, -1)):
-                norms = a.double().norm(dim=2), g.double().norm(dim=2)
-                expected = torch.stack(
-                    [(norms[0] * norms[1]).sum(1), 2e-3 * norms[0].sum(1) + 3e-3 * norms[1].sum(1)], dim=1
-                )
-                found = cpu.row_reach(a, g, (2e-3, 3e-3)).double()
-                torch.testing.assert_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@LIBRARY
+@pytest.mark.parametrize("dtype", [*EXACT, torch.bfloat16])
 def test_reach_of_rows_with_their_norm(dtype: torch.dtype):
     wide, lost = torch.promote_types(dtype, torch.float32), [(1e-3 * i, 2e-3 * i) for i in range(4)]
     for positions in (0, 1, 3, 5, 6, 64, 65, 1100):
-        a = made(3, positions, 37, dtype=torch.float32).to(dtype)
+        a = torch.randn(3, positions, 37).to(dtype)
         gradients = [torch.randn(3, positions, outputs).to(dtype) for outputs in (19, 4, 64)]
         gradients.append(torch.randn(1, positions, 5).to(dtype).expand(3, -1, -1))
         squares, reaches = cpu.gram_norm_and_reach(a, gradients, lost)
         assert torch.equal(squares, gram_norm(a, gradients)), positions
         for reach, g, each in zip(reaches.unbind(1), gradients, lost, strict=True):
-            expected = cpu.row_reach(a.to(wide), g.to(wide), each)
-            torch.testing.assert_close(reach, expected, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0)
+            require_close(reach, cpu.row_reach(a.to(wide), g.to(wide), each), EXACT[wide], f"{positions} positions")
 
 
-def test_reach_of_patches():
-    for size, geometry in [
+@LIBRARY
+@BOTH
+@pytest.mark.parametrize(
+    ("size", "geometry"),
+    [
         ((8, 8), ((3, 3), (1, 1), (1, 1), (1, 1))),
         ((7, 9), ((3, 2), (2, 1), (0, 1), (2, 3))),
         ((5, 4), ((1, 1), (2, 2), (0, 0), (1, 1))),
         ((11,), ((4,), (3,), (2,), (1,))),
-    ]:
-        for dtype in [torch.float32, torch.float64]:
-            kernel, *rest = geometry
-            pixels = made(3, *size, dtype=dtype).abs()
-            convolve = torch.nn.functional.conv1d if len(size) == 1 else torch.nn.functional.conv2d
-            patches = convolve(
-                pixels.double().square()[:, None], torch.ones(1, 1, *kernel).double(), None, *rest
-            ).sqrt()
-            norms = made(3, patches[0].numel(), dtype=dtype).abs()
-            of, lost = norms.double(), (2e-3, 3e-3)
-            expected = torch.stack(
-                [(patches.flatten(1) * of).sum(1), lost[0] * patches.flatten(1).sum(1) + lost[1] * of.sum(1)]
-            )
-            found = cpu.patch_reach(pixels, norms, geometry, patches.shape[-1], lost).double()
-            torch.testing.assert_close(found, expected.T, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+    ],
+)
+def test_reach_of_patches(size: tuple[int, ...], geometry: tuple[tuple[int, ...], ...], dtype: torch.dtype):
+    kernel, *rest = geometry
+    pixels, convolve = torch.rand(3, *size, dtype=dtype), F.conv1d if len(size) == 1 else F.conv2d
+    ones = torch.ones(1, 1, *kernel, dtype=torch.float64)
+    found = convolve(pixels.double().square()[:, None], ones, None, *rest).sqrt()
+    norms, rows = torch.rand(3, found[0].numel(), dtype=dtype), found.flatten(1)
+    expected = torch.stack([(rows * norms).sum(1), LOST[0] * rows.sum(1) + LOST[1] * norms.double().sum(1)], dim=1)
+    reach = cpu.patch_reach(pixels, norms, geometry, found.shape[-1], LOST)
+    require_close(reach.double(), expected, EXACT[dtype], str(size))

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import chunked_conv
-from clipping.accel.overwriting import Overwriting, of_any_size
+from clipping.accel.overwriting import of_any_size
 from clipping.core.reference import definition
 from clipping.core.types import ClippedGradient
-from clipping.tape.graph import nodes, unrecorded
-from clipping.tape.record import Tape
 
 B = 5
 BACKENDS = ("ghost", "bk_mixed", "fastgradclip")
@@ -133,53 +131,23 @@ def test_exact(kind: str):
             require_exact(backend, model, x, y, expected)
 
 
+def test_exact_where_convolutions_are_done_in_pieces(monkeypatch):
+    """Where two gradients meet, neither overwrites the other."""
+    monkeypatch.setattr(chunked_conv, "PIECE", 64)
+    chunked_conv._is_large.cache_clear()
+    for join in JOINS:
+        model, x, y = made("relu", join)
+        expected = definition(model, loss, x, y, clip=CLIP)
+        for backend in BACKENDS:
+            require_exact(backend, model, x, y, expected)
+    chunked_conv._is_large.cache_clear()
+
+
 def require_exact(backend: str, model: Model, x: Tensor, y: Tensor, expected: ClippedGradient) -> None:
     with of_any_size(), load_backend(backend)(model, loss, clip=CLIP, verify=False) as b:
         for _ in range(3 if backend == "bk_mixed" else 2):  # a plan is timed in the second
             out = b(x, y)
             require_same(out, expected)
-
-
-def recorded(model: Model, x: Tensor, y: Tensor) -> tuple[Tape, Tensor, list[Any]]:
-    """A tape, the losses, and the nodes of activation functions, the last one of the model first."""
-    parameters = dict(model.named_parameters())
-    tape = Tape(parameters, (x, y), B)
-    with of_any_size(), tape:
-        losses = loss(model(x), y)
-    assert not unrecorded(losses, tape, parameters)
-    found = [node for node in nodes([losses.grad_fn]) if type(node) is Overwriting._backward_cls]
-    return tape, losses, sorted(found, key=lambda node: -node._sequence_nr())
-
-
-@pytest.mark.parametrize(
-    ("join", "expected"),
-    [
-        (plain, [True, True, True]),
-        (skipped, [True, True, False]),
-        (skipped_in_place, [True, True, True, False]),
-        (by_hand, [True, False, False, True]),
-        (by_another_name, [True, False, False, True]),
-        (twice, [True, True, True]),
-        (left_out, [True, False, False]),
-        (in_views, [True, True, True]),
-    ],
-)
-def test_what_is_written_over(join: Callable[..., Tensor], expected: list[bool]):
-    """Which gradients are nobody else's, from the last activation to the first."""
-    _, _, found = recorded(*made("tanh", join))
-    assert [node.alone for node in found] == expected
-
-
-def test_a_gradient_is_written_over_in_the_tapes_own_pass_alone():
-    tape, losses, found = recorded(*made("relu", plain))
-    handed: list[tuple[int, Tensor]] = []
-    given: list[int] = []
-    found[0].register_prehook(lambda grads: handed.append((grads[0].data_ptr(), grads[0].clone())))
-    found[0].register_hook(lambda inputs, outputs: given.append(inputs[0].data_ptr()))
-    tape.backward(losses, lambda use, g: None, retain_graph=True)
-    torch.autograd.grad(losses.sum(), list(tape.arrivals._anchors.values()), allow_unused=True)
-    assert [handed[0][0] == given[0], handed[1][0] == given[1]] == [True, False]
-    torch.testing.assert_close(handed[0][1], handed[1][1], rtol=0, atol=0)
 
 
 def test_what_a_hook_keeps_stays_as_it_was():
@@ -196,14 +164,6 @@ def test_what_a_hook_keeps_stays_as_it_was():
     assert kept and all(torch.equal(g, before) for g, before in kept)
 
 
-def test_small_activations_are_left_to_torch():
-    model, x, y = made("relu", plain)
-    tape = Tape(dict(model.named_parameters()), (x, y), B)
-    with tape:
-        losses = loss(model(x), y)
-    assert not any(type(node) is Overwriting._backward_cls for node in nodes([losses.grad_fn]))
-
-
 def test_what_torch_refuses_stays_refused():
     model, x, y = made("relu", lambda h, act, m: torch.tanh(m.second(h), out=torch.empty_like(h)))
     with (
@@ -212,78 +172,3 @@ def test_what_torch_refuses_stays_refused():
         pytest.raises(RuntimeError, match="don't support automatic differentiation"),
     ):
         b(x, y)
-
-
-class Block(nn.Module):
-    """Images [B, 3, 8, 8]: of a ResNet the first convolution, a block of its own form, and the next stage."""
-
-    def __init__(self, join: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.join = join
-        self.first, self.a, self.b, self.c, self.d = nn.Conv2d(3, 4, 3, padding=1), *(conv() for _ in range(4))
-        self.norms, self.head = nn.ModuleList(nn.GroupNorm(2, 4) for _ in range(4)), nn.Linear(64, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.norms[0](self.first(x)))
-        h = self.join(self, h, self.norms[2](self.b(torch.relu(self.norms[1](self.a(h))))))
-        return self.head(F.max_pool2d(torch.relu(self.norms[3](self.c(h))), 2).flatten(1))
-
-
-def conv() -> nn.Conv2d:
-    return nn.Conv2d(4, 4, 3, padding=1)
-
-
-def identity(m: Block, h: Tensor, y: Tensor) -> Tensor:
-    return torch.relu(y + h)
-
-
-def in_place(m: Block, h: Tensor, y: Tensor) -> Tensor:
-    y += h
-    return F.relu(y, inplace=True)
-
-
-def other_way_round(m: Block, h: Tensor, y: Tensor) -> Tensor:
-    return torch.tanh(h + y)
-
-
-def shortcut(m: Block, h: Tensor, y: Tensor) -> Tensor:
-    return torch.relu(y + m.norms[2](m.d(h)))
-
-
-def scaled(m: Block, h: Tensor, y: Tensor) -> Tensor:
-    return torch.relu(torch.add(y, h, alpha=0.5))
-
-
-def of_a_convolution(m: Block, h: Tensor, y: Tensor) -> Tensor:
-    """A summand is a convolution's output."""
-    return torch.relu(m.d(y) + h)
-
-
-def three(m: Block, h: Tensor, y: Tensor) -> Tensor:
-    return torch.relu(y + h) + m.d(h)
-
-
-def sums_of_sums(m: Block, h: Tensor, y: Tensor) -> Tensor:
-    return torch.relu(y + h + m.d(y))
-
-
-def broadcast(m: Block, h: Tensor, y: Tensor) -> Tensor:
-    return torch.relu(y.unsqueeze(1).expand(-1, 2, -1, -1, -1) + h.unsqueeze(1)).sum(1)
-
-
-ENDS = (identity, in_place, other_way_round, shortcut, scaled, of_a_convolution, three, sums_of_sums, broadcast)
-
-
-@pytest.mark.parametrize("join", ENDS)
-def test_blocks_whose_convolutions_are_done_in_pieces(join: Callable[..., Tensor], monkeypatch):
-    """Where two gradients meet, neither overwrites the other."""
-    monkeypatch.setattr(chunked_conv, "PIECE", 64)
-    chunked_conv._is_large.cache_clear()
-    torch.manual_seed(0)
-    model, x, y = Block(join).double(), torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 3, (8,))
-    expected = definition(model, loss, x, y, clip=CLIP)
-    for backend in BACKENDS:
-        with of_any_size(), load_backend(backend)(model, loss, clip=CLIP, verify=False) as b:
-            for _ in range(3 if backend == "bk_mixed" else 1):  # a plan is timed in the second
-                require_same(b(x, y), expected)
-    chunked_conv._is_large.cache_clear()

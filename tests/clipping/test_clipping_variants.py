@@ -12,9 +12,6 @@ from torch import nn
 from clipping import BACKENDS, VARIANTS, load_backend
 from dpbench.cli import main
 from dpbench.errors import UsageError
-from dpbench.execution.selection import parse_only, select
-from dpbench.experiment import grid
-from dpbench.trials import StepTrial, Trial
 from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.backends import validate_backend
 
@@ -50,16 +47,3 @@ def test_what_is_mistyped_is_told_the_nearest(name, meant):
         load_backend(name)
     with pytest.raises(UsageError, match=rf"expected a backend, {said} \(one of .*or path/file.py:Class\)$"):
         validate_backend(name)
-
-
-def test_trials_carry_them_and_a_selection_finds_them():
-    cells = grid(StepTrial, model="cnn", backend=["bk_mixed", *VARIANTS], batch_size=8)
-    chosen = select(cells, parse_only(["backend=bk_mixed:paper,bk_mixed:time"]))
-    assert [trial.backend for trial in chosen] == ["bk_mixed:paper", "bk_mixed:time"]
-    assert all(Trial.from_wire(trial.to_wire()) == trial and "torch" in trial.modules() for trial in chosen)
-
-
-def test_check_takes_one(capsys, trials_here):
-    assert main(["check", "--model", "cnn", "--backend", "bk_mixed:memory", "--format", "json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert (row["backend"], row["status"]) == ("bk_mixed:memory", "ok")

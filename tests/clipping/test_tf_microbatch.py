@@ -14,8 +14,6 @@ from clipping.backends.microbatch import TfMicrobatch, tf_microbatch
 from clipping.checks.verification import compare, verify
 from dpbench import PrivacyEngine
 from dpbench.cli import main
-from dpbench.conformance.cases import CASES
-from dpbench.conformance.suite import checks, conformance
 from dpbench.errors import UsageError
 from dpbench.measure import verify as measured
 from dpbench.trials.backend_classes import backend_class
@@ -143,10 +141,3 @@ def test_check_holds_it_to_its_own_definition(capsys, trials_here):
     assert main(["check", "--model", "cnn", "--backend", "tf_microbatch:2", "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["status"] == "ok" and row["max_grad_error"] < 1e-12
-
-
-def test_conformance_asks_of_it_the_models_and_not_what_clipping_per_sample_promises():
-    found = list(conformance(tf_microbatch(2), only=[case.name for case in CASES[:3]]))
-    assert [verdict.result for verdict in found] == ["exact"] * 3
-    assert set(checks(tf_microbatch(2))) == {case.name for case in CASES}
-    assert set(checks(tf_microbatch(1))) == set(checks(load_backend("microbatch"))) > {"sensitivity: flat"}

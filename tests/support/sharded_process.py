@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from clipping import Flat, PerLayer, UnsupportedModel, load_backend
 from dpbench import AdamBC, PrivacyEngine
-from dpbench.measure.memory import measured_peak
 
 SAMPLES = 7  # not a multiple of the processes
 
@@ -231,49 +230,8 @@ def noise(**options):
     return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
 
 
-def peaks(how):
-    """(peak bytes of an engine's step, losses) for a model whose parameters take most of the memory."""
-    torch.manual_seed(1)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(40)], nn.Linear(128, 3))
-    if how == "fsdp":
-        for block in model[:-1]:
-            fully_shard(block)
-        fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    generator = torch.Generator().manual_seed(2)
-    settings = {"batch_size": 4, "sample_size": 40, "max_grad_norm": 1.0, "noise_multiplier": 0.01}
-    engine = PrivacyEngine(model, **settings, generator=generator)
-    with warnings.catch_warnings(action="ignore"):
-        engine.attach(optimizer)
-    x, y = torch.randn(4, 128, generator=generator), torch.arange(4) % 3
-    if how == "fsdp":
-        mine = slice(dist.get_rank(), None, dist.get_world_size())
-        x, y = x[mine], y[mine]
-    losses = []
-
-    def step():
-        out = loss_fn(model(x), y)
-        total = out.detach().sum()
-        if how == "fsdp":
-            dist.all_reduce(total)
-        losses.append(float(total) / 4)
-        optimizer.step(loss=out)
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    state = [value for values in optimizer.state.values() for value in values.values() if value is not None]
-    peak = measured_peak(step, [local(t) for t in (*model.parameters(), *state)], torch.device("cpu")).peak_bytes
-    engine.detach()
-    return peak, losses
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def main(folder):
-    """Sums of each case, what is refused, training and noise, and peaks of memory."""
+    """Sums of each case, what is refused, training and noise."""
     dist.init_process_group("gloo")
     rank, processes = dist.get_rank(), dist.get_world_size()
     found = {"alike": {}, "refusals": refusals(), "mixed": mixed()}
@@ -286,7 +244,7 @@ def main(folder):
         found[how] = train(how), train(how, noise=1.0)
     if processes == 4:
         found["replicas"] = noise(mesh=replicated())
-    return found | {"noise": noise(), "peak": peaks("fsdp")}
+    return found | {"noise": noise()}
 
 
 if __name__ == "__main__":
