@@ -89,25 +89,21 @@ def models() -> list[tuple[str, str]]:
     """(reference, task) of every model of the sweep, for the installed libraries."""
     types, with_experts = list(transformers_types()), set(mixtures())
     return [
-        *((f"timm:{name}", IMAGES) for name in timm_names()),
-        *((f"torchvision:{name}", IMAGES) for name in torchvision_names()),
+        *((ref, IMAGES) for package in ("timm", "torchvision") for ref in smallest(package)),
         *((f"tiny:{of[0]}/{of[1]}", KERNEL if of in with_experts else TASKS[of[0]]) for of in types),
         *((f"tiny:{of[0]}/{of[1]}{EAGER}", LOOP) for of in types if of in with_experts),
     ]
 
 
-def timm_names() -> Iterator[str]:
-    """The name of the smallest model in each of timm's families (modules)."""
-    for path in _sources("timm", "models/*.py"):
-        if names := _REGISTERED.findall(path.read_text()):
-            yield min(names, key=size_of) + ("?depth=2" if path.stem in _SHALLOW else "")
+def smallest(package: str) -> Iterator[str]:
+    """The reference of the smallest classification model in each of a library's families (modules).
 
-
-def torchvision_names() -> Iterator[str]:
-    """The name of the smallest classification model in each of torchvision's families (modules)."""
-    for path in _sources("torchvision", "models/*.py"):
+    Args:
+        package: timm or torchvision.
+    """
+    for path in _sources(package, "models/*.py"):
         if names := _REGISTERED.findall(path.read_text()):
-            yield min(names, key=size_of)
+            yield f"{package}:{min(names, key=size_of)}{'?depth=2' if path.stem in _SHALLOW else ''}"
 
 
 def transformers_types() -> Iterator[tuple[str, str]]:

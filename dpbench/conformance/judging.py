@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipping import Agreement, Backend, ClipFunction, ClippedGradient, UnsupportedModel, compare
 from clipping.core.batches import map_tensors
@@ -107,17 +106,6 @@ def placed(setup: Setup, device: str, dtype: torch.dtype | None = None) -> Setup
     return model.to(device, dtype), inputs, targets, loss_fn
 
 
-def opened(backend: type[Backend], model: nn.Module, loss_fn: Any, clip: ClipFunction, verify: bool = False) -> Backend:
-    """Open the backend, by default without its own verification.
-
-    Args:
-        model: of the case.
-        loss_fn: (outputs, targets) -> [B].
-        verify: with the backend's own verification.
-    """
-    return backend(model, loss_fn, clip=clip, verify=verify)
-
-
 def oracle(setup: Setup, clip: ClipFunction, together: int = 1) -> ClippedGradient:
     """The result of one sample at a time; for a backend that clips means, by its own definition.
 
@@ -131,7 +119,7 @@ def oracle(setup: Setup, clip: ClipFunction, together: int = 1) -> ClippedGradie
 def answered(backend: type[Backend], setup: Setup, clip: ClipFunction) -> tuple[ClippedGradient, dict[str, float]]:
     """The backend's result on one batch, and the coverage."""
     model, inputs, targets, loss_fn = setup
-    with opened(backend, model, loss_fn, clip) as b:
+    with backend(model, loss_fn, clip=clip, verify=False) as b:
         return b(inputs, targets), dict(b.coverage)
 
 

@@ -18,7 +18,7 @@ from clipping import Backend, Flat, Problem, UnsupportedModel
 from clipping.checks.verification import WrongGradient
 from dpbench.conformance.cases import BATCH, squared_error
 from dpbench.conformance.contract import median
-from dpbench.conformance.judging import TOLERANCE, Check, Measured, hold, opened, oracle, placed, worse
+from dpbench.conformance.judging import TOLERANCE, Check, Measured, hold, oracle, placed, worse
 from dpbench.conformance.oddities import (
     Forces,
     FusedBeside,
@@ -45,7 +45,7 @@ def held(make: Callable[[], nn.Module], verify: bool, backend: type[Backend], de
     setup = model, x, y, loss = placed((model, x, y, squared_error), device)
     clip = Flat(median(setup))
     try:
-        with opened(backend, model, loss, clip, verify) as b:
+        with backend(model, loss, clip=clip, verify=verify) as b:
             agreement = hold(b(x, y), oracle(setup, clip), TOLERANCE)
             if isinstance(model, (FusedLater, Mixing)) and not model.late:
                 model.late = True

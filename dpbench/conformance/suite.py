@@ -1,18 +1,14 @@
-"""Runs all cases on one backend.
-
-Functions take:
-    case: the model.
-"""
+"""Runs all cases on one backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from clipping import Backend, ClipFunction, Flat, PerLayer
+from clipping import Backend, Flat
 from clipping.numerics.products import full_precision
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.cases import CASES, Case
@@ -24,22 +20,20 @@ from dpbench.trials.backend_classes import backend_class
 SINGLE = 1e-3
 """Relative error of a model in float32 against the oracle in float64: no case has a discontinuous activation."""
 
-CLIPS: dict[str, Callable[[float], ClipFunction]] = {"flat": Flat, "per layer": PerLayer}
 
-
-def exact_on(case: Case, clip: str, backend: type[Backend], device: str) -> Measured:
+def exact_on(case: Case, backend: type[Backend], device: str) -> Measured:
     """Compare norms, sums and losses with the oracle: in float64, then the same model in float32. C is the median norm.
 
     Args:
-        clip: name of a function in `CLIPS`.
+        case: the model.
     """
     setup = placed(case.make(), device)
-    function = CLIPS[clip](median(setup))
-    reference = oracle(setup, function, backend.together)
-    out, coverage = answered(backend, setup, function)
+    clip = Flat(median(setup))
+    reference = oracle(setup, clip, backend.together)
+    out, coverage = answered(backend, setup, clip)
     agreement = hold(out, reference, TOLERANCE)
     with full_precision(convolutions=True):  # TF32 rounds with every method
-        out, _ = answered(backend, placed(setup, device, torch.float32), function)
+        out, _ = answered(backend, placed(setup, device, torch.float32), clip)
     hold(out, reference, SINGLE, " in float32")
     return Measured(agreement, coverage)
 
@@ -50,7 +44,7 @@ def checks(backend: type[Backend] = Backend) -> dict[str, Check]:
     A backend that clips the means of several samples is another mechanism: it gets the models, with its own definition
     as reference, and none of the checks for per-sample clipping.
     """
-    models: dict[str, Check] = {case.name: partial(exact_on, case, "flat") for case in CASES}
+    models: dict[str, Check] = {case.name: partial(exact_on, case) for case in CASES}
     return models | (CHECKS | REFUSALS if backend.together == 1 else {})
 
 
@@ -63,11 +57,6 @@ def conformance(backend: type[Backend], device: str = "cpu", only: Iterable[str]
     known = checks(backend)
     for name in known if only is None else only:
         yield judge(name, known[name], backend, device)
-
-
-def per_layer(case: Case, backend: type[Backend], device: str = "cpu") -> Verdict:
-    """The same case with each parameter clipped by its own norm; excluded from `conformance` to save time."""
-    return judge(f"{case.name}, per layer", partial(exact_on, case, "per layer"), backend, device)
 
 
 def run(trial: ConformanceTrial) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dpbench.trials import STEP_SOURCES, Trial
-from dpbench.trials.packages import modules_of_backends
+from dpbench.trials import STEP_SOURCES
+from dpbench.trials.backends import BackendTrial
 
 __all__ = ["DTYPES", "FAILURES", "LIMITS", "OUTCOMES", "SensitivityTrial"]
 
@@ -27,22 +27,14 @@ OUTCOMES = (*FAILURES, "refused", "within", "unsupported")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SensitivityTrial(Trial):
+class SensitivityTrial(BackendTrial):
     """All hard records on one backend, in one of `DTYPES`."""
 
     kind: ClassVar[str] = "sensitivity"
     body: ClassVar[str] = "dpbench.measure.sensitivity:run"
     sources: ClassVar[tuple[str, ...]] = (*STEP_SOURCES, "dpbench/conformance/**/*.py")
-    backend: str
     dtype: str = "float32"
     device: str = "cpu"
-
-    @property
-    def alone(self) -> bool:
-        return False
-
-    def modules(self) -> tuple[str, ...]:
-        return ("torch", *modules_of_backends((self.backend,)))
 
     def label(self) -> str:
         return f"{super().label()} {self.dtype}"
