@@ -224,20 +224,6 @@ def test_the_norm_of_a_skipped_layer_is_not_that_of_the_step_before(backend: str
             assert compare(b(x, y), oracle).within(exact.TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["opacus_hooks", "opacus_ghost"])
-def test_a_vision_transformer_is_one_fallback_and_called_so(backend: str):
-    """Its class token makes the whole model one module with parameters of its own: all of it goes through vmap."""
-    timm = pytest.importorskip("timm")
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=2, num_classes=3
-    ).double()
-    x, y = torch.randn(3, 3, 8, 8).double(), torch.tensor([0, 1, 2])
-    oracle = load_backend("microbatch")(model, cross_entropy)(x, y)
-    with load_backend(backend)(model, cross_entropy) as b:
-        assert compare(b(x, y), oracle).within(exact.TOLERANCE)
-        assert b.coverage == {"ghost": 0.0, "instantiated": 0.0, "fallback": pytest.approx(1.0)}
-
-
 @pytest.mark.parametrize(
     ("backend", "ghost", "fallback"),
     [

@@ -20,8 +20,7 @@ Not covered:
 - a profiler's device events, NVML (nvidia-smi is a script)
 
 `environment()` returns the variables for a process with the device. It puts a folder with a `sitecustomize` on
-PYTHONPATH, which forked, spawned and torchrun processes inherit. FAKE_CUDA is the number of devices, FAKE_CUDA_MEMORY
-the bytes of each.
+PYTHONPATH, which forked and spawned processes inherit. FAKE_CUDA is the number of devices.
 """
 
 from __future__ import annotations
@@ -46,19 +45,11 @@ _ANYWHERE = ("copy_", "index", "index_put_", "_index_put_impl_", "_foreach_copy_
 _VIEWS = ("view", "as_strided", "_reshape_alias", "unfold", "view_as_real", "view_as_complex", "set_", "is_set_to")
 
 
-def environment(devices: int = 1, memory: int = MEMORY, **more: str) -> dict[str, str]:
-    """Environment variables for a process with the fake device.
-
-    Args:
-        devices: number of devices.
-        memory: bytes of each.
-        more: further variables.
-    """
+def environment(**more: str) -> dict[str, str]:
+    """Environment variables for a process with the fake device, and more."""
     site = str(Path(__file__).resolve().with_name("fake_site"))
     paths = {name: os.pathsep.join(filter(None, [site, os.environ.get(name)])) for name in ("PYTHONPATH", "PATH")}
-    own = {"FAKE_CUDA": str(devices), "FAKE_CUDA_MEMORY": str(memory)}
-    own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices)))
-    return {**os.environ, **paths, **own, **more}
+    return {**os.environ, **paths, "FAKE_CUDA": "1", "CUDA_VISIBLE_DEVICES": "0", **more}
 
 
 class Card:

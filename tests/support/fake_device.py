@@ -132,7 +132,7 @@ def install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the fake replaces its CUDA kernels
         _KEPT.append(fake_cuda.register())
-    CARDS.extend(Card(i, int(os.environ.get("FAKE_CUDA_MEMORY", MEMORY))) for i in range(max(1, _count())))
+    CARDS.extend(Card(i, MEMORY) for i in range(max(1, _count())))
     guard = fake_guard.install(len(CARDS))
     _of_c(guard)
     _of_python()

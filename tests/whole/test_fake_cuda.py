@@ -30,10 +30,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def on_fake(*command: str, devices: int = 1, memory: int = 8 * 2**30, **more: str) -> str:
+def on_fake(*command: str, **more: str) -> str:
     """What it wrote to standard output."""
     paths = [str(SUPPORT / "fake_site"), str(ROOT), str(SUPPORT), str(ROOT / "tests" / "integrations")]
-    own = environment(devices, memory, PYTHONPATH=os.pathsep.join(paths), **more)
+    own = environment(PYTHONPATH=os.pathsep.join(paths), **more)
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE, env=own, cwd=ROOT
     )
