@@ -11,19 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from accounting import SubsampledGaussian
 from accounting.reductions import as_poisson
+from clipping import ClipFunction
 from dpbench.engine.errors import Misuse
 from dpbench.engine.sampling import Sizes
 from dpbench.engine.settings import require_sensitivity
 from dpbench.engine.state import State
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from clipping import ClipFunction
 
 
 def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:

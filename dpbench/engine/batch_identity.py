@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,18 +64,10 @@ class Ticket:
 
     def distance(self, tensors: list[Tensor]) -> float:
         """Returns 0 if `tensors` are the ticket's, infinity if they cannot come from it, NaN if unknown."""
-        return self._farthest(tensors, lambda probe, x: 0.0 if probe.is_of(x) else probe.distance(x))
-
-    def distance_of_copies(self, tensors: list[Tensor]) -> float:
-        """The same by values alone, as a tensor may have been overwritten."""
-        return self._farthest(tensors, _Probe.distance)
-
-    def _farthest(self, tensors: list[Tensor], distance: Callable[[_Probe, Tensor], float]) -> float:
         if not self.probes:
-            return float("nan")
-        found = [min((distance(probe, x) for probe in self.probes), key=_likeliest) for x in tensors]
-        known = [each for each in found if each == each]
-        return max(known) if known else float("nan")
+            return math.nan
+        found = [min((probe.distance(x) for probe in self.probes), key=_likeliest) for x in tensors]
+        return max((each for each in found if not math.isnan(each)), default=math.nan)
 
     def own(self, tensors: list[Tensor]) -> int:
         """Count the tensors that are the ticket's own, not copies, without any computation."""
@@ -157,7 +149,11 @@ class Tickets:
             stays = recording and not self._news and (before in self._open or not self._open)
             found = before if stays else self._likely(tensors, batch_size)
         if found is not None and found in self._open:
-            found = _again(found)
+            if found.released:
+                raise Misuse(
+                    "expected another batch of data_loader, got the one whose step raised after its release had begun: "
+                    "it is accounted, and a second release of the same sample would not be; go on with the next one"
+                )
             found.was_read(tensors)
         self.current, self._size, self._news = found, batch_size, False
         return recording and found is before
@@ -245,7 +241,7 @@ class Tickets:
         if not read and on_host:
             last = closed[:COMPARED] if batch_size >= COLUMNS else []
             some = [ticket for ticket in closed if ticket in last or ticket.own(tensors) == len(tensors) > 0]
-            read = [ticket for ticket in some if ticket.distance_of_copies(tensors) == 0.0]
+            read = [ticket for ticket in some if ticket.distance(tensors) == 0.0]
         return next(iter(read), None)
 
     def _likely(self, tensors: list[Tensor], batch_size: int) -> Ticket | None:
@@ -282,15 +278,6 @@ def _alike(tickets: Iterable[Ticket], tensors: list[Tensor]) -> list[Ticket]:
     """The tickets of which `tensors` are copies, exact or up to a scale and a shift in each feature."""
     limit = max((EXACT.get(x.dtype, 1e-4) for x in tensors if x.is_floating_point()), default=0.0)
     return [ticket for ticket in tickets if ticket.distance(tensors) <= limit]
-
-
-def _again(ticket: Ticket) -> Ticket:
-    if ticket.released:
-        raise Misuse(
-            "expected another batch of data_loader, got the one whose step raised after its release had begun: it is "
-            "accounted, and a second release of the same sample would not be; go on with the next one"
-        )
-    return ticket
 
 
 class _Probe:

@@ -14,9 +14,9 @@ the released value less the total, rounding included. So the normal's mean is a 
 holds it and is as secret as the data.
 
 **Restarts.** A fresh stream drops the history. That is private (see both modules) and costs some accuracy. It happens:
-for a parameter without noise in the step before (frozen, or of another shape); when the loader's batch was left out, as
-a record's steps would lie fewer than b apart; in a copy and in a forked process; and when training resumes from a
-checkpoint with a fresh key, as two trainings would share the history. With `replay` the stream continues.
+when the parameters differ from those of the step before; when the loader's batch was left out, as a record's steps
+would lie fewer than b apart; in a copy and in a forked process; and when training resumes from a checkpoint with a
+fresh key, as two trainings would share the history. With `replay` the stream continues.
 
 The deviation never falls within a stream: a later row's noise covers what an earlier step's record moved.
 """
@@ -34,14 +34,14 @@ from torch import Tensor
 from accounting.banded import coefficients
 from accounting.blt import Blt
 from clipping.noise.chacha import Segments
-from dpbench.engine.noise import OTHER_KIND, At, Noise
+from dpbench.engine.noise import OTHER_KIND, Noise
 from dpbench.engine.settings import UNPLANNED
 
-_Where = tuple[int, tuple[int, ...]]
+_Where = tuple[int, tuple[int, ...], tuple[int, ...]]  # process, and indices and sizes of the parameters
 
 
 class _Past(NamedTuple):
-    """State of one tensor's noise up to `step`: `rows` [R, n] in float64."""
+    """State of a flat tensor's noise up to `step`: `rows` [R, n] in float64."""
 
     step: int
     rows: Tensor
@@ -98,24 +98,9 @@ class Correlated(Noise):
             self._past.clear()
             self._ahead = ahead
 
-    def added_to_all(
-        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
-    ) -> list[Tensor]:
-        """As `Noise.added_to_all`; raises what its source raises."""
-        found = [(at.process, (at.parameter,)) for at in places]
-        wide = [
-            total.double() - self._shift(where, at.step, total).view(total.shape)
-            for where, at, total in zip(found, places, totals, strict=True)
-        ]
-        noisy = self.source.added_to_all(wide, deviation / self._first, places)
-        for where, at, total, released in zip(found, places, totals, noisy, strict=True):
-            self._remember(where, at.step, released - total)
-        kinds = [torch.promote_types(total.dtype, torch.float32) for total in totals]
-        return [released.div_(divisor).to(kind) for released, kind in zip(noisy, kinds, strict=True)]
-
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
         """As `Noise.add_to_flat`; raises what its source raises."""
-        where = process, segments.labels
+        where = process, segments.labels, segments.counts
         wide = flat.double() - self._shift(where, step, flat)
         self.source.add_to_flat(wide, segments, deviation / self._first, step, process)
         self._remember(where, step, wide - flat)
@@ -162,7 +147,7 @@ class Correlated(Noise):
         for other in [other for other, past in self._past.items() if past.step < step - 1]:
             del self._past[other]  # no noise in the step before
         past = self._past.get(where)
-        if past is None or past.step != step - 1 or past.rows.shape[1] != like.numel():
+        if past is None or past.step != step - 1:
             rows = torch.zeros(self._count, like.numel(), dtype=torch.float64, device=like.device)
         else:
             rows = past.rows.to(like.device)

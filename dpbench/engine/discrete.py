@@ -32,7 +32,6 @@ microseconds learns something about the noise's size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -74,24 +73,17 @@ class Discrete(Secure):
         """σS, enlarged by how far rounding to the grid may move sums apart."""
         return noise_multiplier * sensitivity / (1 - self._rounding / 2.0**self._log)
 
-    def added_to_all(
-        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
-    ) -> list[Tensor]:
-        """As `Noise.added_to_all`; noisy sums are multiples of the grid, rounded to the totals' precision.
+    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+        """As `Noise.add_to_flat`, on the CPU; noisy sums are multiples of the grid, rounded to the sums' precision.
 
         Raises:
             Misuse: noise was drawn at one of these places, or of a later step.
             ValueError: a number that does not fit 32 bits, a deviation that is negative or not finite.
         """
-        if not deviation:
-            return super().added_to_all(totals, deviation, places, divisor=divisor)
-        if not 0 < deviation < math.inf:
+        if not 0 <= deviation < math.inf:
             raise ValueError(f"expected a finite deviation >= 0, got {deviation!r}")
-        grid = deviation / 2.0**self._log
-        return discrete_noisy(totals, self._log, grid, self._key_for(places), places, in_place=True, divisor=divisor)
-
-    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
-        """As `Noise.add_to_flat`, on the CPU: it waits for the device."""
-        parts = segments.parts(flat)
-        places = [At(step, process, label) for label in segments.labels]
-        torch._foreach_copy_(parts, self.added_to_all([part.cpu() for part in parts], deviation, places))
+        if not deviation:
+            return
+        grid, places = deviation / 2.0**self._log, [At(step, process, label) for label in segments.labels]
+        parts, key = segments.parts(flat), self._key_for(places)
+        torch._foreach_copy_(parts, discrete_noisy(parts, self._log, grid, key, places, in_place=True))

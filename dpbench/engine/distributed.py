@@ -97,17 +97,10 @@ def agreed(steps: int, batch: int) -> Iterator[None]:
         yield
         succeeded = True
     finally:
-        _agree(succeeded, steps, batch)
-
-
-def _agree(succeeded: bool, steps: int, batch: int) -> None:
-    rank, processes = place()
-    if processes == 1:
-        return
-    found: list[Any] = [None] * processes
-    dist.all_gather_object(found, (succeeded, steps, batch))
-    if not succeeded:
-        return
+        rank, processes = place()
+        found: list[Any] = [(succeeded, steps, batch)] * processes
+        if processes > 1:
+            dist.all_gather_object(found, (succeeded, steps, batch))
     for other, (good, their_steps, their_batch) in enumerate(found):
         if not good:
             raise Misuse(

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from clipping.backends.recording import for_recording
 from clipping.core.clip_functions import ClipFunction
+from clipping.core.named_parameters import named_parameters
 from clipping.core.types import LossFunction
 from clipping.distributed.spread import reshard, sharded_modules, unwrapped
-from dpbench.engine.backends import usable_backend
 from dpbench.engine.batch_identity import Ticket, Tickets
-from dpbench.engine.checkpoint import load, save
 from dpbench.engine.distributed import agreed, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
@@ -38,7 +37,7 @@ from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import Sensitivity, release_gradients, sensitivity
 from dpbench.engine.safeguards import mark, require_accounted, require_usable
 from dpbench.engine.sampling import Sampler, Sizes
-from dpbench.engine.settings import backend_name, clip_function, resolve
+from dpbench.engine.settings import clip_function, resolve, usable_backend
 from dpbench.engine.spent import NOT_COUNTED, Abandoned, PrivacySpent, account
 from dpbench.engine.state import State
 from dpbench.engine.sums import Sums, gathered
@@ -115,7 +114,7 @@ class PrivacyEngine(State):
         reshard(model)
         if secure and generator is not None:
             raise ValueError("expected secure or a generator, got both: what is seeded is not secure")
-        cls = usable_backend(name := backend_name(backend, ghost_clipping, mixed))
+        self.backend, cls = usable_backend(backend, ghost_clipping, mixed)
         self.clip = clip_function(clip, max_grad_norm, numerical_stability_constant)
         self.settings = resolve(
             batch_size=batch_size,
@@ -133,7 +132,7 @@ class PrivacyEngine(State):
         )
         if self.noise_multiplier > 0 and not math.isfinite(self.clip.sensitivity):
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
-        self.model, self.backend = model, name
+        self.model = model
         self.noise = source_of(noise, self.settings, sum(p.numel() for p in model.parameters()), generator)
         self._sampler, self._tickets = Sampler(self.settings, shared_key(secret(generator))), Tickets()
         timing = self.timing = generator is None and self.noise_multiplier > 0  # else training is compared or repeated
@@ -294,7 +293,23 @@ class PrivacyEngine(State):
         Raises a FloatingPointError if the last step on a GPU was not finite; the next call saves.
         """
         self._unread.read(wait=True)
-        return save(self)
+        return {
+            **self._abandoned.save(),
+            "settings": self.settings.as_state(),
+            "sensitivity": self.clip.sensitivity,
+            "steps": self.steps,
+            "drawn": self.drawn,
+            "sampled": self._sampled,
+            "key": self._sampler.key,
+            "branch": self._sampler.branch,
+            "noise": self.noise.state_dict(),
+            "sums": {name: total.clone() for name, total in self._sums.items()},
+            "counted": self._sums.counted,
+            "size": self._size,
+            "drawing": self._drawing,
+            "backend": self._recorder.backend.settle(),
+            "place": list(place()),
+        }
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
         """Resume from `state_dict` with noise of a fresh key; with `replay`, repeat the same training.
@@ -305,12 +320,30 @@ class PrivacyEngine(State):
             ValueError: a setting differs, so that ε would hold for neither run; or the state has another process's part
                 of a logical batch, whose records would be in the sum twice.
         """
-        load(self, state, replay=replay)
-
-    def _attached(self) -> Patch:
-        if self._patch is None:
-            raise Misuse("expected engine.attach(optimizer) before a step, got an engine that is not attached")
-        return self._patch
+        mine = {**self.settings.as_state(), "sensitivity": self.clip.sensitivity}
+        saved = {**state["settings"], "sensitivity": state["sensitivity"]}
+        for name in mine:
+            if mine[name] != saved.get(name):
+                raise ValueError(f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}")
+        if state["sums"] and state["place"] != list(place()):
+            raise ValueError(
+                "expected the checkpoint of process {} of {} in the middle of a logical batch, got that of {} of {}: "
+                "save each process's own, or between logical batches".format(*place(), *state["place"])
+            )
+        self.noise.load_state_dict(state["noise"], replay=replay)
+        self._recorder.backend.resume(state["backend"])
+        self._abandoned.go_on(state, self.steps)
+        same = replay or self._abandoned.count == state["abandoned"]  # no released step is undone
+        self._sampler.take(state["key"], state.get("branch", 0) if same else self._abandoned.count)
+        self.steps, self.drawn, self._sampled = state["steps"], state["drawn"], state["sampled"]
+        parameters = named_parameters(self.model)
+        sums = {name: total.to(parameters[name].device) for name, total in state["sums"].items()}
+        self._sums = gathered(sums, parameters, counted=state.get("counted", 0.0))
+        self._unread.clear()
+        self._size, self._ended = state["size"], 0
+        self._drawing = state["drawing"] if self._sums else -1
+        self._recorder.drop()
+        self._tickets.clear()
 
     def _end(self, ticket: Ticket | None, add: Callable[[], None]) -> None:
         """Add a physical batch to the sum, and release the logical batch after its last piece."""
@@ -379,16 +412,6 @@ class PrivacyEngine(State):
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, PrivacyWarning, stacklevel=4)
-
-    def _begin_drawing(self) -> None:
-        """Start an iteration of the loader, which draws an unfinished logical batch again."""
-        if len(self._tickets) or self._sums:
-            self._recorder.drop()
-            self._drop_parts()
-        self._tickets.clear()
-
-    def _drop_parts(self) -> None:
-        self._sums, self._size = Sums(), 0
 
     def _begin(self, ticket: Ticket | None) -> None:
         """Begin to step the loader's batch of this ticket; None: one of the caller's."""

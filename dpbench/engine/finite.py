@@ -16,19 +16,32 @@ though it spends nothing.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from clipping.distributed.spread import any_sharded, here
-from dpbench.engine.sums import Block, everywhere, lies_flat
+from dpbench.engine.sums import Block, everywhere
 
 _OVERFLOWED = "a loss or an activation has overflowed"
+
+
+def _is_later(device: torch.device) -> bool:
+    """Whether the host reads the flags of sums on this device one step later."""
+    return device.type == "cuda"
+
+
+def later(blocks: Iterable[Block]) -> list[Block]:
+    """The blocks whose sums the device checks, and whose flags the host reads one step later.
+
+    Args:
+        blocks: of the sums.
+    """
+    return [block for block in blocks if _is_later(block.data.device)]
 
 
 def require_finite(grads: Mapping[str, Tensor]) -> None:
@@ -37,9 +50,9 @@ def require_finite(grads: Mapping[str, Tensor]) -> None:
     Args:
         grads: parameter name -> clipped sum.
     """
-    sharded, is_later = any_sharded(grads.values()), functools.cache(lies_flat)
+    sharded = any_sharded(grads.values())
     mine = {name: here(g) for name, g in grads.items()} if sharded else grads
-    known = {name: g for name, g in mine.items() if not is_later(g.device)}
+    known = {name: g for name, g in mine.items() if not _is_later(g.device)}
     if not known:
         return
     flags = _finite(list(known.values()))
@@ -154,7 +167,7 @@ def _finite(sums: list[Tensor]) -> Tensor:
     """[tensors] bool, from one number of each, without copying them."""
     full = [x for x in sums if x.numel()]
     nothing = torch.zeros((), dtype=sums[0].dtype, device=sums[0].device)
-    if not lies_flat(sums[0].device):  # a sum is faster, but may itself overflow
+    if not _is_later(sums[0].device):  # a sum is faster, but may itself overflow
         found = torch.stack([x.sum() if x.numel() else nothing for x in sums]).isfinite()
         if bool(found.all()):
             return found

@@ -104,34 +104,28 @@ class Noise(ABC):
         """
 
     def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
-        """As `added_to_all` for one sum, which is not changed.
+        """`total` + N(0, deviation²), in float32 or wider; `total` is not changed.
 
         Args:
             total: a sum, of a parameter's shape.
             at: no other draw may be at this place.
         """
-        return self.added_to_all([total.clone()], deviation, [at])[0]
-
-    @abstractmethod
-    def added_to_all(
-        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
-    ) -> list[Tensor]:
-        """(Each total + N(0, deviation²)) / divisor, in float32 or wider.
-
-        Args:
-            totals: may be overwritten, and share memory with the result.
-            places: one a total; no other draw may be at one of them.
-            divisor: > 0, of the noisy sum.
-        """
+        segments = Segments((total.numel(),), (at.parameter,))
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        flat = torch.zeros(segments.length, dtype=dtype, device=total.device)
+        found = segments.parts(flat)[0].view(total.shape)
+        found.copy_(total.detach())
+        self.add_to_flat(flat, segments, deviation, at.step, at.process)
+        return found
 
     @abstractmethod
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
-        """The same in place, for the sums of several parameters in one tensor.
+        """Add N(0, deviation²) in place to the sums of several parameters in one tensor.
 
         Args:
-            flat: the sums [segments.length], changed in place.
+            flat: the sums [segments.length], float32 or wider, changed in place.
             segments: where each sum lies; its `labels` are the parameters' indices.
-            step, process: of the place.
+            step, process: of the place; no other draw may be at one of these places.
         """
 
     @abstractmethod
@@ -147,7 +141,7 @@ class Noise(ABC):
             replay: draw the same noise again that followed the state.
 
         Raises:
-            ValueError: a state of another kind, or without a key to replay.
+            ValueError: a state of another kind.
         """
 
 
@@ -161,14 +155,8 @@ class Pseudo(Noise):
     def __init__(self, generator: torch.Generator) -> None:
         self._given = generator
 
-    def added_to_all(
-        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
-    ) -> list[Tensor]:
-        wide = [total.to(torch.promote_types(total.dtype, torch.float32)) for total in totals]
-        return [total.add_(self._drawn(total).mul_(deviation)).div_(divisor) for total in wide]
-
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
-        """Draws once for all on a GPU's generator; on a CPU's one by one, as `added_to_all` does."""
+        """Draws once for all on a GPU's generator, and one by one on a CPU's."""
         drawn = torch.zeros_like(flat, device=self._given.device)
         for part in segments.parts(drawn) if drawn.device.type == "cpu" else [drawn]:
             part.copy_(self._drawn(part))
@@ -182,7 +170,7 @@ class Pseudo(Noise):
         return {"kind": "pseudo", "given": self._given.get_state()}
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
-        if state["kind"] != "pseudo" or state["given"] is None:
+        if state["kind"] != "pseudo":
             raise ValueError(OTHER_KIND)
         self._given.set_state(state["given"])
 
@@ -204,27 +192,22 @@ class Secure(Noise):
     def __init__(self) -> None:
         self._take(secret(None))
 
-    def added_to_all(
-        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
-    ) -> list[Tensor]:
-        """As `Noise.added_to_all`; noisy sums are multiples of a power of two, 2^-21 to 2^-20 of the deviation.
+    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+        """As `Noise.add_to_flat`; noisy sums are multiples of a power of two, 2^-21 to 2^-20 of the deviation.
 
         Raises:
             Misuse: noise was drawn at one of these places, or of a later step.
             ValueError: a number that does not fit 32 bits, a deviation that is negative or not finite.
         """
-        grid = _grid(deviation)
-        if grid == 0:
-            return [total.detach().to(torch.promote_types(total.dtype, torch.float32)) / divisor for total in totals]
-        return noisy(totals, deviation, grid, self._key_for(places), places, in_place=True, divisor=divisor)
-
-    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
-        """As `Noise.add_to_flat`; rounds and raises as `added_to_all` does."""
-        grid = _grid(deviation)
-        if flat.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        grid, places = _grid(deviation), [At(step, process, label) for label in segments.labels]
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise Misuse("expected a step outside of a CUDA graph: each replay would draw the same noise again")
-        if grid:
-            key = self._key_for([At(step, process, label) for label in segments.labels])
+        if not grid:
+            return
+        key = self._key_for(places)
+        if flat.device.type == "cpu":
+            noisy(segments.parts(flat), deviation, grid, key, places, in_place=True)
+        else:
             add_to_flat(flat, segments, deviation, grid, key, (step, process))
 
     def _key_for(self, places: Sequence[At]) -> bytes:
@@ -245,12 +228,8 @@ class Secure(Noise):
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
         """As `Noise.load_state_dict`. Without `replay` the key is fresh, and two trainings share no noise."""
-        if state["kind"] != self.kind and (state["kind"] != "pseudo" or state["given"] is not None):
+        if state["kind"] != self.kind:
             raise ValueError(OTHER_KIND)
-        if replay and "key" not in state:
-            raise ValueError(
-                "expected a checkpoint that holds the noise's key to replay it, got one of an older version"
-            )
         self._take(state["key"] if replay else secret(None))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,9 +29,8 @@ def source_of(name: str, settings: Settings, coordinates: int, generator: torch.
         generator: of the caller's, or None.
 
     Raises:
-        ValueError: another name, or a generator with discrete noise.
+        ValueError: a generator with discrete noise.
     """
-    require_known(name)
     if name == "discrete" and generator is not None:
         raise ValueError("expected noise='discrete' or a generator, got both: what is seeded is not private")
     noise_multiplier = settings.mechanism.noise_multiplier
@@ -52,9 +51,10 @@ def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
         sampling: one of `accounting.sampling`.
 
     Raises:
-        ValueError: the accountant has no bound for this noise.
+        ValueError: no such noise, or the accountant has no bound for it.
     """
-    require_known(name)
+    if name not in NOISES[:2] and not correlation_of(name):
+        raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {name!r}")
     if name != "discrete":
         return "prv" if accountant is None else accountant
     if accountant is not None and accountant not in ACCOUNTANTS:
@@ -65,16 +65,6 @@ def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
     if sampling != "poisson":
         raise ValueError(f"expected sampling='poisson' with noise='discrete', got {sampling!r}")
     return accountant or ACCOUNTANTS[0]
-
-
-def require_known(name: str) -> None:
-    """Raise a ValueError unless the noise is one of `NOISES`.
-
-    Args:
-        name: of the noise.
-    """
-    if name not in NOISES[:2] and not correlation_of(name):
-        raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {name!r}")
 
 
 def correlation_of(noise: str, sampling: str | None = None, group_size: int = 1) -> dict[str, int]:

@@ -65,9 +65,7 @@ class Patch:
         self._inner: Any = inner if self._beneath is None else self._beneath.step
         self._innermost = self._beneath or optimizer
         patch = self
-        _ENGINES.add(engine)
-        if not _WATCH:
-            claim(engine)
+        claim(engine)
 
         def step(this: Any, closure: Any = None, *, loss: Any = None, **others: Any) -> Any:
             if patch.engine is None:  # detached; a scheduler's wrapper remains

@@ -264,7 +264,8 @@ class Recorder:
             return None
         if isinstance(self.backend, TapeBackend) and (problem := called_from_compiled_code()) is not None:
             raise UnsupportedModel(self.backend.name, [problem])
-        self._refuse_batch_norm()
+        if (problem := batch_norm_problem(self._norms)) is not None:
+            raise UnsupportedModel("PrivacyEngine", [problem])
         self._quieten_caller()
         batch_size = leading_dimension(args, kwargs)
         goes_on = self._recording
@@ -327,11 +328,6 @@ class Recorder:
         if caller is not None and caller.module is self._model and caller not in self._quiet:
             self._quiet.append(caller)
             quieten(caller, True)
-
-    def _refuse_batch_norm(self) -> None:
-        problem = batch_norm_problem(self._norms)
-        if problem is not None:
-            raise UnsupportedModel("PrivacyEngine", [problem])
 
 
 class Hook:

@@ -1,18 +1,14 @@
 """Turn the sums of a logical batch into gradients: reduce over processes, add noise once, divide by b.
 
-Noise is scaled to the `sensitivity` of the computed sum.
-
-On a GPU this takes some twenty launches and does not synchronise: see `dpbench.engine.sums`, and
-`dpbench.engine.finite` for sums that are not finite. Elsewhere one call draws the noise of all parameters.
-
-In several processes all reductions to the first start before it waits for one, and each result is broadcast while the
-next one's noise is drawn. Each sum crosses once to the first process and once back, after the backward pass.
+Noise is scaled to the `sensitivity` of the computed sum. Each sum crosses once to the first process and once back,
+after the backward pass. On a GPU this takes some twenty launches and does not synchronise: see `dpbench.engine.sums`,
+and `dpbench.engine.finite` for sums that are not finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +18,7 @@ from torch import Tensor, nn
 from clipping.backends.base import Backend
 from clipping.distributed.spread import any_sharded, as_sharded, here
 from dpbench.engine.distributed import place
-from dpbench.engine.finite import empty, finite
+from dpbench.engine.finite import empty, finite, later
 from dpbench.engine.noise import At, Noise
 from dpbench.engine.sums import Block, Sums, everywhere, gathered, replicas, shard_of
 
@@ -72,8 +68,7 @@ def release_gradients(
 
     Returns:
         The flags that the host has not read: (names, [names] bool), whether each sum on a GPU was finite. If one was
-            not,
-        all these gradients are noise alone. None without a parameter on a GPU.
+            not, all these gradients are noise alone. None without a parameter on a GPU.
     """
     parameters = {name: p for name, p in members.items() if p.requires_grad}
     for name in members.keys() - parameters.keys():
@@ -81,105 +76,72 @@ def release_gradients(
     if set(sums) != parameters.keys():
         sums = gathered(sums, members, parameters)
     blocks, sums.blocks = sums.blocks, []
-    for block in blocks:  # the noise's precision is float32, or the parameters' if wider; in memory of its own
-        dtype = torch.promote_types(parameters[block.names[0]].dtype, torch.float32)
-        if block.data.dtype != dtype or not block.own:
-            block.data = block.data.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    for block in blocks:  # the noise's precision is float32, or the parameters' if wider
+        block.data = block.data.to(torch.promote_types(parameters[block.names[0]].dtype, torch.float32))
     rank, processes = place()
     sharded = any_sharded(parameters.values())
-    works: list[Any] = []
-    if processes > 1 and not sharded:
-        works = [dist.reduce(block.data, dst=0, async_op=True) for block in blocks]
-    crossing = bool(works)
-    later = [block for block in blocks if block.segments is not None]
+    crossing = processes > 1 and not sharded
+    if crossing:
+        _wait(dist.reduce(block.data, dst=0, async_op=True) for block in blocks)
     unread = None
-    if later:
-        while works:
-            _wait(works.pop())
-        flags = finite(later)
+    if on_device := later(blocks):
+        flags = finite(on_device)
         if sharded:
             flags = everywhere(flags)
         elif crossing:
             dist.broadcast(flags, src=0)
-        empty(later, unless=flags)
-        unread = [name for block in later for name in block.names], flags
-    broadcasts = []
-    for i, together in enumerate([[block] for block in blocks] if crossing else [blocks]):
-        if works:
-            _wait(works[i])
-        if deviation and (sharded or rank == 0):
-            whole = parameters if sharded and noise.repeatable else None
-            _add_noise(together, noise, deviation, batch_size, At(step, rank, 0), whole)
-        if sharded:
-            _from_first_replica(together, parameters)
-        elif crossing:
-            broadcasts.append(dist.broadcast(together[0].data, src=0, async_op=True))
-    for work in broadcasts:
-        _wait(work)
-    if not deviation and blocks:
+        empty(on_device, unless=flags)
+        unread = [name for block in on_device for name in block.names], flags
+    if deviation and (sharded or rank == 0):
+        for block in blocks:
+            if sharded and noise.repeatable:
+                _add_shards(block, noise, deviation, step, parameters)
+            else:
+                noise.add_to_flat(block.data, block.segments, deviation, step, rank)
+    if sharded:
+        _from_first_replica(blocks, parameters)
+    elif crossing:
+        _wait(dist.broadcast(block.data, src=0, async_op=True) for block in blocks)
+    if blocks:
         torch._foreach_div_([block.data for block in blocks], batch_size)
-    _hand_over(blocks, parameters, sharded)
+    _hand_over(blocks, parameters)
     return unread
 
 
-def _add_noise(
-    blocks: Sequence[Block],
-    noise: Noise,
-    deviation: float,
-    batch_size: int,
-    at: At,
-    whole: Mapping[str, nn.Parameter] | None,
+def _add_shards(
+    block: Block, noise: Noise, deviation: float, step: int, parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Add noise and divide by b: flat blocks in place, and all others in one call.
-
-    Args:
-        blocks, noise, deviation, batch_size: as in `release_gradients`.
-        at: the place of parameter 0.
-        whole: the sharded parameters, if each process draws the noise of all shards.
-    """
-    alone, divided = [], []
-    for block in blocks:
-        if whole is not None:
-            for name, part, i in zip(block.names, block.parts(), block.indices, strict=True):
-                zeros = torch.zeros(whole[name].shape, dtype=part.dtype, device=part.device)
-                part.add_(shard_of(noise.added(zeros, deviation, at._replace(parameter=i)), whole[name]))
-            divided.append(block.data)
-        elif block.segments is not None:
-            noise.add_to_flat(block.data, block.segments, deviation, at.step, at.process)
-            divided.append(block.data)
-        else:
-            alone.append(block)
-    places = [At(at.step, at.process, block.indices[0]) for block in alone]
-    found = noise.added_to_all([block.data for block in alone], deviation, places, divisor=batch_size)
-    for block, data in zip(alone, found, strict=True):
-        block.data = data
-    if divided:
-        torch._foreach_div_(divided, batch_size)
+    """Add this process's shards of the noise that every process draws of the whole parameters."""
+    for name, part, i in zip(block.names, block.parts(), block.segments.labels, strict=True):
+        zeros = torch.zeros(parameters[name].shape, dtype=part.dtype, device=part.device)
+        part.add_(shard_of(noise.added(zeros, deviation, At(step, place()[0], i)), parameters[name]))
 
 
-def _from_first_replica(blocks: Sequence[Block], parameters: Mapping[str, nn.Parameter]) -> None:
+def _from_first_replica(blocks: Iterable[Block], parameters: Mapping[str, nn.Parameter]) -> None:
     """Broadcast each shard from its first replica, as noise is drawn once."""
     for block in blocks:
         for group in replicas(parameters[block.names[0]]):
             dist.broadcast(block.data, src=dist.get_global_rank(group, 0), group=group)
 
 
-def _hand_over(blocks: Sequence[Block], parameters: Mapping[str, nn.Parameter], sharded: bool) -> None:
+def _hand_over(blocks: Iterable[Block], parameters: Mapping[str, nn.Parameter]) -> None:
     """Point each `.grad` at its slice of the block, laid out as autograd would.
 
     A fused optimizer pairs entries by memory position, without a check.
     """
     for block in blocks:
         block.data = block.data.to(parameters[block.names[0]].dtype)
-        for name, grad in zip(block.names, [block.data] if block.segments is None else block.parts(), strict=True):
+        for name, grad in zip(block.names, block.parts(), strict=True):
             p = parameters[name]
-            mine = here(p) if sharded else p
+            mine = here(p)
             if not mine.is_contiguous():
                 like = torch.empty_like(mine, dtype=grad.dtype)
                 grad = grad if like.stride() == grad.stride() else like.copy_(grad)
-            p.grad = as_sharded(grad, p) if sharded else grad
+            p.grad = as_sharded(grad, p)
 
 
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:  # None if this process is not in the group
-        work.wait()
+def _wait(works: Iterable[Any]) -> None:
+    """Start all communication before waiting for it."""
+    for work in list(works):
+        if work is not None:  # None if this process is not in the group
+            work.wait()

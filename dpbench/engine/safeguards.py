@@ -9,7 +9,6 @@ Functions take:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,21 +87,4 @@ def require_accounted(optimizer: torch.optim.Optimizer, steps: int) -> None:
         raise Misuse(
             f"expected engine.load_state_dict beside the optimizer's, which comes from a checkpoint of step {known} "
             f"where the engine counts {steps}: the steps before would not be accounted"
-        )
-
-
-def require_own_part(state: Mapping[str, Any], here: list[int]) -> None:
-    """Raise a ValueError if `state` holds another process's part of a logical batch.
-
-    Its records would be in the sum twice if two processes restored it.
-
-    Args:
-        state: of a checkpoint.
-        here: this process: [rank, processes].
-    """
-    if state["sums"] and state.get("place", here) != here:
-        rank, processes = state["place"]
-        raise ValueError(
-            f"expected the checkpoint of process {here[0]} of {here[1]} in the middle of a logical batch, got that of "
-            f"{rank} of {processes}: save each process's own, or between logical batches"
         )

@@ -1,27 +1,29 @@
-"""Resolve the engine's arguments: backend, clipping function, sampling, steps, noise. No torch."""
+"""Resolve the engine's arguments: backend, clipping function, sampling, steps, noise."""
 
 from __future__ import annotations
 
 import math
-import numbers
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from accounting import Accountant, Guarantee, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
 from accounting.blt import Blt, best
+from accounting.mechanism import real, whole
 from accounting.reductions import as_poisson
 from accounting.sampling import BY_EPOCH
 from accounting.varying import guarantee_of_parts
+from clipping import BACKENDS, FAMILIES, Automatic, ClipFunction, Flat, PerLayer, load_backend
+from clipping.backends.base import Backend
+from clipping.backends.recording import recordable
 from dpbench.engine.errors import PrivacyWarning
 from dpbench.errors import complaint, nearest
 
-if TYPE_CHECKING:
-    from clipping import ClipFunction
-
 #: Sampling schemes.
 SCHEMES = ("poisson", "truncated_poisson", "balls_and_bins", "without_replacement", "shuffled", "one_pass")
-CLIPS = ("flat", "automatic", "per_layer")
+CLIPS: dict[str, Any] = {"flat": Flat, "automatic": Automatic, "per_layer": PerLayer}
 UNPLANNED = 1000
 """Steps that correlated noise assumes for its coefficients if none are planned."""
 
@@ -135,14 +137,11 @@ def resolve(
     Raises:
         ValueError: an invalid argument, named. `accounting.NoAnswer` if the target cannot be met.
     """
-    batch_size, sample_size = _whole("batch_size", batch_size), _whole("sample_size", sample_size)
-    steps = None if steps is None else _whole("steps", steps)
-    max_batch_size = None if max_batch_size is None else _whole("max_batch_size", max_batch_size)
+    batch_size, sample_size = int(whole("batch_size", batch_size, 1)), int(whole("sample_size", sample_size, 1))
+    steps = None if steps is None else int(whole("steps", steps, 1))
     epochs, target_epsilon = _number("epochs", epochs), _number("target_epsilon", target_epsilon)
-    noise_multiplier, target_delta = (
-        _number("noise_multiplier", noise_multiplier),
-        _number("target_delta", target_delta),
-    )
+    noise_multiplier = _number("noise_multiplier", noise_multiplier)
+    target_delta = _number("target_delta", target_delta)
     if batch_size > sample_size:
         raise ValueError(f"expected batch_size <= sample_size, got {batch_size} > {sample_size}")
     if sampling not in SCHEMES:
@@ -157,7 +156,7 @@ def resolve(
         raise ValueError("expected epochs or steps beside target_epsilon, got neither: the noise depends on them")
     delta = _delta(target_delta, sample_size)
     scheme: dict[str, Any] = {"sampling": sampling, "dataset_size": sample_size, "max_batch_size": max_batch_size}
-    scheme["group_size"] = _whole("group_size", group_size)
+    scheme["group_size"] = group_size
     if bands * batch_size > sample_size:
         most = sample_size // batch_size
         raise ValueError(f"expected noise with at most sample_size // batch_size = {most} bands, got {bands}")
@@ -199,15 +198,12 @@ def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: fl
     Raises:
         ValueError: an unknown name, C = 0, or a function whose sensitivity is not C.
     """
-    from clipping import Automatic, ClipFunction, Flat, PerLayer  # with torch, which declarations do without
-
     if max_grad_norm == 0:
         raise ValueError("expected max_grad_norm > 0, got 0: every gradient would be 0, and so would the noise")
     if isinstance(clip, str):
         if clip not in CLIPS:
             raise ValueError(complaint("clip or a clipping function", clip, nearest(clip, CLIPS), CLIPS))
-        kinds: dict[str, Any] = {"flat": Flat, "automatic": Automatic, "per_layer": PerLayer}
-        found: ClipFunction = kinds[clip](max_grad_norm=max_grad_norm, stabiliser=stabiliser)
+        found: ClipFunction = CLIPS[clip](max_grad_norm=max_grad_norm, stabiliser=stabiliser)
         return found
     if not isinstance(clip, ClipFunction):
         raise ValueError(f"expected clip, one of {', '.join(CLIPS)} or a clipping function, got {clip!r}")
@@ -225,8 +221,6 @@ def require_sensitivity(clip: ClipFunction) -> None:
     Args:
         clip: norms -> factors.
     """
-    import torch
-
     norms = torch.logspace(-18, 18, 721, dtype=torch.float64, device="cpu")
     norms = torch.cat([norms.new_zeros(1), norms]) * max(clip.sensitivity, 1e-12)
     for layers in (1, 2, 7) if clip.per_layer else (0,):
@@ -242,23 +236,35 @@ def require_sensitivity(clip: ClipFunction) -> None:
             )
 
 
-def backend_name(backend: str, ghost_clipping: bool | None, mixed: bool | None) -> str:
-    """The backend's name, given or from private_CNN's two switches; without ghost clipping, gradients are instantiated.
+def usable_backend(backend: str, ghost_clipping: bool | None, mixed: bool | None) -> tuple[str, type[Backend]]:
+    """The backend's name, given or from private_CNN's two switches, and its class.
+
+    Without ghost clipping, gradients are instantiated.
 
     Args:
         backend: as given; "bk_mixed" by default.
         ghost_clipping, mixed: the switches, or None.
 
     Raises:
-        ValueError: a backend and a switch.
+        ValueError: a backend and a switch, or a backend that does not clip each sample's gradient, given the losses.
     """
-    if ghost_clipping is None and mixed is None:
-        return backend
-    if backend != "bk_mixed":
-        raise ValueError(f"expected backend or ghost_clipping and mixed, not both, got backend={backend!r} beside them")
-    if ghost_clipping is False:
-        return "fastgradclip"
-    return "ghost" if mixed is False else "mixed_ghost"
+    if (ghost_clipping, mixed) != (None, None):
+        if backend != "bk_mixed":
+            message = f"expected backend or ghost_clipping and mixed, not both, got backend={backend!r} beside them"
+            raise ValueError(message)
+        backend = "fastgradclip" if ghost_clipping is False else "ghost" if mixed is False else "mixed_ghost"
+    cls = load_backend(backend)
+    if backend.partition(":")[0] in FAMILIES:
+        raise ValueError(
+            f"expected a backend that clips each sample's gradient, got {backend!r}: it clips the mean of several, "
+            "where a sample can move the sum by 2 max_grad_norm and more, and the accounting is for max_grad_norm"
+        )
+    if not recordable(cls):  # a peer's backend may need its package
+        usable = ", ".join(
+            name for name, known in BACKENDS.items() if not known.peer and recordable(load_backend(name))
+        )
+        raise ValueError(f"expected a backend that works from losses, one of {usable}, got {backend!r}")
+    return backend, cls
 
 
 def _planned(epochs: float | None, steps: int | None, batch_size: int, sample_size: int, sampling: str) -> int | None:
@@ -271,20 +277,8 @@ def _planned(epochs: float | None, steps: int | None, batch_size: int, sample_si
     return math.ceil(epochs * steps_per_epoch(batch_size, sample_size, sampling))
 
 
-def _whole(name: str, value: Any) -> int:
-    """Convert a numpy or Python integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"expected {name} to be a whole number >= 1, got {value!r}")
-    return int(value)
-
-
-def _number(name: str, value: Any) -> float | None:
-    """Convert a numpy or Python number; bools are refused."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"expected {name} to be a number, got {value!r}")
-    return float(value)
+def _number(name: str, value: float | None) -> float | None:
+    return None if value is None else real(name, "to be a number", value)
 
 
 def _delta(target_delta: float | None, sample_size: int) -> float:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from accounting import ADJACENCIES, SAMPLINGS, Kind
 from accounting.sampling import BY_EPOCH
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from dpbench.engine.noise import Noise
-    from dpbench.engine.settings import Settings
+from dpbench.engine.noise import Noise
+from dpbench.engine.settings import Settings
 
 #: Leaks that no accountant covers.
 NOT_ACCOUNTED = "not accounted: hyperparameters tuned on the private data, early stopping by it, other releases of it"
@@ -167,11 +165,11 @@ class Abandoned:
         Args:
             state: from `save`.
         """
-        name, released = state.get("name", ""), steps + self.count
+        name, released = state["name"], steps + self.count
         if name in self._known:
             self.count = released - state["steps"]
         else:  # another training's: all steps released here are abandoned
-            self.count = state.get("abandoned", 0) + released
+            self.count = state["abandoned"] + released
         self._known.add(name)
 
     def leave(self, model: nn.Module, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""The state of an engine, for its parts that read and change it: checkpoint, loader, patch of `step`."""
+"""The state of an engine, for its parts that read and change it: loader, patch of `step`, log, adapters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from clipping.core.clip_functions import ClipFunction
 from dpbench.engine.batch_identity import Tickets
+from dpbench.engine.errors import Misuse
 from dpbench.engine.finite import Unread
 from dpbench.engine.noise import Noise
 from dpbench.engine.recorder import Recorder
@@ -19,7 +20,7 @@ from dpbench.engine.sums import Sums
 
 
 class State(ABC):
-    """The attributes and abstract methods of `dpbench.engine.engine.PrivacyEngine`.
+    """What `dpbench.engine.engine.PrivacyEngine` is for the modules below it.
 
     Methods take:
         loss, delta: the losses [B], with their graph; δ, the engine's if None.
@@ -53,10 +54,6 @@ class State(ABC):
     """Logical batches at the end of the last iteration of a loader."""
 
     @abstractmethod
-    def _attached(self) -> Any:
-        """The optimizer's patch; raises Misuse without one."""
-
-    @abstractmethod
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """ε of the steps so far."""
 
@@ -68,10 +65,19 @@ class State(ABC):
     def virtual_step(self, loss: Any) -> None:
         """Add part of a logical batch."""
 
-    @abstractmethod
-    def _begin_drawing(self) -> None:
-        """Start an iteration of the loader, and drop the parts of an unfinished logical batch."""
+    def _attached(self) -> Any:
+        """The optimizer's patch."""
+        if self._patch is None:
+            raise Misuse("expected engine.attach(optimizer) before a step, got an engine that is not attached")
+        return self._patch
 
-    @abstractmethod
+    def _begin_drawing(self) -> None:
+        """Start an iteration of the loader, which draws an unfinished logical batch again."""
+        if len(self._tickets) or self._sums:
+            self._recorder.drop()
+            self._drop_parts()
+        self._tickets.clear()
+
     def _drop_parts(self) -> None:
         """Drop the sums of an unfinished logical batch."""
+        self._sums, self._size = Sums(), 0

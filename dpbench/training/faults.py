@@ -194,14 +194,23 @@ FAULTS = {name: (fault.__doc__ or "").splitlines()[0] for name, fault in SEEDS.i
 
 def _noise(engine: PrivacyEngine, change: Callable[[Added, Tensor, float, At], Tensor]) -> None:
     """Replace the engine's noise by `change`, called for each parameter with the original function first."""
-    to_all = engine.noise.added_to_all
+    from clipping.noise.chacha import Segments  # with torch, which the parent does without
+    from dpbench.engine.noise import At  # the same
+
+    add = engine.noise.add_to_flat
 
     def added(total: Tensor, deviation: float, at: At) -> Tensor:
-        return to_all([total.clone()], deviation, [at])[0]
+        alone = Segments((len(total),), (at.parameter,))
+        found = total.new_zeros(alone.length)
+        found[: len(total)] = total
+        add(found, alone, deviation, at.step, at.process)
+        return found[: len(total)]
 
-    engine.noise.added_to_all = lambda totals, deviation, places, *, divisor=1.0: [  # type: ignore[method-assign]
-        change(added, total, deviation, at) / divisor for total, at in zip(totals, places, strict=True)
-    ]
+    def changed(flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+        for part, label in zip(segments.parts(flat), segments.labels, strict=True):
+            part.copy_(change(added, part, deviation, At(step, process, label)))
+
+    engine.noise.add_to_flat = changed  # type: ignore[method-assign]
 
 
 def _once(engine: PrivacyEngine, place: Callable[[At], Any]) -> None:

@@ -18,7 +18,7 @@ NAMES = (
     "the_same_as_on_a_cpu",
     "counters_of_many_groups",
     "a_program_that_fails_or_errs_is_not_taken",
-    "the_engine_with_sums_in_one_tensor",
+    "a_step_of_the_engine",
 )
 
 

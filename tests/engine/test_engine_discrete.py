@@ -14,7 +14,6 @@ from accounting import SubsampledGaussian, load_accountant
 from accounting.series import log_moments
 from clipping.accel import cpu
 from clipping.noise import discrete
-from clipping.noise.chacha import Segments
 from clipping.noise.discrete import ROUNDED, WIDEST, discrete_noisy
 from dpbench import PrivacyEngine
 from dpbench.engine.discrete import Discrete
@@ -197,14 +196,3 @@ def test_without_noise_nothing_is_rounded():
     total = torch.tensor([math.pi])
     assert torch.equal(engine.noise.added(total, 0.0, At(1, 0, 0)), total)
     assert not engine.privacy_spent().private
-
-
-def test_sums_that_lie_in_one_tensor_have_the_noise_of_each():
-    segments = Segments((5, 200, 3), (4, 7, 9))
-    flat = torch.randn(segments.length)
-    totals = [part.clone() for part in segments.parts(flat)]
-    one, other = Discrete(1.0, 208), Discrete(1.0, 208)
-    other.load_state_dict(one.state_dict(), replay=True)
-    one.add_to_flat(flat, segments, 0.5, 3, 1)
-    expected = other.added_to_all(totals, 0.5, [At(3, 1, label) for label in segments.labels])
-    assert all(torch.equal(a, b) for a, b in zip(segments.parts(flat), expected, strict=True))

@@ -15,32 +15,17 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """What became of each of two processes, in both forms; see `engine_process`."""
+def two(tmp_path_factory):
+    """What became of each of two processes; see `engine_process`."""
     return ranks(tmp_path_factory.mktemp("two"), SUPPORT / "engine_process.py")
 
 
-@pytest.fixture(scope="module")
-def two(both):
-    return [found[0] for found in both]
-
-
-@pytest.fixture(scope="module")
-def two_flat(both):
-    """With sums in one tensor, as on a GPU."""
-    return [found[1] for found in both]
-
-
-FORMS = pytest.mark.parametrize("form", ["two", "two_flat"])
-
-
-@FORMS
-def test_one_process_and_two(form, request):
+def test_one_process_and_two(two):
     alone, steps = train()
     torch.manual_seed(0)
     start = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).state_dict()
     assert all((p - start[name]).abs().max() > 0.02 for name, p in alone.items()) and steps == 20
-    first, second = (found[:2] for found in request.getfixturevalue(form))
+    first, second = (found[:2] for found in two)
     for (mine, count), (others, _) in zip(first, second, strict=True):  # without and with DistributedDataParallel
         assert count == 20
         for name, p in alone.items():
@@ -49,10 +34,9 @@ def test_one_process_and_two(form, request):
 
 
 @pytest.mark.parametrize("place", [2, 3], ids=["each its own checkpoint", "the first one's for all"])
-@FORMS
-def test_two_processes_resume_bit_for_bit(form, place, request):
+def test_two_processes_resume_bit_for_bit(two, place):
     ends = []
-    for found in request.getfixturevalue(form):
+    for found in two:
         whole, again, (spent, spent_again) = found[place]
         assert all(torch.equal(p, again[name]) for name, p in whole.items())
         assert spent == spent_again and spent.steps == 20 and spent.sampled_by == "engine"
@@ -71,8 +55,8 @@ def test_a_failure_in_one_process_is_one_in_all_and_no_record_is_in_a_sum_twice(
         assert 0 < sum(counts) < 40
 
 
-def test_a_step_that_is_not_finite_is_told_later_in_all_processes_at_once(two_flat):
-    (said, released, steps), (said_there, released_there, steps_there) = (found[5] for found in two_flat)
+def test_a_step_that_is_not_finite_is_told_later_in_all_processes_at_once(two):
+    (said, released, steps), (said_there, released_there, steps_there) = (found[6] for found in two)
     assert said == said_there and "got NaN or inf in '0.weight' at step 2" in said
     assert torch.equal(released, released_there) and released.isfinite().all() and released.any()
     assert steps == steps_there == 3

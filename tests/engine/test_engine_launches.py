@@ -29,7 +29,6 @@ def triton(monkeypatch):
     """As on a machine with a GPU and Triton; the programs themselves are run elsewhere (`test_noise_program`)."""
     monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda, "_has_triton", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     tables, known = Segments.tables, {}
 
     def kept(segments: Segments, device: torch.device) -> Any:
@@ -108,16 +107,6 @@ def test_a_step_takes_few_launches_however_many_parameters(deviation, pieces, dt
     assert sum(many.values()) + len(triton) / 4 <= MOST, many
     assert {name for name in many if "foreach" not in name} == {name for name in few if "foreach" not in name}
     assert len(copies) == 4 and len(triton) == (4 if deviation else 0)
-
-
-def test_a_count_that_grows_is_found(triton, copies, monkeypatch):
-    """One parameter after the other, as on a CPU: the count tells."""
-    from dpbench.engine import finite, sums
-
-    monkeypatch.setattr(sums, "lies_flat", lambda device: False)
-    monkeypatch.setattr(finite, "require_finite", lambda grads: None)
-    monkeypatch.setattr("dpbench.engine.engine.require_finite", lambda grads: None)
-    assert sum(launches(20, 1.0).values()) > MOST
 
 
 def test_waiting_for_a_value_is_found():

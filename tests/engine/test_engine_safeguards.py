@@ -97,13 +97,13 @@ def test_an_optimizer_that_fails_halfway_has_spent_the_step():
 @pytest.mark.parametrize("empty", [False, True])
 def test_noise_that_fails_leaves_no_sum_behind(monkeypatch, empty):
     model, optimizer, engine = make(noise_multiplier=1.0)
-    added = engine.noise.added_to_all
+    add = engine.noise.add_to_flat
 
-    def failing(totals, deviation, places, divisor):
-        added(totals, deviation, places, divisor=divisor)
+    def failing(*given):
+        add(*given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.noise, "added_to_all", failing)
+    monkeypatch.setattr(engine.noise, "add_to_flat", failing)
     before = parameters(model)
     optimizer.virtual_step(loss=losses_of(model, seed=1))
     with pytest.raises(KeyboardInterrupt):

@@ -274,10 +274,8 @@ def test_records_of_the_first_audits_are_read():
 def test_a_refuted_engine_is_a_mismatch(monkeypatch):
     from dpbench.engine.noise import Secure
 
-    added = Secure.added_to_all
-    monkeypatch.setattr(
-        Secure, "added_to_all", lambda self, x, deviation, at, **how: added(self, x, 0.9 * deviation, at, **how)
-    )
+    add = Secure.add_to_flat
+    monkeypatch.setattr(Secure, "add_to_flat", lambda self, flat, of, sd, *at: add(self, flat, of, 0.9 * sd, *at))
     with pytest.raises(Mismatch, match=r"^bk_mixed, whole: less private than it says, by scale: .* noise is 0\.(9|89)"):
         attack()
 
