@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clipping import Flat, UnsupportedModel, load_backend
+from clipping import Flat, load_backend
 from dpbench import PrivacyEngine
 
 BACKENDS = ["microbatch", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "bk_mixed:paper"]
@@ -62,24 +62,6 @@ def test_without_noise_a_step_is_the_clipped_sum_over_the_expected_batch_size(ba
     assert engine.steps == 1 and engine.stepped
 
 
-def test_every_backend_takes_the_same_path_from_the_same_seed():
-    ends = {}
-    for backend in BACKENDS:
-        model = small_cnn()
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        engine = engine_of(model, backend=backend, noise_multiplier=1.0, generator=torch.Generator().manual_seed(3))
-        with pytest.warns(UserWarning, match="not private"):
-            engine.attach(optimizer)
-        for x, y in engine.data_loader(torch.utils.data.TensorDataset(*images(1000))):
-            optimizer.step(loss=loss_of(model, x, y))
-            if engine.steps == 12:
-                break
-        ends[backend] = parameters(model)
-    assert (ends["microbatch"] - parameters(small_cnn())).abs().max() > 0.05
-    for backend, end in ends.items():
-        torch.testing.assert_close(end, ends["microbatch"], rtol=1e-3, atol=1e-4, msg=backend)
-
-
 def test_accumulated_parts_are_the_large_batch():
     ends = []
     for parts in ([8], [3, 1, 4], [0, 7, 1]):
@@ -98,12 +80,11 @@ def test_accumulated_parts_are_the_large_batch():
     torch.testing.assert_close(ends[2], ends[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("secure", [False, True])
-def test_noise_has_the_deviation_that_is_accounted(secure):
+def test_noise_has_the_deviation_that_is_accounted():
     """σ·C/b within 1 %, and it looks normal; the batch has no samples, and still moves the parameters and counts."""
     model = nn.Linear(400, 500, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = engine_of(model, batch_size=16, max_grad_norm=0.7, noise_multiplier=1.3, secure=secure)
+    engine = engine_of(model, batch_size=16, max_grad_norm=0.7, noise_multiplier=1.3)
     engine.attach(optimizer)
     before = parameters(model)
     optimizer.step(loss=model(torch.zeros(0, 400)).sum(1))
@@ -115,19 +96,6 @@ def test_noise_has_the_deviation_that_is_accounted(secure):
     assert engine.steps == 1 and engine.privacy_spent().epsilon > 0
     engine.empty_step()
     assert engine.steps == 2
-
-
-def test_noise_is_drawn_once_a_logical_batch():
-    model = nn.Linear(300, 300, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = engine_of(model, max_grad_norm=1.0, noise_multiplier=1.0)
-    engine.attach(optimizer)
-    before = parameters(model)
-    for _ in range(9):
-        optimizer.virtual_step(loss=0 * model(torch.randn(2, 300)).sum(1))
-    assert torch.equal(parameters(model), before)
-    optimizer.step(loss=0 * model(torch.randn(2, 300)).sum(1))  # samples of weight 0 add nothing
-    assert (before - parameters(model)).std().item() == pytest.approx(1 / 8, rel=0.02)
 
 
 def run(steps, model, optimizer, engine, data):
@@ -248,12 +216,9 @@ def test_a_loss_of_two_views_of_each_sample():
     model, (x, y) = small_cnn(), images(4)
     engine = engine_of(model, backend="bk_mixed")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    both = lambda m, x, y: loss_of(m, x, y) + loss_of(m, x.flip(-1), y)  # noqa: E731
 
     def loss_fn(outputs, targets):
-        return F.cross_entropy(outputs[0], targets, reduction="none") + F.cross_entropy(
-            outputs[1], targets, reduction="none"
-        )
+        return sum(F.cross_entropy(each, targets, reduction="none") for each in outputs)
 
     class Twice(nn.Module):
         def __init__(self):
@@ -266,18 +231,9 @@ def test_a_loss_of_two_views_of_each_sample():
     wanted = load_backend("microbatch")(Twice(), loss_fn, clip=Flat(0.5))(x, y).grads.values()
     before = parameters(model)
     engine.attach(optimizer)
-    optimizer.step(loss=both(model, x, y))
+    optimizer.step(loss=loss_of(model, x, y) + loss_of(model, x.flip(-1), y))
     wanted = torch.cat([g.flatten() for g in wanted]) / 8
     torch.testing.assert_close(before - parameters(model), wanted, rtol=1e-4, atol=1e-6)
-
-
-def test_a_loss_that_mixes_samples_does_not_pass():
-    model, (x, y) = small_cnn(), images(4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine_of(model).attach(optimizer)
-    losses = loss_of(model, x, y)
-    with pytest.raises(UnsupportedModel, match="samples mix"):
-        optimizer.step(loss=losses * losses.sum())
 
 
 @pytest.mark.parametrize("again", [True, False])

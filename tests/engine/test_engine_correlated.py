@@ -367,28 +367,6 @@ def test_what_has_no_bound_is_refused(changed, message):
     assert "\n" not in str(found.value)
 
 
-def test_another_noise_multiplier_is_refused_and_checkpoints_must_agree():
-    _, _, engine = training()
-    with pytest.raises(ValueError, match="one noise_multiplier throughout with banded noise"):
-        adjust.set_noise_multiplier(engine, 2.0)
-    state = engine.state_dict()
-    engine.detach()
-    _, _, other = training(noise="banded:3")
-    with pytest.raises(ValueError, match="as in the checkpoint"):
-        other.load_state_dict(state)
-
-
-def test_noise_of_a_generator_can_be_repeated_and_is_not_private():
-    found = []
-    for _ in range(2):
-        with pytest.warns(PrivacyWarning, match="can be repeated"):
-            run = training(generator=torch.Generator().manual_seed(3))
-        found.append(train(*run, 8))
-        assert not run[2].privacy_spent().private
-        run[2].detach()
-    assert torch.equal(*found)
-
-
 def test_a_step_without_noise_is_the_ordinary_one():
     model, optimizer, engine = training(noise_multiplier=0.0)
     train(model, optimizer, engine, 2)

@@ -67,16 +67,6 @@ def test_the_kernel_and_python_draw_the_same(log, monkeypatch):
         assert torch.equal(one, other) and one.shape == total.shape and one.dtype == total.dtype
 
 
-@LIBRARY
-def test_any_number_of_threads_draws_the_same():
-    before, found = torch.get_num_threads(), []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        found.append(discrete_noisy([torch.zeros(40_000), torch.ones(9)], 20, 0.5, KEY, [NONCE, (1, 2, 4)]))
-    torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-
-
 def scripted(*words: int):
     return iter(words)
 
@@ -167,28 +157,6 @@ def test_what_it_cannot_promise_is_refused(options, words):
     with pytest.raises(ValueError, match=words) as refused:
         engine_of(**options)
     assert "\n" not in str(refused.value)
-
-
-def test_a_checkpoint_repeats_its_noise_and_is_of_its_kind():
-    def released(engine: PrivacyEngine) -> torch.Tensor:
-        optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
-        engine.attach(optimizer)
-        optimizer.step(loss=engine.model(torch.ones(4, 3)).square().sum(1))
-        engine.detach()
-        return engine.model.weight.grad.clone()
-
-    torch.manual_seed(0)
-    first = engine_of()
-    state = first.state_dict()
-    weights = {name: value.clone() for name, value in first.model.state_dict().items()}
-    found = released(first)
-    again, fresh = engine_of(), engine_of()
-    for engine, replay in ((again, True), (fresh, False)):
-        engine.model.load_state_dict(weights)
-        engine.load_state_dict(state, replay=replay)
-    assert torch.equal(released(again), found) and not torch.equal(released(fresh), found)
-    with pytest.raises(ValueError, match="the same kind of noise"):
-        engine_of(noise="gaussian").load_state_dict(state)
 
 
 def test_without_noise_nothing_is_rounded():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,13 +78,6 @@ def test_losses_of_other_samples(attached, change):
         optimizer.step(loss=change(losses_of(model)))
 
 
-def test_samples_in_the_second_dimension(attached):
-    model, optimizer, _ = attached
-    losses = model(torch.randn(7, 4, 5)).square().sum((0, 2))  # [T, B, d]
-    with says(Misuse, r"shape \[7\] as the first dimension of the model's inputs says, got \[4\]"):
-        optimizer.step(loss=losses)
-
-
 def test_losses_without_a_graph_or_a_forward_pass(attached):
     model, optimizer, _ = attached
     with says(Misuse, "detached, or of no_grad"):
@@ -122,18 +116,6 @@ def test_a_parameter_in_the_loss(attached):
     optimizer.step(loss=losses_of(model))
     with says(UnsupportedModel, r"2.weight: is read where the tape does not see it"):
         optimizer.step(loss=losses_of(model) + model[2].weight.square().sum())
-    assert engine.steps == 1
-
-
-def test_a_parameter_that_is_frozen_before_the_step(attached):
-    model, optimizer, engine = attached
-    losses = losses_of(model)
-    model[0].requires_grad_(False)
-    with says(
-        Misuse, r"the trainable parameters of the forward pass, got '0.bias' frozen or unfrozen since: do so before"
-    ):
-        optimizer.step(loss=losses)
-    optimizer.step(loss=losses_of(model))
     assert engine.steps == 1
 
 
@@ -210,8 +192,6 @@ def test_parameters_of_optimizer_and_model(attached):
     engine_of(model).attach(optimizer)
     optimizer.step(loss=losses_of(model))
     assert torch.equal(frozen, model[0].weight)
-    with says(Misuse, "got LBFGS"):
-        engine_of(nn.Linear(2, 2)).attach(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
 
 
 def test_arguments():
@@ -234,9 +214,16 @@ def test_arguments():
         ({"secure": True, "generator": torch.Generator()}, "what is seeded is not secure"),
         ({"target_delta": 2.0}, r"expected target_delta in \[0, 1\]"),
         ({"sampling": "truncated_poisson"}, "expected max_batch_size"),
+        ({"max_grad_norm": 0}, "expected max_grad_norm > 0, got 0"),
+        ({"batch_size": True}, "expected batch_size to be a whole number >= 1, got True"),
+        ({"epochs": True}, "expected epochs to be a number, got True"),
+        ({"target_delta": float("nan")}, "expected target_delta to be a number, got nan"),
     ]:
         with says(ValueError, message):
             engine_of(nn.Linear(2, 2), **changes)
+    numbers = {"batch_size": np.int64(16), "noise_multiplier": np.float32(1.5), "epochs": np.float64(2)}
+    state = engine_of(nn.Linear(2, 2), **numbers).settings.as_state()
+    assert (state["batch_size"], state["noise_multiplier"], type(state["noise_multiplier"])) == (16, 1.5, float)
 
 
 def test_fixed_batches_are_not_taken_for_poisson_samples(attached):
@@ -273,10 +260,7 @@ def test_seeded_noise_is_not_private():
 def test_a_model_without_numbers_or_without_python_is_refused():
     with torch.device("meta"):
         nowhere = nn.Linear(3, 2)
-    settings = {"batch_size": 4, "sample_size": 40, "steps": 1, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
     with says(UnsupportedModel, r"is on the meta device .remedy: model.to_empty"):
-        PrivacyEngine(nowhere, **settings)
+        engine_of(nowhere)
     with says(UnsupportedModel, r"is TorchScript, whose operations cannot be recorded"):
-        PrivacyEngine(torch.jit.trace(nn.Linear(3, 2), torch.zeros(2, 3)), **settings)
-    with says(ValueError, r"expected max_grad_norm > 0, got 0"):
-        PrivacyEngine(nn.Linear(3, 2), **{**settings, "max_grad_norm": 0})
+        engine_of(torch.jit.trace(nn.Linear(3, 2), torch.zeros(2, 3)))

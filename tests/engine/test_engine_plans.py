@@ -70,18 +70,3 @@ def test_what_was_planned_by_timing_is_repeated_from_a_checkpoint_to_the_bit():
     trained(again, second, other, epochs=2)
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-
-
-def test_routes_that_are_taken_from_a_checkpoint_are_those_that_run():
-    """As another machine would have found them: every norm from instantiated gradients, one sample at a time."""
-    model = Net()
-    engine, optimizer = made(model, sampling="shuffled")  # batches of one size, and so one plan
-    trained(model, engine, optimizer, epochs=1)
-    state = engine.state_dict()
-    plans = state["backend"]["plans"]
-    state["backend"]["plans"] = {step: [[False, "", 1, False] for _ in routes] for step, routes in plans.items()}
-    second, other = made(again := Net(), sampling="shuffled")
-    second.load_state_dict(state)
-    trained(again, second, other, epochs=1)
-    planner = second._recorder.backend.planner
-    assert any(route.block == 1 for plan in planner._plans.values() for route in plan.routes)

@@ -165,26 +165,6 @@ def test_an_iteration_goes_to_the_end_of_the_epoch_and_repeats_no_record():
     assert engine._sampler.batch(6).tolist() == more
 
 
-def test_pieces_of_a_batch_that_was_broken_off_are_in_no_other():
-    engine, optimizer, data, loss = make(20, 40, noise_multiplier=0.0)
-    for _, x in engine.data_loader(data, max_physical_batch_size=5):
-        optimizer.step(loss=loss(x))
-        break
-    assert engine._sums and engine.steps == 0
-    iter(engine.data_loader(data)).__next__()
-    assert not engine._sums
-    engine, optimizer, data, loss = make(20, 40, noise_multiplier=0.0)
-    for i, (_, x) in enumerate(engine.data_loader(data, max_physical_batch_size=5)):
-        ticket = engine._tickets._open[-1]
-        if ticket.is_last and i < 6:
-            continue  # the last piece of the first logical batch
-        optimizer.step(loss=loss(x))
-        if ticket.step == 1:
-            assert engine._size == len(x)
-            break
-    assert engine.steps == 0 and i > 1
-
-
 def test_what_the_loader_hands_out_is_not_accumulated_by_hand():
     engine, optimizer, data, loss = make()
     for _, x in engine.data_loader(data):

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import clipping.program.graphs
@@ -114,52 +113,6 @@ def test_the_same_training_bit_for_bit(compile, loading, clip):
     assert other.privacy_spent().epsilon == engine.privacy_spent().epsilon
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rest = network()[:2], network()[2:]
-
-    def forward(self, x):
-        return self.rest(checkpoint(self.first, x, use_reentrant=False))
-
-
-def test_a_part_that_is_computed_again_is_in_the_program():
-    ends, loading = [], {"max_physical_batch_size": 4, "pad": True}
-    for compile in (None, True):
-        engine, optimizer = make(Checkpointed())
-        step = by_hand(engine, optimizer) if compile is None else engine.make_step(losses_of, compile=compile)
-        ends.append(train(engine, step, **loading))
-    assert torch.equal(*ends) and step.graphs.steps > 5
-
-
-def test_what_padding_is_does_not_matter():
-    ends = []
-    for factor in (1.0, 50.0):
-        engine, _ = make()
-        step = engine.make_step(losses_of, compile=True)
-        for x, y in engine.data_loader(data(), max_physical_batch_size=12, pad=True):
-            step(torch.where(engine.mask[:, None, None, None], x, factor * x), y)
-        for x, y in engine.data_loader(data(), max_physical_batch_size=12, pad=True):
-            step(torch.where(engine.mask[:, None, None, None], x, factor * x), y)
-        assert step.graphs.steps > 2
-        ends.append(weights(engine))
-    assert torch.equal(*ends)
-
-
-def test_a_batch_is_stepped_once():
-    engine, _ = make()
-    step = engine.make_step(losses_of, compile=True)
-    for _ in range(2):
-        for x, y in engine.data_loader(data(), max_physical_batch_size=12, pad=True):
-            step(x, y)
-            last = x, y
-    assert step.graphs.steps > 0
-    before = weights(engine)
-    with pytest.raises(Misuse, match="not stepped yet"):
-        step(*last)
-    assert torch.equal(weights(engine), before)
-
-
 def test_batches_of_one_s_own():
     engine, _, step, x, y = own_batches()
     for _ in range(5):
@@ -187,19 +140,6 @@ def test_a_loss_of_several_inputs():
         assert step.graphs.steps > 0
         ends.append(weights(engine))
     assert torch.equal(*ends)
-
-
-def test_numbers_that_are_none_release_nothing():
-    engine, _, step, x, y = own_batches()
-    for _ in range(4):
-        step(x, y)
-    assert step.graphs.steps > 0
-    before = weights(engine)
-    x[3] = float("inf")
-    with pytest.raises(FloatingPointError, match="nothing of this batch is released"):
-        step(x, y)
-    assert torch.equal(weights(engine), before)
-    assert engine.steps == 4
 
 
 def test_training_goes_on_from_a_checkpoint_with_the_same_bits():
@@ -454,17 +394,6 @@ def test_gradients_are_of_the_layers_and_the_function_that_ran(change, monkeypat
         engine.detach()
     assert step.graphs.steps > 4
     assert torch.equal(*ends)
-
-
-def test_hooks_that_are_others_in_each_step_are_captured_a_few_times(monkeypatch):
-    monkeypatch.setattr(clipping.program.graphs, "MOST", 2)
-    engine, _, step, x, y = own_batches()
-    with pytest.warns(RuntimeWarning, match="at most 2 graphs"):
-        for _ in range(4):
-            handle = register_module_forward_hook(lambda module, x, y: None)
-            step(x, y)
-            handle.remove()
-    assert engine.steps == 4
 
 
 class Scheduled:
