@@ -203,15 +203,6 @@ def test_a_checkpoint_of_amsgrad_is_refused():
         AdamBC(params).load_state_dict(torch.optim.Adam(params, amsgrad=True).state_dict())
 
 
-def test_complex_parameters_are_refused():
-    p = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    p.grad = torch.ones_like(p)
-    optimizer = AdamBC([p])
-    optimizer.noise = 1.0
-    with pytest.raises(ValueError, match="expected real parameters for AdamBC, got complex ones"):
-        optimizer.step()
-
-
 def test_banded_noise_is_refused():
     with pytest.raises(Misuse, match=r"expected noise='gaussian' or 'discrete' with AdamBC.*got correlated noise"):
         private(noise="banded:2")

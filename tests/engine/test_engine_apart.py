@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clipping import UnsupportedModel
+from clipping import UnsupportedModel, WrongGradient
+from clipping.norms.collection import _WholeNorms
 from dpbench import PrivacyEngine
 from dpbench.engine import looks
 from dpbench.engine.loss_mixing_check import Traced, plain
@@ -238,11 +239,11 @@ def test_a_second_pass_leaves_buffers_and_generators_alone():
 
 
 class Keeps(nn.Module):
-    """A model that writes something to itself in each forward pass, and may read it in the next one."""
+    """Writes something of its batch to itself in each forward pass, and reads the attribute `read` in the next one."""
 
-    def __init__(self, what, *, read=True, persistent=True):
+    def __init__(self, write, read="", *, persistent=True):
         super().__init__()
-        self.layer, self.what, self.read = nn.Linear(20, 5), what, read
+        self.layer, self.write, self.read = nn.Linear(20, 5), write, read
         nn.init.zeros_(self.layer.bias)
         self.register_buffer("buffer", torch.zeros(20), persistent=persistent)
         self.attribute = torch.zeros(20)
@@ -251,50 +252,49 @@ class Keeps(nn.Module):
             self.register_buffer("constant", torch.ones(()))
 
     def forward(self, x):
-        kept = self.buffer if "buffer" in self.what else self.attribute
-        if self.what == "first batch" and not self.layer.bias.any():
-            with torch.no_grad():
-                self.layer.bias.copy_(x.std(0)[:5])
-        out = self.layer(x + kept if self.read else x)
-        if self.what == "buffer":
-            self.buffer += 1
-        elif self.what == "buffer of records":
-            self.buffer.lerp_(x.detach().mean(0), 0.1)
-        elif self.what == "rebound buffer of records":
-            self.buffer = x[-1].detach()
-        elif self.what == "buffer of some records":
-            self.buffer = x[x > 0].detach()
-        elif self.what == "frozen parameter":
-            self.frozen.copy_(x[-1].detach())
-        elif self.what == "attribute":
-            self.attribute = self.attribute + 1
-        elif self.what == "number of records":
-            self.attribute = float(x.mean())
-        elif self.what == "attribute of records":
-            self.attribute = x.detach().mean(0)
+        out = self.layer(x + getattr(self, self.read) if self.read else x)
+        self.write(self, x.detach())
         return out
 
 
+class Initialised(Keeps):
+    def forward(self, x):
+        if not self.layer.bias.any():
+            self.layer.bias.data.copy_(x.std(0)[:5])
+        return super().forward(x)
+
+
+def running_mean(model, x):
+    model.buffer.lerp_(x.mean(0), 0.1)
+
+
+def mean(model, x):
+    model.attribute = x.mean(0)
+
+
+KEPT = {
+    "a count in a buffer": (Keeps(lambda model, x: model.buffer.add_(1), "buffer"), None),
+    "a count": (Keeps(lambda model, x: setattr(model, "attribute", model.attribute + 1), "attribute"), None),
+    "an attribute that no step reads": (Keeps(mean), None),
+    "a buffer that no step reads": (Keeps(running_mean, persistent=False), None),
+    "a running mean": (Keeps(running_mean), "'buffer' changes"),
+    "a rebound buffer": (Keeps(lambda model, x: setattr(model, "buffer", x[-1]), "buffer"), "'buffer' changes"),
+    "some entries": (Keeps(lambda model, x: setattr(model, "buffer", x[x > 0])), "'buffer' changes"),
+    "a frozen parameter": (Keeps(lambda model, x: model.frozen.copy_(x[-1])), "'frozen' changes"),
+    "a running mean that is read": (Keeps(running_mean, "buffer", persistent=False), "the next batch's output changes"),
+    "an attribute": (Keeps(mean, "attribute"), "the next batch's output changes"),
+    "a number": (
+        Keeps(lambda model, x: setattr(model, "attribute", float(x.mean())), "attribute"),
+        "the next batch's output changes",
+    ),
+    "the first batch": (Initialised(lambda model, x: None), "samples mix"),
+}
+
+
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (Keeps("buffer"), None),
-        (Keeps("attribute"), None),
-        (Keeps("attribute of records", read=False), None),
-        (Keeps("buffer of records", read=False, persistent=False), None),
-        (Keeps("buffer of records", read=False), "'buffer' changes"),
-        (Keeps("rebound buffer of records"), "'buffer' changes"),
-        (Keeps("buffer of some records", read=False), "'buffer' changes"),
-        (Keeps("frozen parameter", read=False), "'frozen' changes"),
-        (Keeps("buffer of records", persistent=False), "the next batch's output changes"),
-        (Keeps("attribute of records"), "the next batch's output changes"),
-        (Keeps("number of records"), "the next batch's output changes"),
-        (Keeps("first batch", read=False), "samples mix"),
-    ],
-    ids=lambda x: x.what if isinstance(x, nn.Module) else "",
-)
-def test_a_model_that_keeps_a_part_of_its_records_is_refused(model, reason, whole):
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_model_that_keeps_a_part_of_its_records_is_refused(kind, whole):
+    model, reason = KEPT[kind]
     model, optimizer, engine = made(copy.deepcopy(model))
     step = engine.make_step(cross_entropy, compile=False) if whole else None
     before = model.layer.weight.detach().clone()
@@ -304,7 +304,7 @@ def test_a_model_that_keeps_a_part_of_its_records_is_refused(model, reason, whol
 
 
 def test_a_step_is_looked_at_if_memory_for_the_first_look_was_missing(monkeypatch):
-    model, optimizer, _ = made(Keeps("buffer of records"))
+    model, optimizer, _ = made(Keeps(running_mean))
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(looks, "Draws", Mock(side_effect=torch.OutOfMemoryError))
         model(X)
@@ -314,12 +314,8 @@ def test_a_step_is_looked_at_if_memory_for_the_first_look_was_missing(monkeypatc
 
 def test_norms_that_are_a_little_too_small_are_found(monkeypatch):
     """The comparison is in one graph, where no more than rounding can differ."""
-    from clipping.norms.collection import _WholeNorms
-
     total = _WholeNorms._total
     monkeypatch.setattr(_WholeNorms, "_total", lambda self: tuple(norms * 0.985 for norms in total(self)))
     model, optimizer, _ = made()
-    from clipping import WrongGradient
-
     with pytest.raises(WrongGradient, match="expected at most 1e-03"):
         optimizer.step(loss=cross_entropy(model(X)))

@@ -58,21 +58,6 @@ def test_a_batch_that_was_read_and_left_out_is_not_taken_for_the_next(loading):
     assert engine.steps > 1 and engine.privacy_spent().sampled_by == "engine"
 
 
-def test_an_evaluation_in_training_mode_is_not_taken_for_the_next_batch():
-    """Nobody wrote no_grad: the padding of what is stepped next was counted."""
-    model, optimizer, engine = make()
-    model(X[:16])
-    ids = []
-    for x, mine in engine.data_loader(DATA, **PADDED):
-        optimizer.step(loss=model(x)[:, 0])
-        ids += set(mine.tolist())
-        if engine.stepped:
-            assert counts(model) == often(ids)
-            ids = []
-        model(X[:16])
-    assert engine.privacy_spent().sampled_by == "engine"
-
-
 def test_what_reads_a_parameter_before_the_model_is_called_is_of_the_same_pass():
     class Tied(nn.Module):
         def __init__(self):
@@ -186,31 +171,6 @@ def test_parts_of_one_s_own_and_the_loader_s_are_in_no_sum_together():
     assert counts(model) == often(range(8))
 
 
-def test_parts_of_one_s_own_go_on_from_a_checkpoint():
-    model, optimizer, engine = make()
-    for x, _ in engine.data_loader(DATA):
-        optimizer.step(loss=model(x)[:, 0])
-    optimizer.virtual_step(loss=model(X[:5])[:, 0])
-    state = copy.deepcopy([optimizer.state_dict(), engine.state_dict()])
-    model, optimizer, engine = make()
-    optimizer.load_state_dict(state[0])
-    engine.load_state_dict(state[1])
-    optimizer.step(loss=model(X[5:8])[:, 0])
-    assert counts(model) == often(range(8))
-
-
-def test_a_tensor_that_is_filled_anew_for_each_batch_is_each_batch():
-    model, optimizer, engine = make()
-    place, ids = torch.empty(16, RECORDS, dtype=torch.float64), []
-    for x, mine in engine.data_loader(DATA, **PADDED):
-        optimizer.step(loss=model(place[: len(x)].copy_(x))[:, 0])
-        ids += set(mine.tolist())
-        if engine.stepped:
-            assert counts(model) == often(ids)
-            ids = []
-    assert engine.drawn == 4
-
-
 def handed_out(*batches):
     tickets = Tickets()
     handed = []
@@ -321,19 +281,6 @@ def test_a_batch_is_known_by_its_tensors_and_by_copies_of_them(kind):
     plain, _ = releases(iter, moved=MOVED[kind], **LOADING["padded"])
     found, _ = releases(lambda loader: ahead(loader, 2), moved=MOVED[kind], **LOADING["padded"])
     torch.testing.assert_close(found, plain)
-
-
-def test_a_batch_that_is_left_out_is_in_no_other():
-    """Also where two are read ahead: the ones before what is stepped were left out."""
-    model, optimizer, engine = make()
-    stepped = []
-    for number, (rows, ids) in enumerate(ahead(engine.data_loader(DATA), 2)):
-        if number == 1:
-            continue
-        optimizer.step(loss=model(rows)[:, 0])
-        stepped.append(engine.drawn - 1)
-        assert set((model.weight.grad[0] * EXPECTED).nonzero().flatten().tolist()) == set(ids.tolist())
-    assert stepped == [0, 2, 3] and engine.steps == 3
 
 
 def test_what_is_not_known_is_refused_by_name():

@@ -60,18 +60,6 @@ def test_the_stream_is_the_inverse_of_the_matrix_times_independent_normals(kind)
 
 
 @KINDS
-def test_its_covariance_is_that_of_the_definition(kind):
-    noise, n = stream(kind, Secure(), 7), 400_000
-    found = rows(noise, 7, n)
-    inverse = np.linalg.inv(matrix(noise, 7))
-    expected = inverse @ inverse.T
-    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
-    assert np.abs(found @ found.T / n - expected).max() < 8 * scale.max() / math.sqrt(n)
-    assert np.abs(expected - np.diag(np.diag(expected))).max() > 0.2  # it is correlated
-    assert np.var(found.sum(0)) < 0.7 * 7 * np.var(found[0])  # and later noise cancels earlier noise
-
-
-@KINDS
 def test_totals_do_not_move_the_stream(kind):
     first, second = stream(kind, seeded(), 6), stream(kind, seeded(), 6)
     for t in range(1, 7):
@@ -182,18 +170,6 @@ def test_checkpoints_carry_the_stream(changed):
         engine.detach()
 
 
-@pytest.mark.parametrize("changed", [{}, BLT])
-@pytest.mark.parametrize("loading", [{"max_physical_batch_size": 3}, {"max_physical_batch_size": 4, "pad": True}])
-def test_pieces_and_padding_release_the_same(loading, changed):
-    model, optimizer, engine = training(**changed)
-    state = engine.state_dict()
-    whole = train(model, optimizer, engine, 12)
-    engine.detach()
-    model, optimizer, engine = training(**changed)
-    engine.load_state_dict(state, replay=True)
-    torch.testing.assert_close(train(model, optimizer, engine, 12, **loading), whole, atol=1e-4, rtol=0)
-
-
 def test_other_parameters_than_in_the_step_before_start_anew():
     model, optimizer, engine = training()
     train(model, optimizer, engine, 3)
@@ -233,41 +209,9 @@ def test_epsilon_is_that_of_poisson_steps_of_a_group():
     assert engine.settings.guarantee(40, 1e-3).epsilon <= 2.0 < engine.settings.guarantee(41, 1e-3).epsilon
 
 
-def gone_back(**options):
-    """The engine after four steps, two that were gone back behind, and another one."""
-    model, optimizer, engine = training(**options)
-    train(model, optimizer, engine, 4)
-    state = copy.deepcopy([optimizer.state_dict(), engine.state_dict()])
-    train(model, optimizer, engine, 2)
-    optimizer.load_state_dict(state[0])
-    engine.load_state_dict(state[1])
-    train(model, optimizer, engine, 1)
-    return engine
-
-
-def leaving_out(**options):
-    """(the engine after four steps, a batch that was left out and another step, rows of past noise)."""
-    model, optimizer, engine = training(**options)
-    train(model, optimizer, engine, 4)
-    loader = iter(engine.data_loader(DATA))
-    next(loader)
-    x, y = next(loader)
-    optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
-    assert engine.steps == 5 and engine.drawn == 6
-    return engine, [past.rows for past in engine.noise._past.values()]
-
-
-def test_steps_that_were_gone_back_behind_count_as_blocks_of_their_own():
+def of_blocks(engine, steps):
     step = SubsampledGaussian(1.0, BANDS * B / N)
-    assert gone_back().privacy_spent().epsilon == load_accountant("prv").epsilon(step, steps=2 + 2, delta=1e-3)
-
-
-def test_a_batch_that_was_left_out_counts_and_ends_the_stream():
-    engine, rows = leaving_out()
-    assert all((row[:-1] == 0).sum() >= row[0].numel() for row in rows)
-    assert all((row.abs().sum(1) > 0).sum() == 1 for row in rows)  # of this step alone
-    step = SubsampledGaussian(1.0, BANDS * B / N)
-    assert engine.privacy_spent().epsilon == load_accountant("prv").epsilon(step, steps=2, delta=1e-3)
+    return load_accountant("prv").epsilon(step, steps=-(-steps // BANDS), delta=1e-3)
 
 
 def of_one_gaussian(engine, steps, accountant="prv"):
@@ -291,15 +235,36 @@ def test_epsilon_of_a_blt_is_that_of_one_gaussian(accountant):
     assert 4.0 < engine.privacy_spent().epsilon == pytest.approx(of_one_gaussian(engine, 41, accountant), rel=1e-12)
 
 
-def test_steps_of_a_blt_that_were_gone_back_behind_count_as_epochs_of_their_own():
-    engine = gone_back(**BLT)
-    assert engine.privacy_spent().epsilon == of_one_gaussian(engine, 5 + 2 * N // B)
+EACH = pytest.mark.parametrize(
+    ("changed", "epsilon", "period"), [({}, of_blocks, BANDS), (BLT, of_one_gaussian, N // B)]
+)
 
 
-def test_a_batch_that_was_left_out_counts_and_ends_the_stream_of_a_blt():
-    engine, rows = leaving_out(**BLT)
-    assert all(torch.equal(row, row[:1].expand_as(row)) for row in rows)  # each buffer holds this step's noise alone
-    assert engine.privacy_spent().epsilon == of_one_gaussian(engine, 6)
+@EACH
+def test_steps_that_were_gone_back_behind_count_as_periods_of_their_own(changed, epsilon, period):
+    model, optimizer, engine = training(**changed)
+    train(model, optimizer, engine, 4)
+    state = copy.deepcopy([optimizer.state_dict(), engine.state_dict()])
+    train(model, optimizer, engine, 2)
+    optimizer.load_state_dict(state[0])
+    engine.load_state_dict(state[1])
+    train(model, optimizer, engine, 1)
+    assert engine.privacy_spent().epsilon == epsilon(engine, 5 + 2 * period)
+
+
+@EACH
+def test_a_batch_that_was_left_out_counts_and_ends_the_stream(changed, epsilon, period):
+    model, optimizer, engine = training(**changed)
+    train(model, optimizer, engine, 4)
+    loader = iter(engine.data_loader(DATA))
+    next(loader)
+    x, y = next(loader)
+    optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
+    assert engine.steps == 5 and engine.drawn == 6
+    for past in engine.noise._past.values():  # of this step alone: one row of bands, or the same in each buffer
+        filled = past.rows[past.rows.abs().sum(1) > 0]
+        assert torch.equal(filled, filled[:1].expand_as(filled)) and len(filled) in (1, engine.noise._count)
+    assert engine.privacy_spent().epsilon == epsilon(engine, 6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -331,17 +296,22 @@ def test_epsilon_of_a_blt_covers_every_history(seed):
         assert spent.epsilon >= needed * (1 - 1e-9)
 
 
-def test_checkpoints_of_blts_must_agree():
-    _, _, engine = training(**BLT)
-    with pytest.raises(ValueError, match="one noise_multiplier throughout with blt noise"):
+@pytest.mark.parametrize(
+    ("changed", "other", "message"),
+    [
+        ({}, {"noise": "banded:3"}, "as in the checkpoint"),
+        (BLT, BLT | {"steps": 50}, "planned_steps=40 as in"),
+        (BLT, BLT | {"noise": "gaussian"}, "kind of noise"),
+    ],
+)
+def test_checkpoints_must_agree_and_the_noise_multiplier_is_one(changed, other, message):
+    _, _, engine = training(**changed)
+    with pytest.raises(ValueError, match="one noise_multiplier throughout with b"):
         adjust.set_noise_multiplier(engine, 2.0)
     state = engine.state_dict()
     engine.detach()
-    for changed, message in (({"steps": 50}, "planned_steps=40 as in"), ({"noise": "gaussian"}, "kind of noise")):
-        _, _, other = training(**BLT | changed)
-        with pytest.raises(ValueError, match=message):
-            other.load_state_dict(state)
-        other.detach()
+    with pytest.raises(ValueError, match=message):
+        training(**other)[2].load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -365,9 +335,3 @@ def test_what_has_no_bound_is_refused(changed, message):
     with pytest.raises(ValueError, match=message) as found:
         training(**changed)
     assert "\n" not in str(found.value)
-
-
-def test_a_step_without_noise_is_the_ordinary_one():
-    model, optimizer, engine = training(noise_multiplier=0.0)
-    train(model, optimizer, engine, 2)
-    assert engine.privacy_spent().epsilon == math.inf

@@ -10,7 +10,6 @@ import torch
 from scipy import stats
 from torch import nn
 
-from accounting import SubsampledGaussian, load_accountant
 from accounting.series import log_moments
 from clipping.accel import cpu
 from clipping.noise import discrete
@@ -120,14 +119,6 @@ def test_moments_of_the_pair_are_those_of_the_gaussian_at_most(q, sigma, shift):
         for p, of in ((mixed, without), (without, mixed)):
             moment = np.logaddexp.reduce(order * p - (order - 1) * of) - normaliser
             assert moment <= stated * (1 + 1e-9) + 1e-12
-
-
-def test_its_accountant_takes_whole_orders_alone():
-    step = SubsampledGaussian(noise_multiplier=1.0, sample_rate=0.01)
-    whole = load_accountant("rdp:whole").guarantee(step, steps=1000, delta=1e-5)
-    every = load_accountant("rdp").guarantee(step, steps=1000, delta=1e-5)
-    assert whole.kind == "upper_bound" and whole.detail["order"] % 1 == 0
-    assert every.epsilon <= whole.epsilon < 1.02 * every.epsilon
 
 
 def engine_of(**options) -> PrivacyEngine:

@@ -90,7 +90,6 @@ def test_copies_write_nothing():
     assert len(board.rows) == before
 
 
-@pytest.mark.parametrize("writer", [print, 3, "runs/1"])
-def test_what_is_no_logger_is_refused(writer):
+def test_what_is_no_logger_is_refused():
     with pytest.raises(ValueError, match=r"expected log with add_scalar\(name, value, step\) or log\(dict\), got"):
-        train(writer)
+        train("runs/1")
