@@ -34,6 +34,20 @@ what it does: a model that mixes samples once a buffer reaches some count is fou
 
 If a model's results differ from run to run (its own generator, say), only NaN is tried, with a warning. Block-diagonal
 attention over all records of a batch multiplies other records by 0, and is refused.
+
+Functions take:
+    engine, model, optimizer: an engine, its model without a wrapper, and an optimizer.
+    batch_size, sample_size, sampling, max_batch_size, group_size, generator: as in `PrivacyEngine`.
+    epochs, target_epsilon, target_delta, noise_multiplier, accountant, name, noise: as there; `name` is the noise's.
+    bands, buffers, coordinates: N of banded noise and of a BLT; the number of entries of all parameters.
+    settings, sensitivity, clip: of the engine; S; norms -> factors.
+    steps, step, delta: logical batches that the engine has released; the number of one; δ.
+    inputs, targets, losses, loss_fn: a physical batch, every tensor [B, ...]; [B]; loss_fn(outputs, targets) -> [B].
+    grads, blocks, flags, unless: clipped sums by name; sums; bools of parameters, whether their sums are finite.
+    key, branch, state: 32 secret bytes; steps undone before; a part of a checkpoint.
+    x, p, true, ticket, operation, args, kwargs: a tensor; a parameter; bools; a batch's; a call.
+    dataset, most, pad, options: as in `PrivacyEngine.data_loader`; `most` is its `max_physical_batch_size`.
+    now: do not wait until it is time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Change an engine's noise, clipping, sample rate or counts, for adapters of other libraries' interfaces.
 
 Every change is accounted: past steps keep the noise of their release (`Settings.earlier`).
-
-Functions take:
-    engine: the engine to change.
 """
 
 from __future__ import annotations
@@ -43,20 +40,13 @@ def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:
 
 
 def plan(engine: State, steps: int, target_epsilon: float, target_delta: float) -> None:
-    """Set the steps and (ε, δ) that the noise was calibrated for; the engine warns of later steps.
-
-    Args:
-        steps, target_epsilon, target_delta: the planned number, ε and δ.
-    """
+    """Set the steps and (ε, δ) that the noise was calibrated for; the engine warns of later steps."""
     settings = replace(engine.settings, planned_steps=steps, target_epsilon=target_epsilon, delta=target_delta)
     engine.settings = settings
 
 
 def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
     """Set σ of future steps.
-
-    Args:
-        noise_multiplier: σ >= 0, finite.
 
     Raises:
         ValueError: σ is negative or not finite; or another σ where noise or accountant need one throughout.
@@ -83,9 +73,6 @@ def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
 
 def set_clip(engine: State, clip: ClipFunction) -> None:
     """Set the clipping function of future logical batches; noise is scaled to its sensitivity.
-
-    Args:
-        clip: norms -> factors.
 
     Raises:
         Misuse: the engine holds part of a logical batch, which would be clipped in two ways.

@@ -108,11 +108,7 @@ class Tickets:
         return len(self._open)
 
     def hand_out(self, ticket: Ticket) -> None:
-        """Add the batch that the loader yields.
-
-        Args:
-            ticket: of the batch.
-        """
+        """Add the batch that the loader yields."""
         self._news = True
         self._sizes.add(ticket.handed)
         self._padded |= ticket.handed > ticket.real

@@ -71,11 +71,7 @@ class Correlated(Noise):
 
     @abstractmethod
     def weights(self, step: int) -> Sequence[float]:
-        """The rows' weights [R] in Σ c_i x_{t-i} / c_0.
-
-        Args:
-            step: t.
-        """
+        """The rows' weights [R] in Σ c_i x_{t-i} / c_0."""
 
     @abstractmethod
     def remember(self, rows: Tensor, step: int, row: Tensor) -> None:

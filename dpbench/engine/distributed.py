@@ -10,9 +10,6 @@ communication is off while the engine is attached.
 
 `clipping.distributed.fsdp` clips a model that FSDP2 has sharded (``fully_shard``). Its sums are over all processes
 already, each in the process that holds the shard. That process adds the noise, see `dpbench.engine.sums`.
-
-Functions take:
-    model: any module.
 """
 
 from __future__ import annotations
@@ -48,11 +45,7 @@ def quieten(model: nn.Module, on: bool) -> None:
 
 
 def shared_key(key: bytes) -> bytes:
-    """Returns the first process's key.
-
-    Args:
-        key: of this process.
-    """
+    """Returns the first process's key."""
     if place()[1] == 1:
         return key
     box: list[Any] = [key]

@@ -36,20 +36,12 @@ def _is_later(device: torch.device) -> bool:
 
 
 def later(blocks: Iterable[Block]) -> list[Block]:
-    """The blocks whose sums the device checks, and whose flags the host reads one step later.
-
-    Args:
-        blocks: of the sums.
-    """
+    """The blocks whose sums the device checks, and whose flags the host reads one step later."""
     return [block for block in blocks if _is_later(block.data.device)]
 
 
 def require_finite(grads: Mapping[str, Tensor]) -> None:
-    """Raise a FloatingPointError, itself not accounted, that names a clipped sum on a CPU that is not finite.
-
-    Args:
-        grads: parameter name -> clipped sum.
-    """
+    """Raise a FloatingPointError, itself not accounted, that names a clipped sum on a CPU that is not finite."""
     sharded = any_sharded(grads.values())
     mine = {name: here(g) for name, g in grads.items()} if sharded else grads
     known = {name: g for name, g in mine.items() if not _is_later(g.device)}
@@ -67,11 +59,7 @@ def require_finite(grads: Mapping[str, Tensor]) -> None:
 
 
 def require_finite_losses(losses: Tensor) -> None:
-    """Raise a FloatingPointError that names the samples with losses that are not finite.
-
-    Args:
-        losses: [B], in the batch's order.
-    """
+    """Raise a FloatingPointError that names the samples with losses that are not finite."""
     wrong = losses.detach().isfinite().logical_not().nonzero().flatten().tolist()
     if wrong:
         named = ", ".join(map(str, wrong[:8])) + (" ..." if len(wrong) > 8 else "")
@@ -82,22 +70,13 @@ def require_finite_losses(losses: Tensor) -> None:
 
 
 def finite(blocks: Sequence[Block]) -> Tensor:
-    """Check each sum without synchronising: [parameters] bool, in the order of the blocks, on the first one's device.
-
-    Args:
-        blocks: of the sums, at least one.
-    """
+    """Check each sum without synchronising: [parameters] bool, in the blocks' order, on the first one's device."""
     found = [_finite(block.parts()).to(blocks[0].data.device, non_blocking=True) for block in blocks]
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def empty(blocks: Sequence[Block], unless: Tensor) -> None:
-    """Set all these sums to zero unless all flags are true, without synchronising.
-
-    Args:
-        blocks: of the sums.
-        unless: [parameters] bool: whether each sum is finite.
-    """
+    """Set all these sums to zero unless all flags are true, without synchronising."""
     spoiled = unless.all().logical_not()
     for block in blocks:
         block.data.masked_fill_(spoiled.to(block.data.device, non_blocking=True), 0.0)
@@ -149,11 +128,7 @@ class Unread:
 
 
 def sent(flags: Tensor) -> tuple[Tensor, Any]:
-    """Start a copy of flags to the host; return it and the event that marks its arrival, None if it is there.
-
-    Args:
-        flags: bools on any device.
-    """
+    """Start a copy of flags to the host; return it and the event that marks its arrival, None if it is there."""
     if flags.device.type != "cuda":
         return flags.clone(), None
     host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)

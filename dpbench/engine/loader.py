@@ -95,13 +95,7 @@ class PrivateLoader:
 
 
 def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, options: Mapping[str, Any]) -> bool:
-    """Check the arguments of `PrivacyEngine.data_loader`; return whether it pads. Raises a ValueError if they conflict.
-
-    Args:
-        engine: draws the batches.
-        dataset, options: as in `PrivacyEngine.data_loader`.
-        most, pad: its `max_physical_batch_size` and `pad`.
-    """
+    """Returns whether `PrivacyEngine.data_loader` pads. Raises a ValueError if its arguments conflict."""
     if isinstance(dataset, DataLoader):
         raise ValueError(
             "expected a dataset, got a DataLoader: hand its dataset, with collate_fn and num_workers beside"
@@ -119,11 +113,7 @@ def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, opt
 
 
 def is_on_gpu(model: nn.Module) -> bool:
-    """Returns whether the model is on a CUDA device, where each new shape is expensive.
-
-    Args:
-        model: any module.
-    """
+    """Returns whether the model is on a CUDA device, where each new shape is expensive."""
     return any(p.device.type == "cuda" for p in model.parameters())
 
 

@@ -39,12 +39,7 @@ class Log:
         return Log, (None,)
 
     def tell(self, engine: State, *, now: bool = False) -> None:
-        """Write the state after the engine's last step, once, if it is time.
-
-        Args:
-            engine: takes the steps.
-            now: do not wait until it is time.
-        """
+        """Write the state after the engine's last step, once, if it is time."""
         begin = time.monotonic()
         if self._writer is None or engine.steps == self._step or (begin < self._next and not now):
             return

@@ -70,11 +70,7 @@ class Looks:
         return output
 
     def follow(self, losses: Tensor) -> None:
-        """Stop recording operations at the losses. Parameters that were written to belong to the state.
-
-        Args:
-            losses: [B].
-        """
+        """Stop recording operations at the losses. Parameters that were written to belong to the state."""
         self._begin.kept.extend((p, was, -1) for p, was in self._parameters.items() if not _same(p, was))
         self._parameters.clear()
         self._losses = losses if self._trace.follows(losses) else None

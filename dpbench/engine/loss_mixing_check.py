@@ -62,11 +62,7 @@ class Trace:
         return result
 
     def follows(self, x: Tensor) -> bool:
-        """Returns whether the trace knows how `x` was computed.
-
-        Args:
-            x: any tensor.
-        """
+        """Returns whether the trace knows how `x` was computed."""
         return self._open and isinstance(x, Traced) and x.noted_by is self
 
     def again(self, x: Tensor, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> Tensor:
@@ -82,11 +78,7 @@ class Trace:
             return found
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation of the caller's; record it if it returns tensors or changes one in place.
-
-        Args:
-            operation, args, kwargs: the call.
-        """
+        """Run an operation of the caller's; record it if it returns tensors or changes one in place."""
         if not self._open:
             return operation(*args, **kwargs)
         changes = _in_place(operation) and isinstance(args[0], Tensor)
@@ -178,11 +170,7 @@ class Traced(Tensor):
 
 
 def plain(x: Any) -> Any:
-    """View a traced tensor as an ordinary one, of the same memory and graph; other values are unchanged.
-
-    Args:
-        x: any value.
-    """
+    """View a traced tensor as an ordinary one, of the same memory and graph; other values are unchanged."""
     if not isinstance(x, Traced):
         return x
     with torch._C.DisableTorchFunctionSubclass():

@@ -43,11 +43,7 @@ OTHER_KIND = (
 
 
 def secret(generator: torch.Generator | None) -> bytes:
-    """32 bytes from the operating system, or from the generator: the key of the sampling.
-
-    Args:
-        generator: of the caller's, or None.
-    """
+    """32 bytes from the operating system, or from the generator: the key of the sampling."""
     if generator is None:
         return os.urandom(32)
     words = torch.randint(256, (32,), generator=generator, device=generator.device, dtype=torch.uint8)
@@ -87,12 +83,7 @@ class Noise(ABC):
     constant = ""
 
     def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
-        """σS, the noise's standard deviation in each coordinate; 0 without noise, even if S is infinite.
-
-        Args:
-            noise_multiplier: σ.
-            sensitivity: S.
-        """
+        """σS, the noise's standard deviation in each coordinate; 0 without noise, even if S is infinite."""
         return noise_multiplier * sensitivity if noise_multiplier else 0.0
 
     def in_turn(self, ahead: int | None) -> None:  # noqa: B027 - most noise has no turns

@@ -22,12 +22,6 @@ ACCOUNTANTS = ("rdp:whole", "moments")
 def source_of(name: str, settings: Settings, coordinates: int, generator: torch.Generator | None) -> Noise:
     """Create the engine's noise.
 
-    Args:
-        name: one of `NOISES`.
-        settings: of the engine.
-        coordinates: of all parameters together.
-        generator: of the caller's, or None.
-
     Raises:
         ValueError: a generator with discrete noise.
     """
@@ -44,11 +38,6 @@ def source_of(name: str, settings: Settings, coordinates: int, generator: torch.
 
 def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
     """Return the accountant's name, or the noise's default one.
-
-    Args:
-        name: of the noise, one of `NOISES`.
-        accountant: a name of `accounting`, or None for the default.
-        sampling: one of `accounting.sampling`.
 
     Raises:
         ValueError: no such noise, or the accountant has no bound for it.
@@ -69,9 +58,6 @@ def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
 
 def correlation_of(noise: str, sampling: str | None = None, group_size: int = 1) -> dict[str, int]:
     """{"bands": N} of "banded:N", {"buffers": N} of "blt:N"; {} of noise that is independent in each step.
-
-    Args:
-        noise, sampling, group_size: as in `PrivacyEngine`; sampling None for any.
 
     Raises:
         ValueError: N is not a whole number or too small, or the noise has no bound for this sampling or group size.

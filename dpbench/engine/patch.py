@@ -23,22 +23,14 @@ _WATCH: list[Any] = []
 
 
 def claim(engine: State) -> None:
-    """Watch all optimizers of this process for steps on the engine's model.
-
-    Args:
-        engine: to be watched.
-    """
+    """Watch all optimizers of this process for steps on the engine's model."""
     _ENGINES.add(engine)
     if not _WATCH:
         _WATCH.append(register_optimizer_step_pre_hook(_watch))
 
 
 def disclaim(engine: State) -> None:
-    """Stop watching for this engine.
-
-    Args:
-        engine: detached.
-    """
+    """Stop watching for this engine."""
     _ENGINES.discard(engine)
     if not _ENGINES:
         while _WATCH:
@@ -105,11 +97,7 @@ class Patch:
         vars(optimizer).update((name, own[name]) for name in self._told)
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether this is the attached optimizer, or the one in accelerate's wrapper.
-
-        Args:
-            optimizer: any.
-        """
+        """Returns whether this is the attached optimizer, or the one in accelerate's wrapper."""
         return optimizer is self.optimizer or optimizer is self._beneath
 
     def inner_step(self, noise: float) -> None:

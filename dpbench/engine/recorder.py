@@ -107,12 +107,7 @@ class Recorder:
 
     @contextmanager
     def knowing(self, loss_fn: LossFunction, targets: Any) -> Iterator[None]:
-        """Context with one forward pass, whose losses loss_fn(outputs, targets) may be recomputed.
-
-        Args:
-            loss_fn: loss_fn(outputs, targets) -> [B].
-            targets: of the batch; every tensor [B, ...].
-        """
+        """Context with one forward pass, whose losses loss_fn(outputs, targets) may be recomputed."""
         self._known = loss_fn, targets
         try:
             yield

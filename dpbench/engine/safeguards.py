@@ -3,8 +3,7 @@
 `dpbench.engine.finite` detects NaN and infinity, `dpbench.engine.looks` models that mix samples or keep them.
 
 Functions take:
-    model, layers: the model to be trained; from `batch_norms`.
-    optimizer, steps: an optimizer; the number of logical batches that the engine has released.
+    layers: from `batch_norms`.
 """
 
 from __future__ import annotations

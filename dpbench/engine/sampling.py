@@ -65,20 +65,11 @@ class Sampler:
         return self._key
 
     def take(self, key: bytes, branch: int = 0) -> None:
-        """Switch to another key, for existing loaders as well.
-
-        Args:
-            key: 32 bytes.
-            branch: see `branch`.
-        """
+        """Switch to another key, for existing loaders as well."""
         self._key, self.branch, self._drawn = key, branch, None
 
     def batch(self, step: int) -> Indices:
-        """The records of a logical batch, ascending unless shuffled.
-
-        Args:
-            step: its number, from 0.
-        """
+        """The records of a logical batch, ascending unless shuffled."""
         scheme, n = self.settings.mechanism.sampling, self.settings.sample_size
         b = self.settings.batch_size
         if scheme == "without_replacement":

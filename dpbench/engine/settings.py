@@ -79,12 +79,7 @@ class Settings:
         return steps_per_epoch(self.batch_size, self.sample_size, self.mechanism.sampling)
 
     def guarantee(self, steps: int, delta: float) -> Guarantee:
-        """ε of `steps` steps, including the earlier ones.
-
-        Args:
-            steps: of the whole training, at least 0.
-            delta: in [0, 1].
-        """
+        """ε of `steps` steps, including the earlier ones."""
         if self.blt is not None:
             whole = self.blt.mechanism(self.mechanism.noise_multiplier, max(1, steps))
             return guarantee_of_parts(self.load(), [(whole, min(1, steps))], delta=delta)
@@ -129,11 +124,6 @@ def resolve(
 ) -> Settings:
     """Check the engine's arguments, and find the noise multiplier.
 
-    Args:
-        batch_size, sample_size, epochs, steps, target_epsilon, noise_multiplier: as in `PrivacyEngine`.
-        target_delta, accountant, sampling, max_batch_size, group_size: as in `PrivacyEngine`.
-        bands, buffers: of banded noise, and of a BLT's.
-
     Raises:
         ValueError: an invalid argument, named. `accounting.NoAnswer` if the target cannot be met.
     """
@@ -177,12 +167,7 @@ def resolve(
 
 
 def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:
-    """⌈n/b⌉, as an ordinary loader; ⌊n/b⌋ if a record is in one batch of an epoch, at a rate of b/n.
-
-    Args:
-        batch_size, sample_size: b and n.
-        sampling: a name of `accounting.sampling`.
-    """
+    """⌈n/b⌉, as an ordinary loader; ⌊n/b⌋ if a record is in one batch of an epoch, at a rate of b/n."""
     if sampling in BY_EPOCH:
         return sample_size // batch_size
     return -(-sample_size // batch_size)
@@ -217,9 +202,6 @@ def require_sensitivity(clip: ClipFunction) -> None:
     """Raise a ValueError if a clipped gradient is longer than the clipping function's stated sensitivity.
 
     Tries norms over the whole range of float32, alone and, for a function that clips layers apart, in several layers.
-
-    Args:
-        clip: norms -> factors.
     """
     norms = torch.logspace(-18, 18, 721, dtype=torch.float64, device="cpu")
     norms = torch.cat([norms.new_zeros(1), norms]) * max(clip.sensitivity, 1e-12)

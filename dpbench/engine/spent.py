@@ -160,11 +160,7 @@ class Abandoned:
         return {"name": name, "abandoned": self.count}
 
     def go_on(self, state: dict[str, Any], steps: int) -> None:
-        """Update the count as the engine resumes from a checkpoint.
-
-        Args:
-            state: from `save`.
-        """
+        """Update the count as the engine resumes from a checkpoint."""
         name, released = state["name"], steps + self.count
         if name in self._known:
             self.count = released - state["steps"]

@@ -155,22 +155,14 @@ def _segments(counts: tuple[int, ...], labels: tuple[int, ...]) -> Segments:
 
 
 def replicas(p: Any) -> tuple[Any, ...]:
-    """The process groups of this process's replicas of a parameter; none for an ordinary one.
-
-    Args:
-        p: a parameter.
-    """
+    """The process groups of this process's replicas of a parameter; none for an ordinary one."""
     if not is_sharded(p):
         return ()
     return tuple(p.device_mesh.get_group(dim) for dim, x in enumerate(p.placements) if x.is_replicate())
 
 
 def everywhere(true: Tensor) -> Tensor:
-    """Combine bools by `and` over all processes, so that all continue or all raise.
-
-    Args:
-        true: bools, of any shape.
-    """
+    """Combine bools by `and` over all processes, so that all continue or all raise."""
     agreed = true.to(torch.uint8)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return agreed.bool()

@@ -43,10 +43,6 @@ class WholeStep:
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """Step one physical batch, from a `data_loader` or the caller.
 
-        Args:
-            inputs: a tensor, a tuple (positional) or a dict (keyword arguments); every tensor [B, ...].
-            targets: passed to the loss; every tensor in it [B, ...].
-
         Raises:
             Misuse: as `optimizer.step` does.
         """
@@ -60,11 +56,7 @@ class WholeStep:
         return losses.detach()
 
     def program(self, inputs: Any, targets: Any) -> Tensor | None:
-        """Run a program, and return the losses [B] to step next; None if nothing has run and the step must run eagerly.
-
-        Args:
-            inputs, targets: one physical batch.
-        """
+        """Run a program, and return the losses [B] to step next; None if nothing ran and the step must run eagerly."""
         size = leading_dimension(inputs, targets)
         if self.graphs is None or not size:
             return None

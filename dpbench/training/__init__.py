@@ -1,4 +1,10 @@
-"""Trials that train with the engine: accuracy, audits, memorisation. No torch: the parent process imports this."""
+"""Trials that train with the engine: accuracy, audits, memorisation. No torch: the parent process imports this.
+
+Functions take:
+    trial, model, optimizer: what is measured; of this process; after a step.
+    dtype, name, shape, seed, noise_multiplier: of model and images; the network's; of an image; of the weights; σ.
+    x, y: images and labels.
+"""
 
 from __future__ import annotations
 

@@ -76,9 +76,6 @@ class Seen(NamedTuple):
 def run(trial: AuditTrial) -> dict[str, Any]:
     """The claims, the certified lower bounds, the p-values, and the tests that refute the claims.
 
-    Args:
-        trial: of one engine, with or without a fault.
-
     Raises:
         Mismatch: an engine less private than claimed, or a seeded fault that was not found.
     """

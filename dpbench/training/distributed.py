@@ -67,9 +67,6 @@ def run(trial: DistributedTrial) -> dict[str, Any]:
 
     A turn is {"round", "position", "step_seconds"}, of the first process; memory is a list, one of each process.
 
-    Args:
-        trial: of one model and number of processes.
-
     Raises:
         Mismatch: the summed clipped gradient differs from one process's.
         RankFailed: a process exited or raised.
@@ -209,23 +206,14 @@ def _of_the_first(number: float) -> float:
 
 
 def workload_of(trial: DistributedTrial) -> Workload:
-    """The same model in every process.
-
-    Args:
-        trial: of one model.
-    """
+    """The same model in every process."""
     settings = {"image_size": trial.image_size, "num_classes": trial.num_classes}
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     return load_workload(trial.model, device=trial.device, data=trial.data, dtype="float32", seed=trial.seed, **given)
 
 
 def spread(model: nn.Module, trial: DistributedTrial) -> nn.Module:
-    """Wrap the model, or shard it in place, block by block.
-
-    Args:
-        model: of this process.
-        trial: decides which.
-    """
+    """Wrap the model, or shard it in place, block by block."""
     if trial.spread == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -239,11 +227,7 @@ def spread(model: nn.Module, trial: DistributedTrial) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules to shard together: the outermost members of module lists, unless they share parameters with others.
-
-    Args:
-        model: to be sharded.
-    """
+    """The modules to shard together: the outermost of module lists, unless they share parameters with others."""
     found = []
 
     def look(module: nn.Module) -> None:

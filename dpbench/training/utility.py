@@ -21,12 +21,7 @@ OPTIMIZERS = ("SGD", "Adam", "AdamBC")
 
 
 def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Accuracy at the end and after each epoch; ε if private; seconds of training alone.
-
-    Args:
-        trial: of one setting.
-        dtype: of model and images.
-    """
+    """Accuracy at the end and after each epoch; ε if private; seconds of training alone."""
     (x, y), (test_x, test_y) = data_of(trial)
     x, test_x = x.to(dtype), test_x.to(dtype)
     model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device, dtype)
@@ -97,13 +92,7 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
 
 
 def optimizer_of(trial: UtilityTrial, model: nn.Module, noise_multiplier: float) -> torch.optim.Optimizer:
-    """SGD with momentum 0.9, Adam or AdamBC; "AdamBC:0.01" has the floor 0.01 Φ.
-
-    Args:
-        trial: names it.
-        model: has its parameters.
-        noise_multiplier: σ.
-    """
+    """SGD with momentum 0.9, Adam or AdamBC; "AdamBC:0.01" has the floor 0.01 Φ."""
     name, _, part = trial.descent.partition(":")
     one_of("an optimizer", name, OPTIMIZERS)
     if name == "SGD":
@@ -115,11 +104,7 @@ def optimizer_of(trial: UtilityTrial, model: nn.Module, noise_multiplier: float)
 
 
 def spread(optimizer: torch.optim.Optimizer) -> float:
-    """The 90 % over the 10 % quantile of Adam's divisors; 1 means SGD with momentum.
-
-    Args:
-        optimizer: Adam or AdamBC, after a step.
-    """
+    """The 90 % over the 10 % quantile of Adam's divisors; 1 means SGD with momentum."""
     parts = []
     for group in optimizer.param_groups:
         for state in map(optimizer.state.__getitem__, group["params"]):
@@ -134,11 +119,7 @@ def spread(optimizer: torch.optim.Optimizer) -> float:
 
 
 def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(images, labels) to train on, and to test on: the same split for every trial of the same data.
-
-    Args:
-        trial: names the data.
-    """
+    """(images, labels) to train on, and to test on: the same split for every trial of the same data."""
     (x, y), (test_x, test_y) = split(trial.data, image_size=8 if trial.data == "digits" else 32)
     on = torch.device(trial.device)
     return (x.to(on), y.to(on)), (test_x.to(on), test_y.to(on))
@@ -148,11 +129,6 @@ def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
     """A linear model on pixels, or on pixels with scales that differ up to ten times; or a net of two convolutions.
 
     GroupNorm and tanh follow each convolution, and a linear layer comes last.
-
-    Args:
-        name: one of `MODELS`.
-        shape: of an image.
-        seed: of the weights.
     """
     one_of("a model", name, MODELS)
     channels, height, width = shape
@@ -200,12 +176,7 @@ class Scaled(nn.Module):
 
 
 def tested(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Accuracy and mean loss.
-
-    Args:
-        model: images -> logits.
-        x, y: images and labels.
-    """
+    """Accuracy and mean loss."""
     model.eval()
     with torch.no_grad():
         outputs = torch.cat([model(part) for part in x.split(1000)])
