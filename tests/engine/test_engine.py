@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from attached import attached, cross_entropy, parameters
 from torch import nn
 
 from clipping import Flat, load_backend
-from dpbench import PrivacyEngine
 
 BACKENDS = ["microbatch", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "bk_mixed:paper"]
 
@@ -32,16 +32,16 @@ def images(count, seed=0):
 
 
 def loss_of(model, x, y):
-    return F.cross_entropy(model(x), y, reduction="none")
+    return cross_entropy(model(x), y)
+
+
+def made(model=None, **changes):
+    given = {"sample_size": 1000, "max_grad_norm": 0.5, "noise_multiplier": 0.0} | changes
+    return attached(small_cnn() if model is None else model, **given)
 
 
 def engine_of(model, **changes):
-    settings = {"batch_size": 8, "sample_size": 1000, "max_grad_norm": 0.5, "noise_multiplier": 0.0}
-    return PrivacyEngine(model, **(settings | changes))
-
-
-def parameters(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return made(model, attach=False, **changes)[2]
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,7 @@ def test_without_noise_a_step_is_the_clipped_sum_over_the_expected_batch_size(ba
     model, (x, y) = small_cnn(), images(5)
     before = parameters(model)
     engine = engine_of(model, backend=backend, clip=clip)
-    reference = load_backend("microbatch")(
-        model, lambda o, t: F.cross_entropy(o, t, reduction="none"), clip=engine.clip
-    )
+    reference = load_backend("microbatch")(model, cross_entropy, clip=engine.clip)
     wanted = torch.cat([g.flatten() for g in reference(x, y).grads.values()]) / 8  # b, though 5 samples came
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
     engine.attach(optimizer)
@@ -65,11 +63,10 @@ def test_without_noise_a_step_is_the_clipped_sum_over_the_expected_batch_size(ba
 def test_accumulated_parts_are_the_large_batch():
     ends = []
     for parts in ([8], [3, 1, 4], [0, 7, 1]):
-        model, (x, y) = small_cnn(), images(8)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        engine = engine_of(model, noise_multiplier=1.0, generator=torch.Generator().manual_seed(3))
-        with pytest.warns(UserWarning, match="not private"):
-            engine.attach(optimizer)
+        (model, optimizer, engine), (x, y) = (
+            made(noise_multiplier=1.0, generator=torch.Generator().manual_seed(3)),
+            images(8),
+        )
         for i, (xs, ys) in enumerate(zip(x.split(parts), y.split(parts), strict=True)):
             take = optimizer.step if i == len(parts) - 1 else optimizer.virtual_step
             take(loss=loss_of(model, xs, ys))
@@ -218,7 +215,7 @@ def test_a_loss_of_two_views_of_each_sample():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def loss_fn(outputs, targets):
-        return sum(F.cross_entropy(each, targets, reduction="none") for each in outputs)
+        return sum(cross_entropy(each, targets) for each in outputs)
 
     class Twice(nn.Module):
         def __init__(self):
@@ -307,7 +304,7 @@ def test_keyword_arguments_tied_weights_and_autocast(backend):
         before = parameters(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = model(ids=ids, scale=0.5)["logits"]
-            losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+            losses = cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:]).mean(1)
             optimizer.step(loss=losses)
         ends.append(parameters(model) - before)
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)

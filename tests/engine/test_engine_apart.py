@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from attached import attached
 from torch import nn
 
 from clipping import UnsupportedModel, WrongGradient
 from clipping.norms.collection import _WholeNorms
-from dpbench import PrivacyEngine
 from dpbench.engine import looks
 from dpbench.engine.loss_mixing_check import Traced, plain
 
@@ -26,20 +26,8 @@ each = pytest.mark.parametrize("backend", ["bk_mixed", "microbatch"])  # with a 
 def made(model=None, backend="bk_mixed"):
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = PrivacyEngine(
-        model,
-        batch_size=B,
-        sample_size=1000,
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        steps=100,
-        backend=backend,
-        generator=torch.Generator().manual_seed(2),
-    )
-    with pytest.warns(UserWarning, match="not private"):
-        engine.attach(optimizer)
-    return model, optimizer, engine
+    generator = torch.Generator().manual_seed(2)
+    return attached(model, lr=0.1, batch_size=B, sample_size=1000, steps=100, backend=backend, generator=generator)
 
 
 def cross_entropy(outputs, targets=Y):

@@ -7,10 +7,11 @@ from collections import deque
 
 import pytest
 import torch
+from attached import attached
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
-from dpbench import Misuse, PrivacyEngine
+from dpbench import Misuse
 from dpbench.engine.batch_identity import Ticket, Tickets
 
 RECORDS, EXPECTED = 48, 12
@@ -24,13 +25,9 @@ DONE = "that was not stepped yet, got one that is done with"
 def make(key=5, **changes):
     """A record's gradient is its row of the identity: what is released says how often each is in the sum."""
     torch.manual_seed(0)
-    model = nn.Linear(RECORDS, 1, bias=False).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    settings = {"batch_size": EXPECTED, "sample_size": RECORDS, "max_grad_norm": 1.0, "noise_multiplier": 0.0}
-    engine = PrivacyEngine(model, **settings | changes, epochs=2, generator=torch.Generator().manual_seed(key))
-    with pytest.warns(UserWarning, match="not private"):
-        engine.attach(optimizer)
-    return model, optimizer, engine
+    settings = {"batch_size": EXPECTED, "sample_size": RECORDS, "noise_multiplier": 0.0, "epochs": 2} | changes
+    generator = torch.Generator().manual_seed(key)
+    return attached(nn.Linear(RECORDS, 1, bias=False).double(), lr=0.0, **settings, generator=generator)
 
 
 def counts(model):
@@ -67,11 +64,7 @@ def test_what_reads_a_parameter_before_the_model_is_called_is_of_the_same_pass()
         def forward(self, x):
             return x.sum(1) + 0 * self.weight.sum()
 
-    model = Tied()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    settings = {"batch_size": EXPECTED, "sample_size": RECORDS, "max_grad_norm": 1.0, "noise_multiplier": 0.0}
-    engine = PrivacyEngine(model, **settings, epochs=2, backend="microbatch")
-    engine.attach(optimizer)
+    model, optimizer, engine = attached(Tied(), batch_size=EXPECTED, noise_multiplier=0.0, backend="microbatch")
     engine._recorder._occasions = None  # which would look at the graph of the inputs
     for count in (5, 9, 5):
         losses = model(X[:count] * model.weight)

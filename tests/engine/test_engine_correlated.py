@@ -10,13 +10,13 @@ import os
 import numpy as np
 import pytest
 import torch
+from attached import attached, cross_entropy, parameters
 from scipy.linalg import toeplitz
 from torch import nn
 
 from accounting import SubsampledGaussian, load_accountant
 from accounting.blt import best
 from accounting.gaussian import epsilon_of_shift
-from dpbench import PrivacyEngine
 from dpbench.engine import adjust
 from dpbench.engine.correlated import Banded, Buffered
 from dpbench.engine.errors import PrivacyWarning
@@ -134,21 +134,17 @@ BLT = {"noise": "blt:2", "sampling": "one_pass"}
 
 
 def training(model=None, **changed):
-    model = net() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine = PrivacyEngine(model, **(SETTINGS | {"noise_multiplier": 1.0, "steps": 40} | changed))
-    engine.attach(optimizer)
-    return model, optimizer, engine
+    return attached(net() if model is None else model, lr=0.5, **SETTINGS | {"steps": 40} | changed)
 
 
 def train(model, optimizer, engine, steps, **loading):
     last = engine.steps + steps
     while engine.steps < last:
         for x, y in engine.data_loader(DATA, **loading):
-            optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
+            optimizer.step(loss=cross_entropy(model(x), y))
             if engine.steps == last:
                 break
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return parameters(model)
 
 
 @pytest.mark.parametrize("changed", [{}, BLT])
@@ -259,7 +255,7 @@ def test_a_batch_that_was_left_out_counts_and_ends_the_stream(changed, epsilon, 
     loader = iter(engine.data_loader(DATA))
     next(loader)
     x, y = next(loader)
-    optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
+    optimizer.step(loss=cross_entropy(model(x), y))
     assert engine.steps == 5 and engine.drawn == 6
     for past in engine.noise._past.values():  # of this step alone: one row of bands, or the same in each buffer
         filled = past.rows[past.rows.abs().sum(1) > 0]

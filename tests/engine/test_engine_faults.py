@@ -5,56 +5,34 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from attached import attached, batch, cross_entropy, data, parameters, says, small
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset, default_collate
 
 from clipping import Automatic, Flat, GlobalBound, PerLayer, UnsupportedModel
-from dpbench import Misuse, PrivacyEngine, PrivacyWarning
+from dpbench import Misuse, PrivacyWarning
 from dpbench.engine.sampling import Sizes
 from dpbench.engine.settings import require_sensitivity
 
 
-def make(model=None, attach=True, kind=torch.optim.SGD, **changes):
+def make(model=None, **changes):
     """(model, optimizer, engine); the noise is the default one unless the changes say otherwise."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)) if model is None else model
-    optimizer = kind(model.parameters(), lr=1.0)
-    settings = {"batch_size": 16, "sample_size": 64, "max_grad_norm": 1.0, "noise_multiplier": 1.0, "epochs": 4}
-    engine = PrivacyEngine(model, **settings | changes)
-    if engine.backend == "bk_mixed":
-        engine._recorder.backend.planner.timing = False  # sums of two engines are to have the same bits
-    if attach:
-        engine.attach(optimizer)
-    return model, optimizer, engine
+    found = attached(model, **{"batch_size": 16, "epochs": 4} | changes)
+    if found[2].backend == "bk_mixed":
+        found[2]._recorder.backend.planner.timing = False  # sums of two engines are to have the same bits
+    return found
 
 
 def losses_of(model, count=16, seed=0):
-    numbers = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(count, 5, generator=numbers), torch.randint(0, 3, (count,), generator=numbers)
-    return F.cross_entropy(model(x), y, reduction="none")
-
-
-def parameters(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def says(kind, pattern):
-    """The whole message is one line."""
-    return pytest.raises(kind, match=re.compile(rf"^(?=[^\n]*\Z).*{pattern}"))
-
-
-def data(count=64):
-    numbers = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(count, 5, generator=numbers), torch.randint(0, 3, (count,), generator=numbers))
+    x, y = batch(count, seed)
+    return cross_entropy(model(x), y)
 
 
 @pytest.mark.parametrize("at", range(3))
@@ -110,7 +88,7 @@ def test_a_loader_made_before_the_checkpoint_was_loaded_goes_on_with_its_key(sam
     def used(model, optimizer, loader, most):
         found = []
         for number, (x, y, i) in enumerate(loader):
-            optimizer.step(loss=F.cross_entropy(model(x), y, reduction="none"))
+            optimizer.step(loss=cross_entropy(model(x), y))
             found += i.tolist()
             if number + 1 == most:
                 break
@@ -159,7 +137,7 @@ def test_the_steps_of_an_engine_that_was_on_the_model_before_are_told_of():
         optimizer.step(loss=losses_of(model))
     saved = copy.deepcopy(engine.state_dict())
     engine.detach()
-    other = PrivacyEngine(model, batch_size=16, sample_size=64, max_grad_norm=1.0, noise_multiplier=1.0, epochs=4)
+    _, _, other = make(model, attach=False)
     with pytest.warns(PrivacyWarning, match="3 steps of another engine on this model are not counted"):
         other.attach(optimizer)
     said = "3 steps of another engine on this model are not counted"
@@ -197,7 +175,7 @@ def test_poisson_sizes_are_believed(sample_size, batch_size):
 
 
 def test_a_gradient_left_on_a_frozen_parameter_is_not_applied():
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = small()
     losses_of(model).mean().backward()  # of private data, and never stepped
     model[0].requires_grad_(False)
     frozen = model[0].weight.detach().clone()
@@ -254,10 +232,10 @@ def test_a_batch_of_no_records_is_of_the_kind_of_the_others(container):
     pack, unpack = CONTAINERS[container]
     model, optimizer, engine = make(batch_size=1)
     empty = 0
-    for batch in engine.data_loader(data(), collate_fn=lambda rows: pack(*default_collate(rows))):
-        x, y = unpack(batch)
+    for each in engine.data_loader(data(), collate_fn=lambda rows: pack(*default_collate(rows))):
+        x, y = unpack(each)
         empty += len(x) == len(y) == 0
-        optimizer.step(loss=F.cross_entropy(model(x), y, reduction="none"))
+        optimizer.step(loss=cross_entropy(model(x), y))
     assert empty and engine.steps == 64
 
 

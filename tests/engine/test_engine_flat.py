@@ -7,11 +7,9 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
+from attached import attached, cross_entropy, data
 from torch import nn
-from torch.utils.data import TensorDataset
 
-from dpbench import PrivacyEngine
 from dpbench.engine import finite
 from dpbench.engine.noise import At, Secure
 from dpbench.engine.release import release_gradients
@@ -42,24 +40,16 @@ def on_gpu(monkeypatch):
 
 def make(**changes):
     torch.manual_seed(0)
-    model = Mixed()
-    settings = {"batch_size": 8, "sample_size": 64, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
-    engine = PrivacyEngine(model, **settings | changes)
+    model, optimizer, engine = attached(Mixed(), lr=0.1, attach=False, **changes)
     engine.noise.load_state_dict({"kind": "secure", "key": KEY}, replay=True)
     engine._recorder.backend.settle()  # by formula: two trainings are compared bit by bit
     engine._sampler.take(KEY)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine.attach(optimizer)
     return model, optimizer, engine
 
 
-def data(count=64):
-    numbers = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(count, 5, generator=numbers), torch.randint(0, 3, (count,), generator=numbers))
-
-
 def step(model, optimizer, x, y):
-    optimizer.step(loss=F.cross_entropy(model(x), y, reduction="none"))
+    optimizer.step(loss=cross_entropy(model(x), y))
 
 
 def test_no_gradient_shares_an_entry_with_another():
@@ -93,7 +83,7 @@ def test_each_sum_has_noise_of_its_own_whatever_memory_the_backend_formed_it_in(
 
 def test_a_checkpoint_that_is_gone_on_from_stays_as_it_is():
     model, optimizer, engine = make()
-    optimizer.virtual_step(loss=F.cross_entropy(model(data()[:4][0]), data()[:4][1], reduction="none"))
+    optimizer.virtual_step(loss=cross_entropy(model(data()[:4][0]), data()[:4][1]))
     state = engine.state_dict()
     before = copy.deepcopy(state)
     ends = []

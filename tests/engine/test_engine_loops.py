@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attached import attached, cross_entropy
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -19,16 +19,12 @@ B = 6
 each = pytest.mark.parametrize("backend", ["bk_mixed", "microbatch"])  # with a tape, and without
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    warnings.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def attached(model, lr=0.0, noise=0.0, clip=0.5, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    known = {"batch_size": B, "sample_size": 60, "steps": 400, "max_grad_norm": clip, "noise_multiplier": noise}
-    engine = PrivacyEngine(model, **{**known, **options})
-    engine.attach(optimizer)
+def private(model, lr=0.0, **options):
+    given = {"batch_size": B, "sample_size": 60, "steps": 400, "max_grad_norm": 0.5, "noise_multiplier": 0.0}
+    _, optimizer, engine = attached(model, lr=lr, **given | options)
     return engine, optimizer
 
 
@@ -54,7 +50,7 @@ def networks():
 @each
 def test_a_discriminator_that_is_frozen_while_the_generator_is_trained(backend):
     generator, critic, x, z = networks()
-    engine, optimizer = attached(critic, lr=1.0, backend=backend)
+    engine, optimizer = private(critic, lr=1.0, backend=backend)
     other = torch.optim.SGD(generator.parameters(), lr=0.1)
     for _ in range(3):
         critic.requires_grad_(False)
@@ -73,7 +69,7 @@ def test_a_discriminator_that_is_frozen_while_the_generator_is_trained(backend):
 
 def test_a_gradient_of_another_model_through_the_private_one_names_the_remedy():
     generator, critic, _, z = networks()
-    attached(critic)
+    private(critic)
     with pytest.raises(Misuse, match=r"freeze this model in the step of another one, requires_grad_\(False\)"):
         F.softplus(-critic(generator(z))).mean().backward()
 
@@ -82,7 +78,7 @@ def test_a_gradient_of_another_model_through_the_private_one_names_the_remedy():
 def test_a_penalty_on_gradients_every_few_steps(backend):
     """WGAN-GP and lazy R1: a gradient within the loss. It is formed as by hand, or refused by name."""
     _, critic, x, _ = networks()
-    _, optimizer = attached(critic, backend=backend)
+    _, optimizer = private(critic, backend=backend)
 
     def losses_of(d, x, step):
         x = x.clone().requires_grad_()
@@ -105,7 +101,7 @@ def test_a_penalty_on_gradients_every_few_steps(backend):
 def test_what_is_thawed_after_the_forward_pass_is_refused_and_before_it_is_trained(backend):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double(), torch.randn(B, 4).double()
-    engine, optimizer = attached(model, backend=backend)
+    engine, optimizer = private(model, backend=backend)
     model[0].requires_grad_(False)
     losses = model(x).square().sum(1)
     model[0].requires_grad_(True)
@@ -173,15 +169,11 @@ class Follows(Draws):
 def test_what_differs_by_itself_is_not_called_mixing(kind, known, backend):
     torch.manual_seed(0)
     model, x, y = kind(), torch.randn(B, 4), torch.randint(0, 3, (B,))
-    engine, optimizer = attached(model, noise=1.0, backend=backend)
-    step = engine.make_step(one_each) if known else lambda x, y: optimizer.step(loss=one_each(model(x), y))
+    engine, optimizer = private(model, noise_multiplier=1.0, backend=backend)
+    step = engine.make_step(cross_entropy) if known else lambda x, y: optimizer.step(loss=cross_entropy(model(x), y))
     for _ in range(3):
         step(x, y)
     assert engine.steps == 3
-
-
-def one_each(outputs, targets):
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 @pytest.mark.parametrize("compiled", [None, False, True])
@@ -190,10 +182,10 @@ def test_a_teacher_and_a_temperature_move_once_a_step(compiled):
     for kind, state in ((Anneals, "temperature"), (Follows, "teacher.weight")):
         model, x, y = kind(), torch.randn(B, 4), torch.randint(0, 3, (B,))
         alone = copy.deepcopy(model)
-        engine, optimizer = attached(model)  # with a learning rate of 0
-        step = None if compiled is None else engine.make_step(one_each, compile=compiled)
+        engine, optimizer = private(model)  # with a learning rate of 0
+        step = None if compiled is None else engine.make_step(cross_entropy, compile=compiled)
         for _ in range(5):
-            optimizer.step(loss=one_each(model(x), y)) if step is None else step(x, y)
+            optimizer.step(loss=cross_entropy(model(x), y)) if step is None else step(x, y)
             alone(x)
         torch.testing.assert_close(model.state_dict()[state], alone.state_dict()[state])
 
@@ -222,7 +214,7 @@ def of_positions(outputs, targets):
 
 def test_a_mean_over_the_positions_of_the_longest_record_is_refused():
     model, x, lengths, y = tagged([3, 3, 9, 3, 3, 3])
-    _, optimizer = attached(model)
+    _, optimizer = private(model)
     with pytest.raises(UnsupportedModel, match="samples mix"):
         optimizer.step(loss=of_positions(model(x, lengths), y).mean(1))
 
@@ -230,7 +222,7 @@ def test_a_mean_over_the_positions_of_the_longest_record_is_refused():
 @pytest.mark.parametrize(("lengths", "ordered"), [([3, 3, 9, 3, 3, 3], False), ([9, 7, 4, 4, 2, 1], True)])
 def test_a_mean_over_a_records_own_positions_is_trained_and_a_sorted_batch_stays_so(lengths, ordered):
     model, x, lengths, y = tagged(lengths)
-    engine, optimizer = attached(model)
+    engine, optimizer = private(model)
     losses = of_positions(model(x, lengths, ordered), y)
     mine = torch.arange(losses.shape[1]) < lengths[:, None]
     optimizer.step(loss=(losses * mine).sum(1) / lengths)
@@ -254,7 +246,7 @@ class TimeFirst(nn.Module):
 def test_outputs_with_time_first_are_looked_at_and_no_chance_refusal(centred):
     torch.manual_seed(0)
     model, x = TimeFirst(centred), torch.randn(B, 2 * B, 4)
-    engine, optimizer = attached(model)
+    engine, optimizer = private(model)
     losses = model(x)[0].square().sum((0, 2))
     if centred:
         with pytest.raises(UnsupportedModel, match="samples mix"):
@@ -283,7 +275,7 @@ def test_a_gradient_that_is_scaled_later_is_seen_where_it_is_looked_at(backend, 
     monkeypatch.setattr("clipping.checks.sample_independence.RATE", 1.0)
     torch.manual_seed(0)
     model, x = Gates(), torch.randn(B, 4)
-    engine, optimizer = attached(model, backend=backend)
+    engine, optimizer = private(model, backend=backend)
     optimizer.step(loss=model(x) * 0.01)
     with pytest.raises(UnsupportedModel, match="samples mix"):
         for _ in range(8):

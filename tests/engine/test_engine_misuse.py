@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from attached import attached, cross_entropy, says
 from torch import nn
 
 from clipping import Flat, UnsupportedModel
-from dpbench import Misuse, PrivacyEngine, PrivacyWarning
+from dpbench import Misuse, PrivacyWarning
+
+
+def made(model=None, **changes):
+    return attached(model, **{"batch_size": 16, "sample_size": 1000, "max_grad_norm": 0.5} | changes)
 
 
 def engine_of(model, **changes):
-    settings = {"batch_size": 16, "sample_size": 1000, "max_grad_norm": 0.5, "noise_multiplier": 1.0}
-    return PrivacyEngine(model, **(settings | changes))
+    return made(model, attach=False, **changes)[2]
 
 
 @pytest.fixture
-def attached():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = engine_of(model)
-    engine.attach(optimizer)
+def loop():
+    model, optimizer, engine = made()
     yield model, optimizer, engine
     engine.detach()
 
 
 def losses_of(model, count=6):
-    return F.cross_entropy(model(torch.randn(count, 5)), torch.zeros(count, dtype=torch.long), reduction="none")
-
-
-def says(kind, pattern):
-    """The whole message is one line."""
-    return pytest.raises(kind, match=re.compile(rf"^(?=[^\n]*\Z).*{pattern}"))
+    return cross_entropy(model(torch.randn(count, 5)), torch.zeros(count, dtype=torch.long))
 
 
 @pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
 def test_backward_by_hand(backend):
-    model = nn.Linear(5, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = engine_of(model, backend=backend)
-    engine.attach(optimizer)
+    model, optimizer, engine = made(backend=backend)
     losses = losses_of(model)
     with says(Misuse, r"expected no backward\(\): optimizer.step\(loss=losses\) runs it"):
         losses.mean().backward()
@@ -54,8 +44,8 @@ def test_backward_by_hand(backend):
     assert engine.steps == 1
 
 
-def test_step_without_a_loss_or_with_a_closure(attached):
-    _, optimizer, _ = attached
+def test_step_without_a_loss_or_with_a_closure(loop):
+    _, optimizer, _ = loop
     with says(Misuse, r"expected optimizer.step\(loss=losses\) with per-sample losses, got no loss"):
         optimizer.step()
     with says(Misuse, "got a closure"):
@@ -64,22 +54,22 @@ def test_step_without_a_loss_or_with_a_closure(attached):
         optimizer.step(loss=0.3)
 
 
-def test_scalar_loss(attached):
-    model, optimizer, engine = attached
+def test_scalar_loss(loop):
+    model, optimizer, engine = loop
     with says(Misuse, r"shape \[6\], got a scalar: use reduction='none'"):
         optimizer.step(loss=losses_of(model).mean())
     assert engine.steps == 0
 
 
 @pytest.mark.parametrize("change", [lambda x: x[:4], lambda x: x[:, None], lambda x: x.repeat(2)])
-def test_losses_of_other_samples(attached, change):
-    model, optimizer, _ = attached
+def test_losses_of_other_samples(loop, change):
+    model, optimizer, _ = loop
     with says(Misuse, r"expected one loss a sample, shape \[6\].*samples must come first, and none may be left out"):
         optimizer.step(loss=change(losses_of(model)))
 
 
-def test_losses_without_a_graph_or_a_forward_pass(attached):
-    model, optimizer, _ = attached
+def test_losses_without_a_graph_or_a_forward_pass(loop):
+    model, optimizer, _ = loop
     with says(Misuse, "detached, or of no_grad"):
         optimizer.step(loss=losses_of(model).detach())
     losses = losses_of(model)
@@ -92,8 +82,8 @@ def test_losses_without_a_graph_or_a_forward_pass(attached):
         optimizer.step(loss=losses)
 
 
-def test_losses_of_an_earlier_forward_pass(attached):
-    model, optimizer, _ = attached
+def test_losses_of_an_earlier_forward_pass(loop):
+    model, optimizer, _ = loop
     losses = losses_of(model, 6)
     losses_of(model, 4)
     with says(Misuse, r"shape \[4\]"):
@@ -111,16 +101,16 @@ def test_losses_of_an_earlier_forward_pass(attached):
         optimizer.step(loss=losses)
 
 
-def test_a_parameter_in_the_loss(attached):
-    model, optimizer, engine = attached
+def test_a_parameter_in_the_loss(loop):
+    model, optimizer, engine = loop
     optimizer.step(loss=losses_of(model))
     with says(UnsupportedModel, r"2.weight: is read where the tape does not see it"):
         optimizer.step(loss=losses_of(model) + model[2].weight.square().sum())
     assert engine.steps == 1
 
 
-def test_many_forward_passes_without_a_step(attached):
-    model, _, _ = attached
+def test_many_forward_passes_without_a_step(loop):
+    model, _, _ = loop
     with pytest.warns(PrivacyWarning, match="16 forward passes in training mode without a step"):
         for _ in range(16):
             model(torch.randn(2, 5))
@@ -146,8 +136,8 @@ def test_a_delta_that_protects_nobody():
         assert engine_of(nn.Linear(2, 2)).privacy_spent().delta == 1 / 2000
 
 
-def test_two_engines_on_one_model(attached):
-    model, optimizer, engine = attached
+def test_two_engines_on_one_model(loop):
+    model, optimizer, engine = loop
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     with says(Misuse, "expected one engine on a model, got a second one on '0.weight'"):
         engine_of(model).attach(other)
@@ -169,8 +159,8 @@ def test_step_without_attach():
         engine.step(losses_of(model))
 
 
-def test_another_optimizer_does_not_go_round_the_engine(attached):
-    model, _, engine = attached
+def test_another_optimizer_does_not_go_round_the_engine(loop):
+    model, _, engine = loop
     other = torch.optim.Adam(model[2].parameters(), lr=0.1)
     with says(Misuse, "got one that goes round the privacy engine"):
         other.step()
@@ -180,7 +170,7 @@ def test_another_optimizer_does_not_go_round_the_engine(attached):
     other.step()
 
 
-def test_parameters_of_optimizer_and_model(attached):
+def test_parameters_of_optimizer_and_model(loop):
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     with says(Misuse, r"'0.weight' is not among its: freeze it"):
         engine_of(model).attach(torch.optim.SGD(model[1].parameters(), lr=0.1))
@@ -226,8 +216,8 @@ def test_arguments():
     assert (state["batch_size"], state["noise_multiplier"], type(state["noise_multiplier"])) == (16, 1.5, float)
 
 
-def test_fixed_batches_are_not_taken_for_poisson_samples(attached):
-    model, optimizer, engine = attached
+def test_fixed_batches_are_not_taken_for_poisson_samples(loop):
+    model, optimizer, engine = loop
     with pytest.warns(PrivacyWarning, match="of .* batches had exactly 16 samples: not Poisson"):
         for _ in range(16):
             optimizer.step(loss=losses_of(model, 16))
@@ -237,10 +227,7 @@ def test_fixed_batches_are_not_taken_for_poisson_samples(attached):
 
 
 def test_beyond_the_planned_steps():
-    model = nn.Linear(5, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = engine_of(model, noise_multiplier=None, target_epsilon=2.0, steps=2)
-    engine.attach(optimizer)
+    model, optimizer, engine = made(noise_multiplier=None, target_epsilon=2.0, steps=2)
     for _ in range(2):
         optimizer.step(loss=losses_of(model))
     assert 1.9 < engine.privacy_spent().epsilon <= 2

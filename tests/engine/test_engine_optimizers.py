@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
+from attached import cross_entropy
 from torch import nn
 
 from clipping import Flat, load_backend
@@ -24,10 +24,6 @@ def small():
     return nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False))  # Muon takes matrices
 
 
-def loss_of(outputs, targets):
-    return F.cross_entropy(outputs, targets, reduction="none")
-
-
 def test_torch_has_as_many_as_we_know():
     assert {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Rprop"} <= set(NAMES)
 
@@ -43,10 +39,10 @@ def test_the_optimizer_s_own_step_with_the_clipped_gradient(name):
         if private:
             engine = PrivacyEngine(model, batch_size=8, sample_size=100, max_grad_norm=0.1, noise_multiplier=0.0)
             engine.attach(optimizer)
-        reference = load_backend("microbatch")(model, loss_of, clip=Flat(0.1))
+        reference = load_backend("microbatch")(model, cross_entropy, clip=Flat(0.1))
         for x, y in batches:
             if private:
-                optimizer.step(loss=loss_of(model(x), y))
+                optimizer.step(loss=cross_entropy(model(x), y))
             else:
                 for parameter, grad in zip(model.parameters(), reference(x, y).grads.values(), strict=True):
                     parameter.grad = grad / 8

@@ -6,28 +6,20 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
+from attached import attached, cross_entropy, data, parameters, small
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import TensorDataset
 
-from dpbench import Misuse, PrivacyEngine
+from dpbench import Misuse
 from dpbench.engine.loader import is_on_gpu
 
 
-def make(backend="bk_mixed", clip="flat", batch_size=9, sample_size=40, **changes):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
-    settings = {"max_grad_norm": 0.5, "noise_multiplier": 1.0, "generator": torch.Generator().manual_seed(1)}
-    engine = PrivacyEngine(
-        model, batch_size=batch_size, sample_size=sample_size, backend=backend, clip=clip, **settings | changes
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    with pytest.warns(UserWarning, match="not private"):
-        engine.attach(optimizer)
-    numbers = torch.Generator().manual_seed(2)
-    x = torch.randn(sample_size, 1, 6, 6, dtype=torch.float64, generator=numbers)
-    return engine, optimizer, TensorDataset(x, torch.randint(0, 3, (sample_size,), generator=numbers))
+def make(sample_size=40, **changes):
+    settings = {"batch_size": 9, "max_grad_norm": 0.5, "generator": torch.Generator().manual_seed(1)} | changes
+    _, optimizer, engine = attached(small().double(), lr=0.3, sample_size=sample_size, **settings)
+    x, y = data(sample_size).tensors
+    return engine, optimizer, TensorDataset(x.double(), y)
 
 
 def train(engine, optimizer, data, shapes=None, epochs=2, **loading):
@@ -35,16 +27,16 @@ def train(engine, optimizer, data, shapes=None, epochs=2, **loading):
         for x, y in engine.data_loader(data, **loading):
             if shapes is not None:
                 shapes.append((len(x), int(engine.mask.sum())))
-            optimizer.step(loss=F.cross_entropy(engine.model(x), y, reduction="none"))
-    return torch.cat([p.detach().flatten() for p in engine.model.parameters()])
+            optimizer.step(loss=cross_entropy(engine.model(x), y))
+    return parameters(engine.model)
 
 
 @pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])
 @pytest.mark.parametrize("backend", ["bk_mixed", "mixed_ghost", "microbatch"])
 def test_padded_training_is_the_unpadded(backend, clip):
     shapes = []
-    wanted = train(*make(backend, clip), max_physical_batch_size=4)
-    found = train(*make(backend, clip), shapes, max_physical_batch_size=4, pad=True)
+    wanted = train(*make(backend=backend, clip=clip), max_physical_batch_size=4)
+    found = train(*make(backend=backend, clip=clip), shapes, max_physical_batch_size=4, pad=True)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
     assert {size for size, _ in shapes} == {2, 4} and {1, 3} & {real for _, real in shapes}
 
@@ -60,8 +52,8 @@ def test_empty_batches_are_padded_too():
 @pytest.mark.parametrize(("expected", "most"), [(64, None), (256, None), (256, 64)])
 def test_sizes_are_few_and_cost_little(expected, most):
     """Nine within four deviations, and on average half of √b samples of padding a logical batch."""
-    engine, _, data = make(batch_size=expected, sample_size=100 * expected)
-    pieces = engine.data_loader(data, max_physical_batch_size=most, pad=True)._pieces
+    engine, _, records = make(batch_size=expected, sample_size=100 * expected)
+    pieces = engine.data_loader(records, max_physical_batch_size=most, pad=True)._pieces
     assert [len(piece) for piece in pieces] == [handed for *_, handed in pieces.drawn]
     real, handed = (sum(drawn[i] for drawn in pieces.drawn) for i in (2, 3))
     assert len({drawn[3] for drawn in pieces.drawn}) <= 10
@@ -72,12 +64,12 @@ def test_what_the_padding_is_does_not_matter():
     """Bit for bit: its losses are not in the sum, even where they are large."""
     ends = []
     for factor in (1.0, 50.0):
-        engine, optimizer, data = make()
-        for x, y in engine.data_loader(data, max_physical_batch_size=12, pad=True):
-            x = torch.where(engine.mask[:, None, None, None], x, factor * x)
-            losses = F.cross_entropy(engine.model(x), y, reduction="none")
+        engine, optimizer, records = make()
+        for x, y in engine.data_loader(records, max_physical_batch_size=12, pad=True):
+            x = torch.where(engine.mask[:, None], x, factor * x)
+            losses = cross_entropy(engine.model(x), y)
             optimizer.step(loss=torch.where(engine.mask, losses, factor * losses))
-        ends.append(torch.cat([p.detach().flatten() for p in engine.model.parameters()]))
+        ends.append(parameters(engine.model))
     assert torch.equal(*ends)
 
 
@@ -85,10 +77,10 @@ def test_the_first_batch_is_verified_on_samples_of_the_data():
     """Not on padding, of which every gradient is right: a loss that mixes samples is found all the same."""
     from clipping import UnsupportedModel
 
-    engine, optimizer, data = make(batch_size=1)
+    engine, optimizer, records = make(batch_size=1)
     with pytest.raises(UnsupportedModel, match="samples mix"):
-        for x, y in engine.data_loader(data, max_physical_batch_size=4, pad=True):
-            losses = F.cross_entropy(engine.model(x), y, reduction="none")
+        for x, y in engine.data_loader(records, max_physical_batch_size=4, pad=True):
+            losses = cross_entropy(engine.model(x), y)
             optimizer.step(loss=losses * losses.sum() if engine.mask.sum() > 1 else losses)
 
 
@@ -108,21 +100,21 @@ def test_a_model_with_a_parameter_on_a_gpu_is_on_one():
 
 def test_two_views_of_a_record_are_not_two_records():
     """Each view would be clipped for itself, and the record move the sum by twice what the noise covers."""
-    engine, optimizer, data = make()
+    engine, optimizer, records = make()
     before = engine.model[0].weight.detach().clone()
     with pytest.raises(Misuse, match="several views of a record are one record, so average their losses"):
-        for x, y in engine.data_loader(data):
+        for x, y in engine.data_loader(records):
             views = torch.cat([x, x.flip(-1)])
-            optimizer.step(loss=F.cross_entropy(engine.model(views), y.repeat(2), reduction="none"))
+            optimizer.step(loss=cross_entropy(engine.model(views), y.repeat(2)))
     assert engine.steps == 0 and torch.equal(before, engine.model[0].weight)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_padding_with_a_collate_function_of_ones_own(workers):
-    engine, optimizer, data = make()
+    engine, optimizer, records = make()
     options = {"collate_fn": list, "num_workers": workers}
-    for rows in engine.data_loader(list(data), max_physical_batch_size=5, pad=True, **options):
+    for rows in engine.data_loader(list(records), max_physical_batch_size=5, pad=True, **options):
         assert len(rows) in (2, 4, 5) and engine.mask.sum() <= len(rows)
         x, y = torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
-        optimizer.step(loss=F.cross_entropy(engine.model(x), y, reduction="none"))
+        optimizer.step(loss=cross_entropy(engine.model(x), y))
     assert engine.steps == 5 and engine.privacy_spent().sampled_by == "engine"

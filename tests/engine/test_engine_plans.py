@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from contextlib import nullcontext
 
 import pytest
 import torch
+from attached import attached, cross_entropy
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -32,14 +32,11 @@ def trained(model: nn.Module, engine: PrivacyEngine, optimizer: torch.optim.Opti
     data = TensorDataset(torch.randn(64, 3, 8, 8, generator=generator), torch.arange(64) % 3)
     loader = engine.data_loader(data)
     for x, y in (batch for _ in range(epochs) for batch in loader):
-        optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
+        optimizer.step(loss=cross_entropy(model(x), y))
 
 
 def made(model: nn.Module, **options) -> tuple[PrivacyEngine, torch.optim.Optimizer]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"batch_size": 32, "sample_size": 64, "epochs": 100, "max_grad_norm": 0.5, "noise_multiplier": 1.0}
-    engine = PrivacyEngine(model, **settings, **options)
-    engine.attach(optimizer)
+    _, optimizer, engine = attached(model, lr=0.1, batch_size=32, epochs=100, max_grad_norm=0.5, **options)
     return engine, optimizer
 
 
@@ -47,7 +44,7 @@ def made(model: nn.Module, **options) -> tuple[PrivacyEngine, torch.optim.Optimi
 def test_a_private_engine_times_its_routes_in_the_second_step_and_a_seeded_one_never(seeded, caplog):
     options = {"generator": torch.Generator().manual_seed(1)} if seeded else {}
     model = Net()
-    with caplog.at_level(logging.INFO, "clipping.planning.planner"), pytest.warns() if seeded else nullcontext():
+    with caplog.at_level(logging.INFO, "clipping.planning.planner"):
         trained(model, *made(model, **options), epochs=4)
     timed = [record.message for record in caplog.records if "by their times on this device" in record.message]
     assert bool(timed) is not seeded

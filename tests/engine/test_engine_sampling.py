@@ -8,11 +8,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from attached import attached
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from accounting import load_accountant
-from dpbench import Misuse, PrivacyEngine
+from dpbench import Misuse
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import SCHEMES, resolve
 
@@ -38,11 +39,8 @@ def sampler_of(*args, key=bytes(32), **options):
 
 def make(batch_size=4, sample_size=40, **changes):
     torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    settings = {"batch_size": batch_size, "sample_size": sample_size, "max_grad_norm": 0.5, "noise_multiplier": 1.0}
-    engine = PrivacyEngine(model, **(settings | changes))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine.attach(optimizer)
+    settings = {"batch_size": batch_size, "sample_size": sample_size, "max_grad_norm": 0.5} | changes
+    model, optimizer, engine = attached(nn.Linear(3, 2), lr=0.1, **settings)
     data = TensorDataset(torch.arange(sample_size), torch.randn(sample_size, 3))
     return engine, optimizer, data, lambda x: model(x).square().sum(1)
 

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import copy
 import random
-import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from attached import attached, cross_entropy, parameters
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import TensorDataset
 
 import clipping.program.graphs
 from clipping import Automatic, UnsupportedModel
-from dpbench import Misuse, PrivacyEngine
+from dpbench import Misuse
 from dpbench.engine.adjust import set_clip
-from dpbench.engine.errors import PrivacyWarning
-
-
-def losses_of(outputs, targets):
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def network():
@@ -40,23 +35,13 @@ def data(size=40):
 
 def make(model=None, **changes):
     model = network() if model is None else model
-    settings = {
-        "batch_size": 9,
-        "sample_size": 40,
-        "max_grad_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "backend": "bk_mixed",
-    }
-    engine = PrivacyEngine(model, **settings | {"generator": torch.Generator().manual_seed(1)} | changes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivacyWarning)
-        engine.attach(optimizer)
+    settings = {"batch_size": 9, "sample_size": 40, "max_grad_norm": 0.5, "generator": torch.Generator().manual_seed(1)}
+    model, optimizer, engine = attached(model, partial(torch.optim.SGD, momentum=0.9), 0.3, **settings | changes)
     return engine, optimizer
 
 
 def weights(engine):
-    return torch.cat([p.detach().flatten() for p in engine.model.parameters()])
+    return parameters(engine.model)
 
 
 def train(engine, step, epochs=2, **loading):
@@ -73,14 +58,14 @@ def own_batches():
     """Compiled steps of batches that are the caller's, of one size."""
     engine, optimizer = make(sampling="shuffled", batch_size=8)
     x, y = (each[:8].clone() for each in data().tensors)
-    return engine, optimizer, engine.make_step(losses_of, compile=True), x, y
+    return engine, optimizer, engine.make_step(cross_entropy, compile=True), x, y
 
 
 def by_hand(engine, optimizer):
     """What everybody writes."""
 
     def step(x, y):
-        losses = losses_of(engine.model(x), y)
+        losses = cross_entropy(engine.model(x), y)
         optimizer.step(loss=losses)
         return losses.detach()
 
@@ -103,7 +88,7 @@ def test_the_same_training_bit_for_bit(compile, loading, clip):
     engine, optimizer = make(clip=clip)
     wanted = train(engine, by_hand(engine, optimizer), **loading)
     other, _ = make(clip=clip)
-    step = other.make_step(losses_of, compile=compile)
+    step = other.make_step(cross_entropy, compile=compile)
     found = train(other, step, **loading)
     if compile and loading:
         assert list(step.graphs.ways.values()) == ["traced"] * 2
@@ -121,13 +106,9 @@ def test_batches_of_one_s_own():
 
 
 def test_training_goes_on_from_a_checkpoint_with_the_same_bits():
-    scheme = {
-        "generator": None,
-        "sampling": "shuffled",
-        "batch_size": 8,
-    }  # of one shape, whose way is in the checkpoint
+    scheme = {"generator": None, "sampling": "shuffled", "batch_size": 8}  # one shape, whose way is in the checkpoint
     engine, optimizer = make(**scheme)
-    step = engine.make_step(losses_of, compile=True)
+    step = engine.make_step(cross_entropy, compile=True)
     step.graphs._timing = False
     train(engine, step, 1)
     state = copy.deepcopy((engine.state_dict(), engine.model.state_dict(), optimizer.state_dict()))
@@ -137,7 +118,7 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits():
     other.model.load_state_dict(state[1])
     mover.load_state_dict(state[2])
     other.load_state_dict(state[0], replay=True)
-    again = other.make_step(losses_of, compile=True)
+    again = other.make_step(cross_entropy, compile=True)
     assert torch.equal(train(other, again, 2), wanted)
     assert again.graphs.ways == step.graphs.ways
     assert list(again.graphs.ways.values()) == ["traced"]
@@ -165,7 +146,7 @@ class Odd(nn.Module):
 
 def test_a_model_that_begins_to_mix_samples_is_captured_anew_and_refused():
     engine, _ = make(Odd(), batch_size=6, sampling="shuffled")
-    step = engine.make_step(losses_of, compile=True)
+    step = engine.make_step(cross_entropy, compile=True)
     x, y = torch.randn(6, 5), torch.randint(3, (6,))
     for _ in range(9):
         step(x, y)
@@ -176,7 +157,7 @@ def test_a_model_that_begins_to_mix_samples_is_captured_anew_and_refused():
 
 
 def changed_loss(engine, losses):
-    losses[:] = [lambda outputs, targets: 3 * losses_of(outputs, targets)]
+    losses[:] = [lambda outputs, targets: 3 * cross_entropy(outputs, targets)]
 
 
 CHANGES = {
@@ -208,7 +189,7 @@ def test_what_changes_in_python_changes_the_compiled_step(monkeypatch):
     for compile in (False, True):
         torch.manual_seed(3)
         engine, _ = make(Odd(), batch_size=6, sampling="shuffled")
-        losses = [losses_of]
+        losses = [cross_entropy]
         step = engine.make_step(lambda outputs, targets, losses=losses: losses[0](outputs, targets), compile=compile)
         trainings.append((engine, losses, step))
     x, y = torch.randn(6, 5), torch.randint(3, (6,))
@@ -229,8 +210,8 @@ def test_what_changes_in_python_changes_the_compiled_step(monkeypatch):
 def test_a_backend_whose_step_is_no_graph():
     engine, _ = make(backend="microbatch")
     with pytest.raises(ValueError, match=r"^expected compile=False for microbatch"):
-        engine.make_step(losses_of, compile=True)
-    step = engine.make_step(losses_of)
+        engine.make_step(cross_entropy, compile=True)
+    step = engine.make_step(cross_entropy)
     step(*(each[:8] for each in data().tensors))
     assert engine.steps == 1
 
@@ -257,7 +238,7 @@ def test_a_forward_pass_between_is_no_part_of_a_step():
         step(x, y)
         engine.model(x)
         step(x, y)
-    optimizer.step(loss=losses_of(engine.model(x), y))
+    optimizer.step(loss=cross_entropy(engine.model(x), y))
     assert engine.steps == 9
     assert engine._recorder._recording is None
 
@@ -295,7 +276,7 @@ def test_what_has_no_graph_or_too_many_runs_eagerly(how, monkeypatch):
         random.seed(0)
         np.random.seed(0)
         engine, _ = make(Dropping(how).double(), batch_size=6, sampling="shuffled")
-        step = engine.make_step(losses_of, compile=compile)
+        step = engine.make_step(cross_entropy, compile=compile)
         x, y = torch.randn(6, 5).double(), torch.randint(3, (6,))
         many = how == "counted" and compile
         with pytest.warns(RuntimeWarning, match="at most 3 graphs") if many else nullcontext():
@@ -307,7 +288,7 @@ def test_what_has_no_graph_or_too_many_runs_eagerly(how, monkeypatch):
     torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
     if how in SCALES:
         engine, _ = make(Dropping(how).double(), batch_size=6, sampling="shuffled")
-        step = engine.make_step(losses_of, compile=True)
+        step = engine.make_step(cross_entropy, compile=True)
         with pytest.raises(UnsupportedModel, match="its step is no graph, for it cannot be captured"):
             for _ in range(4):
                 step(x, y)
@@ -319,7 +300,7 @@ def test_what_torch_does_not_compile_runs_once():
     for compile in (False, "auto"):
         torch.manual_seed(3)
         engine, _ = make(nn.Sequential(Odd(), nn.Dropout(0.5)), batch_size=6, sampling="shuffled")
-        step = engine.make_step(losses_of, compile=compile)
+        step = engine.make_step(cross_entropy, compile=compile)
         x, y = torch.randn(6, 5), torch.randint(3, (6,))
         for _ in range(4):
             step(x, y)
@@ -350,7 +331,7 @@ def test_gradients_are_of_the_layers_that_ran():
     for compile in (False, True):
         torch.manual_seed(3)
         engine, _ = make(Ordered(), batch_size=6, sampling="shuffled")
-        step = engine.make_step(losses_of, compile=compile)
+        step = engine.make_step(cross_entropy, compile=compile)
         for turn in range(10):
             if turn > 4:
                 engine.model.order.reverse()
@@ -375,7 +356,7 @@ def test_a_clipping_function_that_may_change_unseen_runs_eagerly():
     for compile in (False, "auto"):
         torch.manual_seed(3)
         engine, _ = make(Odd(), batch_size=6, sampling="shuffled", clip=Scheduled())
-        step = engine.make_step(losses_of, compile=compile)
+        step = engine.make_step(cross_entropy, compile=compile)
         for turn in range(6):
             engine.clip.share = 1 / (1 + turn)
             step(x, y)
@@ -385,4 +366,4 @@ def test_a_clipping_function_that_may_change_unseen_runs_eagerly():
     assert torch.equal(*ends)
     engine, _ = make(Odd(), batch_size=6, clip=Scheduled())
     with pytest.raises(UnsupportedModel, match=r"no frozen dataclass.*compile=False"):
-        engine.make_step(losses_of, compile=True)(x, y)
+        engine.make_step(cross_entropy, compile=True)(x, y)
