@@ -7,28 +7,15 @@ loading, `F`, `logits`, the engine's arguments in the second) is filled in.
 from __future__ import annotations
 
 import opacus
-import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from marks import slow_unless
 
 from dpbench import PrivacyEngine
+from dpbench.engine.settings import usable_backend
 
 
-@pytest.mark.parametrize(
-    ("choice", "backend"),
-    slow_unless(
-        lambda choice, backend: backend == "mixed_ghost",
-        [
-            ({"ghost_clipping": True, "mixed": True}, "mixed_ghost"),
-            ({"ghost_clipping": True, "mixed": False}, "ghost"),
-            ({"ghost_clipping": False}, "fastgradclip"),
-            ({}, "bk_mixed"),
-        ],
-    ),
-)
-def test_the_first_example(choice, backend):
+def test_the_first_example():
     torch.manual_seed(0)
     model = torchvision.models.resnet18()
 
@@ -43,7 +30,8 @@ def test_the_first_example(choice, backend):
         epochs=3,
         max_grad_norm=0.1,
         target_epsilon=3,
-        **choice,
+        ghost_clipping=True,
+        mixed=True,
     )
     privacy_engine.attach(optimizer)
 
@@ -53,11 +41,15 @@ def test_the_first_example(choice, backend):
     # do not use loss.backward()
     optimizer.step(loss=loss)
 
-    assert privacy_engine.backend == backend
     for name, p in model.named_parameters():
         assert torch.isfinite(p).all() and not torch.equal(p, before[name])
     spent = privacy_engine.privacy_spent()
     assert 0 < spent.epsilon < 3 and (spent.steps, spent.sample_rate, spent.delta) == (1, 256 / 50000, 1e-5)
+
+
+def test_its_switches_choose_a_backend():
+    for switches, backend in [((True, True), "mixed_ghost"), ((True, False), "ghost"), ((False, None), "fastgradclip")]:
+        assert usable_backend("bk_mixed", *switches)[0] == backend
 
 
 def test_the_second_example():

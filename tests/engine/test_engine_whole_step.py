@@ -243,6 +243,21 @@ def test_a_forward_pass_between_is_no_part_of_a_step():
     assert engine._recorder._recording is None
 
 
+def both(model_of, run, compile="auto", **changes):
+    """The weights of an eager and a compiled training of the same steps, and the compiled step."""
+    ends, x, y = [], torch.randn(6, 5).double(), torch.randint(3, (6,))
+    for how in (False, compile):
+        torch.manual_seed(3)
+        random.seed(0)
+        np.random.seed(0)
+        engine, _ = make(model_of().double(), batch_size=6, sampling="shuffled", **changes)
+        step = engine.make_step(cross_entropy, compile=how)
+        run(engine, lambda step=step: step(x, y))
+        ends.append(weights(engine))
+        engine.detach()
+    return ends, step
+
+
 SCALES = {
     "random": lambda: 2 if random.random() < 0.5 else 1,
     "scaled": random.random,
@@ -270,48 +285,32 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("how", [*SCALES, "counted"])
 def test_what_has_no_graph_or_too_many_runs_eagerly(how, monkeypatch):
     monkeypatch.setattr(clipping.program.graphs, "MOST", 3)
-    ends = []
-    for compile in (False, "auto"):
-        torch.manual_seed(3)
-        random.seed(0)
-        np.random.seed(0)
-        engine, _ = make(Dropping(how).double(), batch_size=6, sampling="shuffled")
-        step = engine.make_step(cross_entropy, compile=compile)
-        x, y = torch.randn(6, 5).double(), torch.randint(3, (6,))
-        many = how == "counted" and compile
-        with pytest.warns(RuntimeWarning, match="at most 3 graphs") if many else nullcontext():
-            for _ in range(12):
-                step(x, y)
-        ends.append(weights(engine))
-        engine.detach()
-    assert ("others" in step.graphs.ways) == (how in SCALES or how == "counted")
+    often = lambda engine, step: [step() for _ in range(12)]  # noqa: E731
+    with pytest.warns(RuntimeWarning, match="at most 3 graphs") if how == "counted" else nullcontext():
+        ends, step = both(lambda: Dropping(how), often)
+    assert "others" in step.graphs.ways
     torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
     if how in SCALES:
-        engine, _ = make(Dropping(how).double(), batch_size=6, sampling="shuffled")
-        step = engine.make_step(cross_entropy, compile=True)
         with pytest.raises(UnsupportedModel, match="its step is no graph, for it cannot be captured"):
-            for _ in range(4):
-                step(x, y)
+            both(lambda: Dropping(how), often, compile=True)
 
 
 def test_what_torch_does_not_compile_runs_once():
     """Else buffers and dropout would move twice in a step."""
-    ends = []
-    for compile in (False, "auto"):
-        torch.manual_seed(3)
-        engine, _ = make(nn.Sequential(Odd(), nn.Dropout(0.5)), batch_size=6, sampling="shuffled")
-        step = engine.make_step(cross_entropy, compile=compile)
-        x, y = torch.randn(6, 5), torch.randint(3, (6,))
+    seen = []
+
+    def run(engine, step):
         for _ in range(4):
-            step(x, y)
+            step()
         with torch.compiler.set_stance("eager_on_recompile"):
             engine.model[0].scale = 0.5
             for _ in range(3):
-                step(x, y)
-        ends.append((weights(engine), engine.model[0].seen))
-        engine.detach()
+                step()
+        seen.append(engine.model[0].seen)
+
+    ends, step = both(lambda: nn.Sequential(Odd(), nn.Dropout(0.5)), run)
     assert "stance is eager" in step.graphs.ways["others"]
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close((ends[0], seen[0]), (ends[1], seen[1]), rtol=1e-5, atol=1e-6)
 
 
 class Ordered(nn.Module):
@@ -327,17 +326,13 @@ class Ordered(nn.Module):
 
 
 def test_gradients_are_of_the_layers_that_ran():
-    ends, x, y = [], torch.randn(6, 5), torch.randint(3, (6,))
-    for compile in (False, True):
-        torch.manual_seed(3)
-        engine, _ = make(Ordered(), batch_size=6, sampling="shuffled")
-        step = engine.make_step(cross_entropy, compile=compile)
+    def run(engine, step):
         for turn in range(10):
             if turn > 4:
                 engine.model.order.reverse()
-            step(x, y)
-        ends.append(weights(engine))
-        engine.detach()
+            step()
+
+    ends, step = both(Ordered, run, compile=True)
     assert step.graphs.steps > 4
     assert torch.equal(*ends)
 
@@ -352,18 +347,13 @@ class Scheduled:
 
 
 def test_a_clipping_function_that_may_change_unseen_runs_eagerly():
-    ends, x, y = [], torch.randn(6, 5), torch.randint(3, (6,))
-    for compile in (False, "auto"):
-        torch.manual_seed(3)
-        engine, _ = make(Odd(), batch_size=6, sampling="shuffled", clip=Scheduled())
-        step = engine.make_step(cross_entropy, compile=compile)
+    def run(engine, step):
         for turn in range(6):
             engine.clip.share = 1 / (1 + turn)
-            step(x, y)
-        ends.append(weights(engine))
-        engine.detach()
+            step()
+
+    ends, step = both(Odd, run, clip=Scheduled())
     assert "Scheduled is no frozen dataclass" in step.graphs.ways["others"]
     assert torch.equal(*ends)
-    engine, _ = make(Odd(), batch_size=6, clip=Scheduled())
     with pytest.raises(UnsupportedModel, match=r"no frozen dataclass.*compile=False"):
-        engine.make_step(cross_entropy, compile=True)(x, y)
+        both(Odd, run, compile=True, clip=Scheduled())
