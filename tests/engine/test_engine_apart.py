@@ -205,27 +205,6 @@ def test_what_was_traced_is_ordinary_afterwards():
     assert type(torch.load(file)) is torch.Tensor
 
 
-def test_a_second_pass_leaves_buffers_and_generators_alone():
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(20, 5)
-            self.register_buffer("passes", torch.zeros(()))
-
-        def forward(self, x):
-            self.passes += 1
-            return self.layer(F.dropout(x, 0.5, self.training))
-
-    model, optimizer, _ = made(Counts())
-    torch.manual_seed(7)
-    losses = cross_entropy(model(X))
-    drawn = torch.rand(3)
-    torch.manual_seed(7)
-    F.dropout(X, 0.5)
-    assert torch.equal(drawn, torch.rand(3)) and model.passes == 1
-    optimizer.step(loss=losses)
-
-
 class Keeps(nn.Module):
     """Writes something of its batch to itself in each forward pass, and reads the attribute `read` in the next one."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from contextlib import nullcontext
 from functools import partial
@@ -103,26 +102,6 @@ def test_batches_of_one_s_own():
     for _ in range(5):
         step(x, y)
     assert (engine.steps, step.graphs.steps) == (5, 2)  # the first one chooses what batch size routes are for
-
-
-def test_training_goes_on_from_a_checkpoint_with_the_same_bits():
-    scheme = {"generator": None, "sampling": "shuffled", "batch_size": 8}  # one shape, whose way is in the checkpoint
-    engine, optimizer = make(**scheme)
-    step = engine.make_step(cross_entropy, compile=True)
-    step.graphs._timing = False
-    train(engine, step, 1)
-    state = copy.deepcopy((engine.state_dict(), engine.model.state_dict(), optimizer.state_dict()))
-    wanted = train(engine, step, 2)
-    engine.detach()
-    other, mover = make(**scheme)
-    other.model.load_state_dict(state[1])
-    mover.load_state_dict(state[2])
-    other.load_state_dict(state[0], replay=True)
-    again = other.make_step(cross_entropy, compile=True)
-    assert torch.equal(train(other, again, 2), wanted)
-    assert again.graphs.ways == step.graphs.ways
-    assert list(again.graphs.ways.values()) == ["traced"]
-    assert other.steps == engine.steps
 
 
 class Odd(nn.Module):
