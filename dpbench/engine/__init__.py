@@ -46,7 +46,6 @@ Functions take:
     grads, blocks, flags, unless: clipped sums by name; sums; bools of parameters, whether their sums are finite.
     key, branch, state: 32 secret bytes; steps undone before; a part of a checkpoint.
     x, p, true, ticket, operation, args, kwargs: a tensor; a parameter; bools; a batch's; a call.
-    dataset, most, pad, options: as in `PrivacyEngine.data_loader`; `most` is its `max_physical_batch_size`.
     now: do not wait until it is time.
 """
 

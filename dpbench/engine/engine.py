@@ -28,7 +28,7 @@ from dpbench.engine.batch_identity import Ticket, Tickets
 from dpbench.engine.distributed import agreed, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
-from dpbench.engine.loader import PrivateLoader, checked
+from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.log import Log
 from dpbench.engine.noise import secret
 from dpbench.engine.noises import accountant_for, correlation_of, source_of
@@ -257,8 +257,7 @@ class PrivacyEngine(State):
                 last and has weight 0, whatever its loss; `engine.mask` marks it, for averages of your own.
             options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
         """
-        pad = checked(self, dataset, max_physical_batch_size, pad, options)
-        return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, pad, place(), options)
+        return PrivateLoader(self, dataset, max_physical_batch_size, pad, options)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """ε of the steps so far. Steps undone by loading a checkpoint still count.

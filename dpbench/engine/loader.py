@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from clipping.distributed.spread import sharded_modules
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine.batch_identity import Ticket
 from dpbench.engine.collation import require_own_numbers
+from dpbench.engine.distributed import place
 from dpbench.engine.errors import Misuse
-from dpbench.engine.sampling import Sampler
 from dpbench.engine.state import State
 
 
@@ -34,42 +34,44 @@ class PrivateLoader:
     """An iterable over physical batches; each iteration runs to the end of the current epoch of training.
 
     Args:
-        engine: decides the first batch, and learns which piece is the last.
-        sampler: draws the logical batches.
+        engine: draws the batches, and learns which piece is the last. A process has every n-th record of n processes.
         dataset, pad, options: as in `PrivacyEngine.data_loader`.
         most: samples in a physical batch; None for no limit.
-        shard: (rank, processes): take every `processes`-th record of each logical batch.
 
     Attributes:
         is_last: the last yielded physical batch ends its logical batch.
+
+    Raises:
+        ValueError: the arguments conflict, or an empty batch cannot be made.
     """
 
     def __init__(
-        self,
-        engine: State,
-        sampler: Sampler,
-        dataset: Any,
-        most: int | None,
-        pad: bool,
-        shard: tuple[int, int],
-        options: dict[str, Any],
+        self, engine: State, dataset: Any, most: int | None, pad: bool | None, options: dict[str, Any]
     ) -> None:
+        if isinstance(dataset, DataLoader):
+            raise ValueError(
+                "expected a dataset, got a DataLoader: hand its dataset, with collate_fn and num_workers beside"
+            )
+        settings = engine.settings
+        if len(dataset) != settings.sample_size:
+            raise ValueError(f"expected a dataset of sample_size={settings.sample_size}, got {len(dataset)} records")
+        if most is not None and most < 1:
+            raise ValueError(f"expected max_physical_batch_size >= 1, got {most!r}")
+        mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys())
+        if mine:
+            raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
+        if pad is None:
+            pad = most is not None and (is_on_gpu(engine.model) or bool(sharded_modules(engine.model)))
         collate_fn = options.pop("collate_fn", None) or default_collate
         if collate_fn is not default_collate:
-            require_own_numbers(dataset, most or sampler.settings.batch_size, collate_fn)
+            require_own_numbers(dataset, most or settings.batch_size, collate_fn)
         collate = _Collate(dataset, collate_fn)
+        if settings.mechanism.sampling in ("poisson", "truncated_poisson", "balls_and_bins") and not pad:
+            collate.require_empty()
         options.setdefault("generator", torch.Generator())  # else the loader would draw from the global one
         self.is_last = False
-        self._engine = engine
-        self._pieces = _Pieces(engine, sampler, most, pad, shard)
-        if sampler.settings.mechanism.sampling in ("poisson", "truncated_poisson", "balls_and_bins") and not pad:
-            collate.require_empty()
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=self._pieces,
-            collate_fn=collate,
-            **options,
-        )
+        self._engine, self._pieces = engine, _Pieces(engine, most, pad)
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._pieces, collate_fn=collate, **options)
 
     def __len__(self) -> int:
         """Physical batches in the current epoch of training; draws and counts them all if logical batches are split."""
@@ -94,24 +96,6 @@ class PrivateLoader:
         self._engine._unread.read(wait=True)
 
 
-def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, options: Mapping[str, Any]) -> bool:
-    """Returns whether `PrivacyEngine.data_loader` pads. Raises a ValueError if its arguments conflict."""
-    if isinstance(dataset, DataLoader):
-        raise ValueError(
-            "expected a dataset, got a DataLoader: hand its dataset, with collate_fn and num_workers beside"
-        )
-    if len(dataset) != engine.settings.sample_size:
-        raise ValueError(f"expected a dataset of sample_size={engine.settings.sample_size}, got {len(dataset)} records")
-    if most is not None and most < 1:
-        raise ValueError(f"expected max_physical_batch_size >= 1, got {most!r}")
-    mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys())
-    if mine:
-        raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
-    if pad is not None:
-        return pad
-    return most is not None and (is_on_gpu(engine.model) or bool(sharded_modules(engine.model)))
-
-
 def is_on_gpu(model: nn.Module) -> bool:
     """Returns whether the model is on a CUDA device, where each new shape is expensive."""
     return any(p.device.type == "cuda" for p in model.parameters())
@@ -120,10 +104,10 @@ def is_on_gpu(model: nn.Module) -> bool:
 class _Pieces:
     """Index lists for the DataLoader, and a queue of (logical batch's number, is its last piece, samples, size)."""
 
-    def __init__(self, engine: State, sampler: Sampler, most: int | None, pad: bool, shard: tuple[int, int]) -> None:
-        self._engine, self._sampler, self._most, self._shard = engine, sampler, most, shard
-        self.steps_per_epoch = sampler.settings.steps_per_epoch
-        self._grain = math.isqrt(most or sampler.settings.batch_size // shard[1]) or 1 if pad else None
+    def __init__(self, engine: State, most: int | None, pad: bool) -> None:
+        self._engine, self._sampler, self._most, self._shard = engine, engine._sampler, most, place()
+        self.steps_per_epoch = engine.settings.steps_per_epoch
+        self._grain = math.isqrt(most or engine.settings.batch_size // self._shard[1]) or 1 if pad else None
         self.end = 0
         self._counted: tuple[tuple[bytes, int], int, int] | None = None  # (key, epoch, physical batches)
         self.drawn: deque[tuple[int, bool, int, int]] = deque()

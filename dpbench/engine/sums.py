@@ -137,13 +137,13 @@ def gathered(
     for (device, dtype, *_), members in kinds.items():
         together, shapes, indices = zip(*members, strict=True)
         segments = _segments(tuple(map(torch.Size.numel, shapes)), indices)
-        block = Block(together, shapes, torch.empty(segments.length, dtype=dtype, device=device), segments)
+        block = Block(together, shapes, torch.zeros(segments.length, dtype=dtype, device=device), segments)
         parts = dict(zip(together, block.parts(), strict=True))
         straight = [name for name in together if name in given and given[name].is_contiguous()]
         if straight:
             torch._foreach_copy_([parts[name] for name in straight], [given[name] for name in straight])
-        for name in parts.keys() - set(straight):
-            parts[name].copy_(given[name]) if name in given else parts[name].zero_()
+        for name in parts.keys() & given.keys() - set(straight):
+            parts[name].copy_(given[name])
         sums.blocks.append(block)
     return sums
 
