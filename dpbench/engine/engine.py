@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from accounting.sampling import BY_EPOCH
 from clipping.backends.recording import for_recording
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.named_parameters import named_parameters
@@ -38,7 +39,7 @@ from dpbench.engine.release import Sensitivity, release_gradients, sensitivity
 from dpbench.engine.safeguards import mark, require_accounted, require_usable
 from dpbench.engine.sampling import Sampler, Sizes
 from dpbench.engine.settings import clip_function, resolve, usable_backend
-from dpbench.engine.spent import NOT_COUNTED, Abandoned, PrivacySpent, account
+from dpbench.engine.spent import NOT_ACCOUNTED, NOT_COUNTED, Abandoned, PrivacySpent
 from dpbench.engine.state import State
 from dpbench.engine.sums import Sums, gathered
 from dpbench.engine.whole_step import WholeStep
@@ -269,17 +270,45 @@ class PrivacyEngine(State):
         self._unread.read(wait=True)
         if self._patch is not None:
             require_accounted(self._patch.optimizer, self.steps)
-        return account(
-            self.settings,
-            self.noise,
-            steps=self.steps + self._abandoned.count,
-            drawn=max(self.drawn, self._ended) + self._abandoned.count,
-            abandoned=self._abandoned.count,
-            by_engine=self._sampled == self.steps,
-            unlike=self._unlike,
-            beside=self._abandoned.beside(self.model),
+        settings, abandoned, beside = self.settings, self._abandoned.count, self._abandoned.beside(self.model)
+        mechanism, steps, by_engine = settings.mechanism, self.steps + abandoned, self._sampled == self.steps
+        delta = settings.delta if delta is None else delta
+        period = settings.steps_per_epoch if mechanism.sampling in BY_EPOCH else settings.bands
+        counted = steps
+        if period > 1:  # a skipped batch does not lengthen its epoch
+            counted = max(steps, max(self.drawn, self._ended) + abandoned)
+        counted += abandoned * (period - 1)  # each may be in its own epoch, or block of a band
+        found = settings.guarantee(counted, delta)
+        caveats = []
+        if not self.noise.private:
+            caveats.append("the noise is seeded and can be repeated")
+        if any(each.noise_multiplier == 0 for each, count in (*settings.earlier, (mechanism, 1)) if count):
+            caveats.append("there is no noise")
+        if found.kind != "upper_bound":
+            caveats.append(f"ε is of kind {found.kind.replace('_', ' ')}, not an upper bound")
+        if self._unlike is not None:
+            caveats.append(f"{self._unlike}: these are not Poisson samples")
+        private = not caveats
+        if not by_engine:
+            caveats.append("batches were not drawn by data_loader: that they follow the scheme is assumed")
+        if beside:
+            caveats.append(NOT_COUNTED.format(beside))
+        return PrivacySpent(
+            epsilon=found.epsilon,
+            delta=delta,
+            steps=steps,
+            accountant=settings.accountant,
+            kind=found.kind,
+            noise_multiplier=mechanism.noise_multiplier,
+            sample_rate=mechanism.sample_rate,
+            sampling=settings.sampling,
+            adjacency=mechanism.adjacency,
+            sampled_by="engine" if by_engine else "assumed",
+            noise=self.noise.words,
             sensitivity=self.sensitivity.words,
-            delta=self.settings.delta if delta is None else delta,
+            group_size=mechanism.group_size,
+            private=private,
+            caveats=(*caveats, NOT_ACCOUNTED),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,9 +10,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from accounting import ADJACENCIES, SAMPLINGS, Kind
-from accounting.sampling import BY_EPOCH
-from dpbench.engine.noise import Noise
-from dpbench.engine.settings import Settings
 
 #: Leaks that no accountant covers.
 NOT_ACCOUNTED = "not accounted: hyperparameters tuned on the private data, early stopping by it, other releases of it"
@@ -67,73 +64,6 @@ class PrivacySpent:
             f"ε = {self.epsilon:.4g} at δ = {self.delta:.3g} after {self.steps} steps "
             f"({self.kind.replace('_', ' ')} by {self.accountant}; {scheme}){told}"
         )
-
-
-def account(
-    settings: Settings,
-    noise: Noise,
-    *,
-    steps: int,
-    drawn: int,
-    abandoned: int,
-    by_engine: bool,
-    delta: float,
-    sensitivity: str,
-    unlike: str | None = None,
-    beside: int = 0,
-) -> PrivacySpent:
-    """ε of `steps` steps at `delta`.
-
-    Args:
-        settings, noise: of the engine.
-        steps: released logical batches, with the abandoned ones.
-        drawn: logical batches from the loader, with the abandoned ones.
-        abandoned: steps undone by loading a checkpoint.
-        by_engine: the loader drew all released batches.
-        delta: δ.
-        sensitivity: the bound that noise is scaled to, in words.
-        unlike: how the sizes of the caller's batches violate Poisson sampling.
-        beside: logical batches that another engine has released on the model.
-    """
-    mechanism = settings.mechanism
-    counted, period = steps, settings.bands
-    if mechanism.sampling in BY_EPOCH:
-        period = settings.steps_per_epoch
-    if period > 1:
-        counted = max(steps, drawn)  # a skipped batch does not lengthen its epoch
-    counted += abandoned * (period - 1)  # each may be in its own epoch, or block of a band
-    found = settings.guarantee(counted, delta)
-    caveats = []
-    if not noise.private:
-        caveats.append("the noise is seeded and can be repeated")
-    if any(each.noise_multiplier == 0 for each, count in (*settings.earlier, (mechanism, 1)) if count):
-        caveats.append("there is no noise")
-    if found.kind != "upper_bound":
-        caveats.append(f"ε is of kind {found.kind.replace('_', ' ')}, not an upper bound")
-    if unlike is not None:
-        caveats.append(f"{unlike}: these are not Poisson samples")
-    private = not caveats
-    if not by_engine:
-        caveats.append("batches were not drawn by data_loader: that they follow the scheme is assumed")
-    if beside:
-        caveats.append(NOT_COUNTED.format(beside))
-    return PrivacySpent(
-        epsilon=found.epsilon,
-        delta=delta,
-        steps=steps,
-        accountant=settings.accountant,
-        kind=found.kind,
-        noise_multiplier=mechanism.noise_multiplier,
-        sample_rate=mechanism.sample_rate,
-        sampling=settings.sampling,
-        adjacency=mechanism.adjacency,
-        sampled_by="engine" if by_engine else "assumed",
-        noise=noise.words,
-        sensitivity=sensitivity,
-        group_size=mechanism.group_size,
-        private=private,
-        caveats=(*caveats, NOT_ACCOUNTED),
-    )
 
 
 class Abandoned:

@@ -8,10 +8,10 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
+from attached import attached, cross_entropy
 from torch import nn
 
-from dpbench import AdamBC, Misuse, PrivacyEngine
+from dpbench import AdamBC, Misuse
 from dpbench.engine import adjust
 
 SHAPES = ((3, 4), (5,))
@@ -115,18 +115,14 @@ def test_its_second_moment_is_that_of_gradients_without_noise():
     assert abs((found[torch.optim.Adam] - signal**2).mean() - noise**2) < 0.05
 
 
-def private(optimizer_of=None, features=6, **options):
+def private(**options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(features, 400), nn.Tanh(), nn.Linear(400, 3))
-    optimizer = (optimizer_of or (lambda p: AdamBC(p, lr=0.01)))(model.parameters())
-    given = {"batch_size": 8, "sample_size": 64, "max_grad_norm": 0.5, "noise_multiplier": 2.0, **options}
-    engine = PrivacyEngine(model, steps=10, **given)
-    engine.attach(optimizer)
-    return model, optimizer, engine
+    model = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3))
+    return attached(model, AdamBC, 0.01, **{"max_grad_norm": 0.5, "noise_multiplier": 2.0, "steps": 10} | options)
 
 
 def step(model, optimizer):
-    optimizer.step(loss=F.cross_entropy(model(torch.randn(8, 6)), torch.arange(8) % 3, reduction="none"))
+    optimizer.step(loss=cross_entropy(model(torch.randn(8, 6)), torch.arange(8) % 3))
 
 
 @pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])

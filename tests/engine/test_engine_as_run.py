@@ -8,17 +8,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attached import attached, cross_entropy
 from torch import Tensor, nn
 
 from clipping import UnsupportedModel
 from clipping.checks import second_look
+from clipping.checks.verification import reading_float64
 from clipping.numerics import products as matmul
-from dpbench import PrivacyEngine
 
 B, C = 4, 0.3
 
@@ -104,11 +106,9 @@ FIRST = {
 }
 
 
-def engine_for(model: nn.Module, optimizer: torch.optim.Optimizer, **options) -> PrivacyEngine:
-    given = {"batch_size": B, "sample_size": 64, "steps": 20, "max_grad_norm": C, "noise_multiplier": 0.0} | options
-    engine = PrivacyEngine(model, **given)
-    engine.attach(optimizer)
-    return engine
+def engine_for(model, kind=torch.optim.SGD, lr=0.1, **options):
+    """(optimizer, engine)."""
+    return attached(model, kind, lr, **{"batch_size": B, "max_grad_norm": C, "noise_multiplier": 0.0} | options)[1:]
 
 
 def clipped(losses: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -124,8 +124,7 @@ def clipped(losses: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Te
 def step_like_the_ordinary_one(model: nn.Module, x: Tensor, backend: str = "bk_mixed", seed: int = 5) -> None:
     """One step of SGD with lr = 1 takes the clipped gradient off."""
     ordinary, before = copy.deepcopy(model), copy.deepcopy(dict(model.named_parameters()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine_for(model, optimizer, backend=backend)
+    optimizer, _ = engine_for(model, lr=1.0, backend=backend)
     torch.manual_seed(seed)
     losses = losses_of(model, x)
     optimizer.step(loss=losses)
@@ -167,6 +166,15 @@ def test_a_look_in_float64_leaves_the_gradient(backend: str, monkeypatch):
     assert set(looked) == {torch.float32, torch.float64}
 
 
+def test_a_look_in_float64_that_fails_leaves_the_model():
+    model = recurrent(nn.LSTM)
+    parameters = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match="on the way"), reading_float64(model):
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
+        raise RuntimeError("on the way")
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+
+
 @pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "fastgradclip", "microbatch"])
 def test_weights_in_channels_last(backend: str):
     step_like_the_ordinary_one(*channels_last(), backend)
@@ -178,9 +186,8 @@ def test_gradients_lie_in_memory_as_autograd_lays_them(backend: str, noise: str)
     losses_of(model, x).mean().backward()
     strides = {name: p.grad.stride() for name, p in model.named_parameters()}
     assert any(not p.grad.is_contiguous() for p in model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, engine = engine_for(model, backend=backend, noise=noise, noise_multiplier=1.0)
     optimizer.zero_grad()
-    engine = engine_for(model, optimizer, backend=backend, noise=noise, noise_multiplier=1.0)
     engine.virtual_step(losses_of(model, x[:2]))
     optimizer.step(loss=losses_of(model, x[2:]))
     assert {name: p.grad.stride() for name, p in model.named_parameters()} == strides
@@ -192,8 +199,7 @@ def test_fused_optimizers_pair_the_right_entries(kind: type[torch.optim.Optimize
     found = []
     for fused in (False, True):
         model, x = channels_last()
-        optimizer = kind(model.parameters(), lr=1e-2, fused=fused)
-        engine_for(model, optimizer)
+        optimizer, _ = engine_for(model, partial(kind, fused=fused), lr=1e-2)
         for _ in range(3):
             optimizer.step(loss=losses_of(model, x))
         found.append(model.state_dict())
@@ -220,9 +226,8 @@ def test_what_is_changed_in_place_before_the_step_is_noticed_as_autograd_does(na
     except RuntimeError as error:
         refused = "modified by an inplace operation" in str(error)
     assert refused == (name != "bias")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, engine = engine_for(model, backend=backend)
     optimizer.zero_grad()
-    engine = engine_for(model, optimizer, backend=backend)
     for _ in range(2):  # and not by the verification of the first step
         mine = x.clone()
         optimizer.step(loss=losses_of(model, mine))
@@ -247,7 +252,6 @@ def torch_defaults(to: torch.dtype | str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.filterwarnings("ignore:.*not private")
 @pytest.mark.parametrize(
     ("default", "options"),
     [
@@ -264,10 +268,9 @@ def test_defaults_of_torch_change_nothing(default: torch.dtype | str, options: d
     def trained() -> dict[str, Tensor]:
         mine = copy.deepcopy(model)
         seeded = {} if "noise" in options else {"generator": torch.Generator("cpu").manual_seed(3)}
-        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
-        engine = engine_for(mine, optimizer, noise_multiplier=1.0, **seeded, **options)
+        optimizer, engine = engine_for(mine, noise_multiplier=1.0, **seeded, **options)
         for x, y in engine.data_loader(data):
-            optimizer.step(loss=F.cross_entropy(mine(x), y, reduction="none"))
+            optimizer.step(loss=cross_entropy(mine(x), y))
         engine.privacy_spent()
         return mine.state_dict()
 
@@ -297,8 +300,7 @@ def test_what_is_compiled_after_the_engine_is_refused_or_exact(how: str):
         torch.compiler.reset()
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
         ordinary = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        engine_for(model, optimizer, backend=backend)
+        optimizer, _ = engine_for(model, lr=1.0, backend=backend)
         if backend != "microbatch":
             with pytest.raises(UnsupportedModel, match=r"compiled.*or use microbatch"):
                 called(how, model, x)

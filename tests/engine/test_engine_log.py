@@ -6,10 +6,8 @@ import copy
 import pickle
 
 import pytest
-import torch
-from torch import nn
+from attached import attached, batch, cross_entropy
 
-from dpbench import PrivacyEngine
 from dpbench.engine import log as module
 
 NAMES = {"epsilon", "delta", "noise_multiplier", "clipping_threshold", "expected_batch_size"}
@@ -36,15 +34,11 @@ class Run:
 
 
 def train(log, steps=3, scale=1.0, **changes):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    settings = {"batch_size": 8, "sample_size": 100, "max_grad_norm": 0.5, "noise_multiplier": 2.0} | changes
-    engine = PrivacyEngine(model, accountant="rdp", log=log, **settings)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine.attach(optimizer)
+    settings = {"max_grad_norm": 0.5, "noise_multiplier": 2.0, "accountant": "rdp", "log": log} | changes
+    model, optimizer, engine = attached(**settings)
     for _ in range(steps):
-        inputs = scale * torch.randn(7, 4)
-        optimizer.step(loss=nn.functional.cross_entropy(model(inputs), torch.zeros(7).long(), reduction="none"))
+        x, y = batch(7)
+        optimizer.step(loss=cross_entropy(model(scale * x), y))
     engine.detach()
     return engine
 

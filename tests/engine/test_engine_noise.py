@@ -21,6 +21,7 @@ from clipping.accel import cpu
 from clipping.native import library
 from clipping.noise.chacha import compiled_words, noisy, normals, words
 from dpbench import Misuse
+from dpbench.engine.discrete import Discrete
 from dpbench.engine.noise import At, Pseudo, Secure, secret
 
 LIBRARY = pytest.mark.skipif(not cpu.supported(torch.empty(0)), reason="no C compiler that could make the kernels")
@@ -280,7 +281,8 @@ def test_a_checkpoint_is_gone_on_from_with_a_fresh_key_or_replayed():
 
 def test_checkpoints_of_another_kind_do_not_load():
     seeded = Pseudo(torch.Generator())
-    for noise, state in ((Secure(), seeded.state_dict()), (seeded, Secure().state_dict())):
+    others = ((Secure(), Discrete(1.0, 9)), (Discrete(1.0, 9), Secure()), (Secure(), seeded), (seeded, Secure()))
+    for noise, state in ((noise, other.state_dict()) for noise, other in others):
         with pytest.raises(ValueError, match="same kind of noise"):
             noise.load_state_dict(state)
 
