@@ -62,10 +62,8 @@ def test_without_noise_a_step_is_the_clipped_sum_over_the_expected_batch_size(ba
 def test_accumulated_parts_are_the_large_batch():
     ends = []
     for parts in ([8], [3, 1, 4], [0, 7, 1]):
-        (model, optimizer, engine), (x, y) = (
-            made(noise_multiplier=1.0, generator=torch.Generator().manual_seed(3)),
-            images(8),
-        )
+        model, optimizer, engine = made(noise_multiplier=1.0, generator=torch.Generator().manual_seed(3))
+        x, y = images(8)
         for i, (xs, ys) in enumerate(zip(x.split(parts), y.split(parts), strict=True)):
             take = optimizer.step if i == len(parts) - 1 else optimizer.virtual_step
             take(loss=loss_of(model, xs, ys))
@@ -78,10 +76,8 @@ def test_accumulated_parts_are_the_large_batch():
 
 def test_noise_has_the_deviation_that_is_accounted():
     """σ·C/b within 1 %, and it looks normal; the batch has no samples, and still moves the parameters and counts."""
-    model = nn.Linear(400, 500, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = engine_of(model, batch_size=16, max_grad_norm=0.7, noise_multiplier=1.3)
-    engine.attach(optimizer)
+    given = {"batch_size": 16, "max_grad_norm": 0.7, "noise_multiplier": 1.3}
+    model, optimizer, engine = made(nn.Linear(400, 500, bias=False), **given)
     before = parameters(model)
     optimizer.step(loss=model(torch.zeros(0, 400)).sum(1))
     moved = (before - parameters(model)).double() / (1.3 * 0.7 / 16)

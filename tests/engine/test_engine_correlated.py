@@ -21,7 +21,6 @@ from dpbench.engine import adjust
 from dpbench.engine.correlated import Banded, Buffered
 from dpbench.engine.errors import PrivacyWarning
 from dpbench.engine.noise import At, Pseudo, Secure
-from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import resolve
 
 BANDS, N, B = 4, 120, 10
@@ -174,21 +173,6 @@ def test_other_parameters_than_in_the_step_before_start_anew():
     train(model, optimizer, engine, 1)
     (rows,) = [past.rows for past in engine.noise._past.values() if past.step == 6]
     assert (rows.abs().sum(1) > 0).sum() == 1  # of this step alone
-
-
-def test_batches_are_poisson_samples_of_groups_in_turn():
-    _, _, engine = training(batch_size=50, sample_size=4000, target_delta=1e-5)
-    sampler = Sampler(engine.settings, bytes(32))
-    drawn = np.zeros((400, 4000), dtype=bool)
-    for step in range(400):
-        drawn[step, sampler.batch(step)] = True
-    turns = drawn.reshape(100, BANDS, 4000).sum(0)
-    assert ((turns > 0).sum(0) <= 1).all()  # each record in the steps of one turn
-    assert turns.sum() / 400 == pytest.approx(50, abs=4 * math.sqrt(50 / 400))
-    own = turns.max(0)
-    assert own.var() == pytest.approx(100 * 0.05 * 0.95, rel=0.15) and own.mean() == pytest.approx(5, rel=0.03)
-    sizes = (turns > 0).sum(1)
-    assert np.abs(sizes - 1000 * (1 - 0.95**100)).max() < 5 * math.sqrt(1000)
 
 
 def test_epsilon_is_that_of_poisson_steps_of_a_group():

@@ -67,13 +67,6 @@ def test_a_discriminator_that_is_frozen_while_the_generator_is_trained(backend):
     assert engine.steps == 3
 
 
-def test_a_gradient_of_another_model_through_the_private_one_names_the_remedy():
-    generator, critic, _, z = networks()
-    private(critic)
-    with pytest.raises(Misuse, match=r"freeze this model in the step of another one, requires_grad_\(False\)"):
-        F.softplus(-critic(generator(z))).mean().backward()
-
-
 @each
 def test_a_penalty_on_gradients_every_few_steps(backend):
     """WGAN-GP and lazy R1: a gradient within the loss. It is formed as by hand, or refused by name."""

@@ -97,13 +97,6 @@ def test_the_same_training_bit_for_bit(compile, loading, clip):
     assert other.privacy_spent().epsilon == engine.privacy_spent().epsilon
 
 
-def test_batches_of_one_s_own():
-    engine, _, step, x, y = own_batches()
-    for _ in range(5):
-        step(x, y)
-    assert (engine.steps, step.graphs.steps) == (5, 2)  # the first one chooses what batch size routes are for
-
-
 class Odd(nn.Module):
     """Does what it is told by its attributes."""
 
