@@ -167,7 +167,6 @@ VARIANTS: dict[str, BackendInfo] = {
         f"bk_mixed:without_{part}": BackendInfo(f"clipping.explain.ablation:Without{name}", f"bk_mixed without {doc}")
         for part, name, doc in (
             ("kernels", "Kernels", "kernels in C"),
-            ("onednn", "OneDnn", "products by oneDNN"),
             ("chunks", "Chunks", "convolutions in pieces of the batch"),
             ("overwriting", "Overwriting", "activation functions that overwrite their gradients"),
             ("batching", "Batching", "small gradients that are summed together"),

@@ -23,7 +23,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from clipping.backends.base import Backend
@@ -37,7 +36,7 @@ from clipping.core.types import ClippedGradient, LossFunction, Parameters, Probl
 from clipping.distributed.fsdp import norms_of
 from clipping.distributed.spread import no_rows, row_of_zeros, stand_ins
 from clipping.norms.collection import Book, LayerByLayer, Norms, Routes, TwoPasses
-from clipping.numerics.products import full_precision_on_cpu, onednn_from, take_onednn_from
+from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
@@ -332,14 +331,12 @@ class BkMixed(TapeBackend):
         self.planner = Planner(plan or self.strategy, timing=timing and not self.sharded)
 
     def settle(self) -> dict[str, Any]:
-        own = {"plans": self.planner.settle(), "onednn_from": onednn_from(torch.get_num_threads())}
-        return super().settle() | own
+        return super().settle() | {"plans": self.planner.settle()}
 
     def resume(self, settled: Mapping[str, Any]) -> None:
         super().resume(settled)
         if settled:
             self.planner.resume(settled["plans"])
-            take_onednn_from(torch.get_num_threads(), settled["onednn_from"])
 
     @property
     def lets_go(self) -> bool:

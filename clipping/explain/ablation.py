@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from clipping.backends.tape import BkMixed
 from clipping.core.types import ClippedGradient
 from clipping.norms import collection
-from clipping.numerics import kernels, products
+from clipping.numerics import kernels
 
 
 @contextmanager
@@ -78,12 +76,3 @@ class WithoutBatching(Ablated):
 
     def without(self) -> tuple[Any, dict[str, Any]]:
         return collection, {"SMALL": math.inf}
-
-
-class WithoutOneDnn(Ablated):
-    """Uses MKL for every matrix product."""
-
-    name = "bk_mixed:without_onednn"
-
-    def without(self) -> tuple[Any, dict[str, Any]]:
-        return products, {"_FROM": {torch.get_num_threads(): math.inf}}

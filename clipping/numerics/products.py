@@ -1,33 +1,16 @@
-"""Matrix products; on a CPU, by the faster of MKL and oneDNN.
-
-torch multiplies float32 matrices by MKL, which does not use the widest vector instructions on processors other than
-Intel's. oneDNN, torch's library for convolutions, does; but it starts more slowly and multiplies one pair of matrices
-at a time. So small products use MKL, and products above a size that is measured once, if there is one, use oneDNN.
-"""
+"""Matrix products that are never rounded beyond the bounds of `clipping.numerics.rounding_bounds`."""
 
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.core.dtypes import HALF, wide_dtype
-
-SIDES = (384, 320, 256, 200, 160, 128)
-"""Sides of the square matrices to time both libraries on."""
-COUNT = 4
-"""Number of matrices, about a small block of samples."""
-FASTER = 0.8
-"""oneDNN is chosen if its time is at most this share of MKL's."""
-TURNS = 9
-"""Rounds of timing both libraries. One disturbed moment must not send every product to the slower one."""
 
 ALIGNED, PADDED = 8, 16
 """Entries of a row: half precision loads fast if rows begin at multiples of 16 bytes (32 bytes for Triton)."""
@@ -93,14 +76,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
     if x.is_cuda and x.dtype == torch.float32:
         with full_precision():
             return torch.bmm(x, y.transpose(1, 2))
-    if not by_onednn(x, x.shape[1] * y.shape[1] * x.shape[2]):
-        return torch.bmm(x, y.transpose(1, 2))
-    if x.shape[0] == 1:
-        return _onednn(x[0], y[0]).contiguous()[None]
-    found = x.new_empty(x.shape[0], x.shape[1], y.shape[1])
-    for into, left, right in zip(found.unbind(), x.unbind(), y.unbind(), strict=True):
-        into.copy_(_onednn(left, right))
-    return found
+    return torch.bmm(x, y.transpose(1, 2))
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
@@ -119,10 +95,8 @@ def product(x: Tensor, y: Tensor) -> Tensor:
         return found[0].add_(found[1]) if len(found) > 1 else found[0]
     if x.dtype in HALF or y.dtype in HALF:
         x, y = x.to(wide_dtype(x.dtype)), y.to(wide_dtype(y.dtype))
-    if x.dim() > 2 or not by_onednn(x, x.numel() * y.shape[1]):
-        whole: Tensor = multiply(x.mT, y)
-        return whole
-    return _onednn(x.t(), y.t()).contiguous()
+    whole: Tensor = multiply(x.mT, y)
+    return whole
 
 
 def _halves(x: Tensor) -> list[Tensor]:
@@ -164,77 +138,3 @@ def _unrounded(*parts: Any) -> Iterator[None]:
     finally:
         for part, precision in changed:
             part.fp32_precision = precision
-
-
-def by_onednn(x: Tensor, multiplications: int) -> bool:
-    """True if oneDNN should compute a product of x. It copies the smaller operand if both are strided.
-
-    Args:
-        x: the first operand.
-        multiplications: number of multiplications in the product.
-    """
-    if not x.is_cpu or x.dtype != torch.float32 or isinstance(x, FakeTensor):
-        return False
-    return multiplications >= onednn_from(torch.get_num_threads())
-
-
-def onednn_from(threads: int) -> float:
-    """Number of multiplications above which oneDNN is faster with this many threads; infinite if never.
-
-    Args:
-        threads: of a CPU operation.
-    """
-    if threads not in _FROM:
-        _FROM[threads] = _timed_from()
-    return _FROM[threads]
-
-
-def take_onednn_from(threads: int, multiplications: float) -> None:
-    """Adopt the threshold that another process has measured.
-
-    Args:
-        threads: of a CPU operation.
-        multiplications: oneDNN is faster from here on; infinite for never.
-    """
-    _FROM[threads] = multiplications
-
-
-_FROM: dict[int, float] = {}
-
-
-def _timed_from() -> float:
-    found = math.inf
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return found
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for side in SIDES:
-            x = torch.rand(COUNT, side, side, dtype=torch.float32, device="cpu")
-            if _ratio(lambda x=x: [_onednn(a, a.t()) for a in x], lambda x=x: torch.bmm(x, x)) > FASTER:  # type: ignore[misc]
-                break
-            found = side**3
-    return found
-
-
-def _ratio(run: Callable[[], object], other: Callable[[], object]) -> float:
-    """Median ratio of the two functions' times, run in turn after one warm-up round."""
-    ratios = []
-    for _ in range(1 + TURNS):
-        start = time.perf_counter()
-        run()
-        between = time.perf_counter()
-        other()
-        ratios.append((between - start) / (time.perf_counter() - between))
-    return statistics.median(ratios[1:])
-
-
-def _onednn(x: Tensor, y: Tensor) -> Tensor:
-    """x yᵀ, by the operation of a compiled model's linear layers; the result may be a transposed view.
-
-    It copies a non-contiguous first operand, so the smaller one goes first. The second operand must be dense, as a far
-    slower reference implementation would otherwise run.
-    """
-    if not x.is_contiguous() and y.shape[0] * (x.shape[0] + x.shape[1]) < x.numel():
-        return _onednn(y, x).t()
-    if not (y.is_contiguous() or y.t().is_contiguous()):
-        y = y.contiguous()
-    return torch.ops.mkldnn._linear_pointwise.default(x, y, None, "none", [], "")

@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import gc
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import BACKENDS, UnsupportedModel, load_backend
 from clipping.backends.tape import BkMixed
-from clipping.numerics import products
 from dpbench.measure import memory
 from dpbench.measure.bench import Step, storage_bytes
 from dpbench.measure.memory import measured_peak
@@ -229,13 +227,6 @@ def compare_with_measured(open_step: Callable[[], contextlib.AbstractContextMana
     return bare.peak_bytes / between, found.peak_bytes / whole
 
 
-@pytest.fixture
-def one_library(monkeypatch):
-    """Products by the library that fake tensors know, whichever is faster on this processor."""
-    monkeypatch.setattr(products, "onednn_from", lambda threads: math.inf)
-
-
-@pytest.mark.usefixtures("one_library")
 @pytest.mark.parametrize(
     ("backend", "make"),
     slow_unless(lambda name, make: make is Residual and name in QUICK, itertools.product(COMPARED, (plain, Residual))),
@@ -252,7 +243,6 @@ def test_the_simulated_peak_is_the_measured_one(backend, make):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_library")
 @pytest.mark.parametrize(("model", "batch_size"), [("cnn", 32), ("resnet18", 8)])
 @pytest.mark.parametrize("backend", ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "opacus_hooks"])
 def test_beside_the_measured_peak_of_built_in_models(backend, model, batch_size):
