@@ -24,7 +24,6 @@ from clipping.checks.verification import verify
 from clipping.core.batches import forward, leading_dimension, losses_of, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
-from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed import spread
 from clipping.numerics.finite import require_numbers
@@ -294,7 +293,7 @@ class Backend(ABC):
         """All parameters of the model by name. Reshards gathered parameters first, because gathering replaces them."""
         if self.sharded:
             spread.reshard(self.model)
-        return named_parameters(self.model)
+        return dict(self.model.named_parameters())
 
     def _dtype(self) -> torch.dtype:
         """The dtype in which the least precise parameter is summed: float64 if all are, else float32."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from accounting.sampling import BY_EPOCH
 from clipping.backends.recording import for_recording
 from clipping.core.clip_functions import ClipFunction
-from clipping.core.named_parameters import named_parameters
 from clipping.core.types import LossFunction
 from clipping.distributed.spread import reshard, sharded_modules, unwrapped
 from dpbench.engine.batch_identity import Ticket, Tickets
@@ -364,7 +363,7 @@ class PrivacyEngine(State):
         same = replay or self._abandoned.count == state["abandoned"]  # no released step is undone
         self._sampler.take(state["key"], state.get("branch", 0) if same else self._abandoned.count)
         self.steps, self.drawn, self._sampled = state["steps"], state["drawn"], state["sampled"]
-        parameters = named_parameters(self.model)
+        parameters = dict(self.model.named_parameters())
         sums = {name: total.to(parameters[name].device) for name, total in state["sums"].items()}
         self._sums = gathered(sums, parameters, counted=state.get("counted", 0.0))
         self._unread.clear()

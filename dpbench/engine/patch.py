@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from clipping.core.named_parameters import named_parameters
 from clipping.distributed.spread import reshard
 from dpbench.engine.adam import AdamBC
 from dpbench.engine.errors import Misuse
@@ -157,11 +156,11 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise Misuse("expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure")
     reshard(engine.model)
-    parameters = named_parameters(engine.model)
+    parameters = dict(engine.model.named_parameters())
     mine = {id(p): name for name, p in parameters.items() if p.requires_grad}
     for other in list(_ENGINES):
         if other is not engine and other._patch is not None:
-            shared = [name for name, p in named_parameters(other.model).items() if id(p) in mine]
+            shared = [name for name, p in other.model.named_parameters() if id(p) in mine]
             if shared:
                 raise Misuse(
                     f"expected one engine on a model, got a second one on {shared[0]!r}: neither would account for the "
@@ -206,7 +205,7 @@ def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if patch is not None and patch.is_of(optimizer) and patch.stepping:
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if held.isdisjoint(map(id, named_parameters(engine.model).values())):
+        if held.isdisjoint(map(id, dict(engine.model.named_parameters()).values())):
             continue
         if patch is not None:
             raise Misuse("expected steps of the attached optimizer alone, got one that goes round the privacy engine")

@@ -23,7 +23,6 @@ from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
 from clipping.core.batches import leading_dimension, map_tensors, version_of
-from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
 from clipping.distributed.spread import no_rows, row_of_zeros
 from clipping.program.capture import is_captured
@@ -210,7 +209,7 @@ class Recorder:
         raise Misuse(BACKWARD.format(self.remedy))
 
     def _trainable(self) -> set[str]:
-        return {name for name, p in named_parameters(self._model).items() if p.requires_grad}
+        return {name for name, p in self._model.named_parameters() if p.requires_grad}
 
     def _told(self, result: ClippedGradient, few: int) -> ClippedGradient:
         """Count the first `few` norms, those of the data's own samples, and return the result."""
