@@ -1,4 +1,4 @@
-"""Writes of parameters into data, and of data into tensors made of parameters: on one copy for each row."""
+"""Writes of parameters into data: from one copy for each row."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ class Rows(Protocol):
     def own(self, source: Source) -> Tensor:
         """Return the tensor of a source that has one row for each row of the batch, as an activation."""
 
-    def let_go(self, x: Tensor) -> None:
-        """Stop treating a tensor as a source, as it now depends on data."""
-
 
 Instead = Callable[[], Any] | None
 Rewriting = Callable[..., Instead]
@@ -46,18 +43,20 @@ def broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwar
     Args:
         rows: the tape.
         func, target: the operation and the tensor that it changes; the other arguments follow.
+
+    Raises:
+        Refused: the target is made of parameters.
     """
-    if func is torch.Tensor.add_ and rows.source(target) is None and not target._is_view():
+    if rows.source(target) is not None:
+        raise Refused(*INTO_PARAMETERS)
+    if func is torch.Tensor.add_ and not target._is_view():
         return None  # its rule needs no copies
-    others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    aligned = any(x.dim() == target.dim() > 0 and len(x) == len(target) for x in others if rows.source(x) is None)
 
     def broadcast(x: Any) -> Any:
         source = rows.source(x)
         return x if source is None else _for_each_row(rows, source, target.shape)
 
     args, kwargs = tuple(map(broadcast, args)), {key: broadcast(x) for key, x in kwargs.items()}
-    _as_activation(rows, target, aligned)
     return lambda: func(target, *args, **kwargs)
 
 
@@ -69,53 +68,26 @@ def assigned(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> I
         func, target, index, value: the operation and its arguments.
 
     Raises:
-        Refused: samples are not in the first dimension, or a slice selects only some of them.
+        Refused: the target is made of parameters, samples are not in the first dimension, or a slice selects only some
+            of them.
     """
     entries = index if isinstance(index, tuple) else (index,)
     whole = takes_all(index) and len(entries) <= target.dim()
-    source, known = rows.source(value), whole or all(isinstance(entry, (int, Tensor)) for entry in entries)
-    if source is None and rows.source(target) is None:
-        return None
-    _require_first(target, *entries, value)
-    if source is not None and not known:
-        raise Refused("sets some rows of the batch to a parameter", "use torch.where with a mask, or microbatch")
-    _as_activation(rows, target, known)
+    source = rows.source(value)
+    if rows.source(target) is not None:
+        raise Refused(*INTO_PARAMETERS)
     if source is None:
-        return lambda: func(target, index, value)
+        return None
+    places = [samples_of(x) for x in (target, *entries) if isinstance(x, Tensor)]
+    if any(isinstance(place, int) and place for place in places):
+        raise Refused("sets rows to a parameter where samples are not in the first dimension", "use torch.where")
+    if not whole and not all(isinstance(entry, (int, Tensor)) for entry in entries):
+        raise Refused("sets some rows of the batch to a parameter", "use torch.where with a mask, or microbatch")
     if whole:
         value = _for_each_row(rows, source, target.detach()[index].shape)
         return lambda: func(target, index, value)
     copies = _beside(rows, source, entries, target.shape)
     return lambda: func(target, index, copies.expand(target.shape)[index])
-
-
-def put(rows: Rows, func: Any, input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Instead:
-    """input.index_put(indices, values).
-
-    Args:
-        rows: the tape.
-        func, input, indices, values, accumulate: the operation and its arguments.
-
-    Raises:
-        Refused: samples are not in the first dimension, or data is written into a parameter itself.
-    """
-    target, source, entries = rows.source(input), rows.source(values), tuple(indices)
-    if target is None and source is None:
-        return None
-    _require_first(input, *entries, values)
-    if target is not None and (target.is_parameter or func is torch.Tensor.index_put_):
-        raise Refused(*INTO_PARAMETERS)
-    into = input if target is None else rows.own(target)
-    if source is None:
-        return lambda: func(into, indices, values, accumulate)
-    copies = _beside(rows, source, entries, input.shape)
-    return lambda: func(into, indices, copies.expand(input.shape)[entries], accumulate)
-
-
-def _require_first(*operands: Any) -> None:
-    places = [samples_of(x) for x in operands if isinstance(x, Tensor)]
-    if any(isinstance(place, int) and place for place in places):
-        raise Refused("sets rows to a parameter where samples are not in the first dimension", "use torch.where")
 
 
 def width(entry: Any) -> int:
@@ -141,18 +113,6 @@ def takes_all(index: Any) -> bool:
     """
     first = index[0] if isinstance(index, tuple) and index else index
     return first is Ellipsis or (isinstance(first, slice) and first == slice(None))
-
-
-def _as_activation(rows: Rows, target: Tensor, aligned: bool) -> None:
-    """Replace a target made of parameters by one copy for each row, so that data may be written to it."""
-    source = rows.source(target)
-    if source is None:
-        return
-    if not aligned or target._is_view() or source.is_parameter:
-        raise Refused(*INTO_PARAMETERS)
-    activation = rows.own(source)
-    rows.let_go(target)
-    target.detach_().copy_(activation)  # its origins are no longer read
 
 
 def _for_each_row(rows: Rows, source: Source, shape: torch.Size) -> Tensor:

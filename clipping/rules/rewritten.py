@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.provenance.derived_parameters import is_marked, samples_of
-from clipping.rules.assigned import FREEZE, Instead, Rewriting, Rows, assigned, broadcast_in_place, put
+from clipping.rules.assigned import FREEZE, Instead, Rewriting, Rows, assigned, broadcast_in_place
 from clipping.rules.base import Refused
 from clipping.rules.contraction import parsed
 
@@ -38,12 +38,6 @@ def _like(rows: Rows, func: Any, x: Tensor, other: Any, *args: Any, **kwargs: An
 
 def _to(rows: Rows, func: Any, x: Tensor, *args: Any, tensor: Tensor | None = None, **kwargs: Any) -> Instead:
     return _like(rows, func, x, *(args if tensor is None else (tensor, *args)), **kwargs)
-
-
-def _broadcast_tensors(rows: Rows, func: Any, *tensors: Any) -> Instead:
-    flat = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
-    shape = torch.broadcast_shapes(*(x.shape for x in flat))
-    return lambda: tuple(x.expand(shape) for x in flat)
 
 
 def _matmul(rows: Rows, func: Any, input: Tensor, other: Tensor) -> Instead:
@@ -65,10 +59,7 @@ def _bmm(rows: Rows, func: Any, input: Tensor, mat2: Tensor, **kwargs: Any) -> I
 def _baddbmm(
     rows: Rows, func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Instead:
-    paired = _paired(rows, func, input, batch1, batch2, beta=beta, alpha=alpha)
-    if paired or beta != 1 or alpha != 1:
-        return paired
-    return lambda: torch.add(input, torch.bmm(batch1, batch2))
+    return None if (beta, alpha) != (1, 1) else lambda: torch.add(input, torch.bmm(batch1, batch2))
 
 
 def _stacked(rows: Rows, input: Tensor, other: Tensor) -> Instead:
@@ -149,10 +140,8 @@ def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
         return None  # the samples are not in the first dimension
     dims, count = max((x.dim() for x in data), default=0), max((x.shape[0] for x in data), default=0)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) if func in ALONG else 1
-    if func in STACKS and dims < 3:
-        return None
-    if not isinstance(dim, int) or dim in (0, -dims) or (func in CHANGES and rows.source(args[0]) is not None):
-        return None  # rows are not paired, or the operation does not change the data
+    if not isinstance(dim, int) or dim in (0, -dims):
+        return None  # rows are not paired
     found = {}
     for x in operands:
         source = rows.source(x)
@@ -169,14 +158,9 @@ def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     return lambda: func(*args, **kwargs)
 
 
-def _bilinear(rows: Rows, func: Any, input1: Tensor, input2: Tensor, *params: Any, **kwargs: Any) -> Instead:
-    """Bilinear inputs are paired row by row; the weight's rows are outputs."""
-    return _paired(rows, lambda *inputs: func(*inputs, *params, **kwargs), input1, input2)
-
-
 def _joined(rows: Rows, func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Instead:
     """cat or stack along another dimension than the rows'."""
-    dim = next(iter((*args, *kwargs.values())), 1 if func in (torch.hstack, torch.column_stack, torch.dstack) else 0)
+    dim = next(iter((*args, *kwargs.values())), 0)
     dims, count = max(x.dim() for x in tensors), tensors[0].shape[:1]
     if dim in (0, -dims - (func is torch.stack)) or dims < 2 or any(x.shape[:1] != count for x in tensors):
         return None
@@ -189,20 +173,6 @@ def _masked_scatter(rows: Rows, func: Any, input: Tensor, mask: Tensor, source: 
     if rows.source(source) is not None:
         raise Refused("hands the entries of a parameter to samples in turn", "use torch.where with a mask")
     return None
-
-
-def _cell(rows: Rows, func: Any, input: Tensor, hx: Any, *params: Any) -> Instead:
-    """One step of a recurrent layer from a learned state, copied for each row."""
-
-    def own(state: Tensor) -> Tensor:
-        source = rows.source(state)
-        return state if source is None else rows.own(source)
-
-    states = hx if isinstance(hx, (tuple, list)) else (hx,)
-    if all(rows.source(state) is None for state in states):
-        return None
-    hx = tuple(map(own, hx)) if isinstance(hx, (tuple, list)) else own(hx)
-    return lambda: func(input, hx, *params)
 
 
 def _batch_norm(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
@@ -230,24 +200,13 @@ def _read(rows: Rows, func: Any, x: Tensor, index: Any) -> Instead:
         return None
     if others or not first.dim() or not x.dim():
         return None
-    return _looked_up(x, first)
+    ids, count = first.long(), len(x)
 
-
-def _index_select(rows: Rows, func: Any, input: Tensor, dim: int, index: Tensor) -> Instead:
-    if rows.source(input) is None or dim % max(1, input.dim()) or index.dim() != 1:
-        return None
-    return _looked_up(input, index)
-
-
-def _looked_up(x: Tensor, ids: Tensor) -> Instead:
-    """x[ids] as an embedding of ids; negative ids count from the end."""
-    ids, count = ids.long(), len(x)
-
-    def instead() -> Tensor:
-        found = torch.nn.functional.embedding(ids.remainder(count), x.flatten(1) if x.dim() > 1 else x.unsqueeze(1))
+    def looked_up() -> Tensor:
+        found = F.embedding(ids.remainder(count), x.flatten(1) if x.dim() > 1 else x.unsqueeze(1))  # ids from the end
         return found.unflatten(-1, x.shape[1:]) if x.dim() > 2 else found if x.dim() == 2 else found.squeeze(-1)
 
-    return instead
+    return looked_up
 
 
 def methods(*names: str) -> set[Any]:
@@ -258,20 +217,12 @@ def methods(*names: str) -> set[Any]:
 
 LIKE = methods("expand_as", "view_as", "reshape_as", "type_as", "to")
 """Operations that read only the shape and type of their second operand; `to` may be one."""
-BROADCAST_IN_PLACE = methods(
-    *("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "copy_", "pow_"),
-    *("lerp_", "addcmul_", "addcdiv_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "atan2_", "hypot_"),
-)
-ALONG = methods("scatter", "scatter_add", "scatter_reduce", "gather", "index_add", "index_copy")
-ALONG |= methods("scatter_", "scatter_add_", "index_add_", "index_copy_")
+BROADCAST_IN_PLACE = methods("add_", "sub_", "mul_", "div_", "copy_")
+ALONG = methods("scatter", "scatter_add", "scatter_reduce", "gather", "index_add")
 """Operations that move entries along the dimension in their second argument."""
-STACKS = methods("bmm", "baddbmm", "cdist") | {torch.linalg.solve}
-"""Operations on stacks of matrices; a single matrix has no row for each sample."""
-PAIRED = methods("where", "complex", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "pow", "div")
-PAIRED |= methods("maximum", "minimum", "true_divide", "fmax", "fmin", "logaddexp", "xlogy", "polar", "fmod")
-PAIRED |= methods("remainder", "copysign") | {torch.linalg.cross, F.scaled_dot_product_attention, F.grid_sample}
-PAIRED |= ALONG | STACKS
-JOINED = {torch.stack, torch.hstack, torch.column_stack, torch.dstack, torch.concatenate}
+PAIRED = methods("where", "complex", "lerp", "addcmul", "pow", "div", "true_divide", "maximum", "minimum")
+PAIRED |= {F.scaled_dot_product_attention, F.grid_sample} | ALONG
+JOINED = {torch.stack, torch.concatenate}
 
 MIXING = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
 """Operations that are refused for mixing samples, with or without parameters."""
@@ -279,22 +230,17 @@ MIXING = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
 REWRITTEN: dict[Any, Rewriting] = {
     **dict.fromkeys(LIKE, _like),
     torch.Tensor.to: _to,
-    torch.broadcast_tensors: _broadcast_tensors,
     **dict.fromkeys(methods("matmul", "mm", "mv"), _matmul),
     **dict.fromkeys(PAIRED, _paired),
     **dict.fromkeys(methods("bmm"), _bmm),
-    F.bilinear: _bilinear,
     **dict.fromkeys(methods("baddbmm"), _baddbmm),
     torch.einsum: _einsum,
     **dict.fromkeys(JOINED, _joined),
     **dict.fromkeys(methods("masked_scatter"), _masked_scatter),
-    **dict.fromkeys(methods("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"), _cell),
     **dict.fromkeys(MIXING, _batch_norm),
     **dict.fromkeys(BROADCAST_IN_PLACE, broadcast_in_place),
     torch.Tensor.__setitem__: assigned,
-    **dict.fromkeys(methods("index_put", "index_put_"), put),
     torch.Tensor.__getitem__: _read,
-    **dict.fromkeys(methods("index_select"), _index_select),
 }
 """Rewrites, called for each operation that reads data and tensors made of parameters."""
 

@@ -16,9 +16,6 @@ from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Gradient, Spec
 from clipping.rules.elementwise import Broadcast, Copies
 
-COPIES = 16
-"""Copies of a vector to join at once; each costs Python time."""
-
 Note = Callable[[Source, Gradient, Spec, Tensor], None]
 """(source, its gradient, output, copies): records a use on the tape."""
 
@@ -42,15 +39,6 @@ class Activations:
             x: any object.
         """
         return self._sources.get(id(x))
-
-    def let_go(self, x: Tensor) -> None:
-        """Stop treating a tensor as a source, as it now depends on data. Its origins are still read.
-
-        Args:
-            x: tensor of a source.
-        """
-        source = self._sources.pop(id(x))
-        self._sources[id(source)] = source
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
         """Copy a tensor of n entries, made of parameters, for each row of the batch: [rows · n].
@@ -98,15 +86,7 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: int) -> Tensor:
         ctx.rows, ctx.shape = rows, tensor.shape
-        copies = tensor.reshape(-1)
-        if not copies.is_cpu:
-            return copies.repeat(rows)  # one launch
-        parts: list[Tensor] = []
-        while rows >= COPIES:  # faster than `repeat`, or `expand` and `reshape`
-            rows, rest = divmod(rows, COPIES)
-            parts = [copies] * rest + parts
-            copies = torch.cat([copies] * COPIES)
-        return torch.cat([copies] * rows + parts)
+        return tensor.reshape(-1).repeat(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -243,7 +243,7 @@ def _positions(it: Mover) -> Moved:
     """where and nonzero of a mask: indices of positions."""
     mask = it.args[0]
     if len(it.args) > 1 or it.kwargs:
-        return it.inherited([x for x in it.args if isinstance(x, Tensor)], it.output)
+        return None
     owners = it.owners(mask, mask.dim())
     if owners is None:
         return it.unknown()

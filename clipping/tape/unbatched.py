@@ -28,10 +28,8 @@ OF_WHOLE = OF_ROWS | {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_t
 """Operations that also work without a batch dimension."""
 BROADCAST = ELEMENTWISE | methods("div", "true_divide", "pow", "maximum", "minimum", "where", "lerp", "addcmul")
 """Elementwise operations."""
-OTHERWISE = LIKE | {torch.Tensor.to, F.embedding_bag, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+OTHERWISE = LIKE | {F.embedding_bag, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 """Operations whose output has other rows, or that run as their parts."""
-ASSIGNS = methods("index_put", "index_put_") | {torch.Tensor.__setitem__}
-"""Operations that write into their first operand at an index, the second."""
 GATHER = "gather and scatter rows by x[index], index_add_ or cat, or use microbatch"
 REMEDY = "apply it to a batch, as x[i : i + 1], or use microbatch"
 
@@ -50,7 +48,7 @@ def whose(func: Any, args: Any, data: Sequence[Tensor], batch_size: int) -> tupl
     at = 0
     rows: list[Rows] = []
     for x in data:
-        if func in ASSIGNS and x is not args[0] and not takes_all(args[1]):
+        if func is torch.Tensor.__setitem__ and x is not args[0] and not takes_all(args[1]):
             continue  # writes some rows; the target's other rows may have other owners
         place = samples_of(x)
         if isinstance(place, Rows):

@@ -45,7 +45,6 @@ LIKE = [
     Case("reshape_as", lambda m, x: x * m.p.reshape_as(x[0]), lambda: {"p": torch.randn(T * D)}),
     Case("type_as", lambda m, x: x * m.p.type_as(x), lambda: {"p": torch.randn(D)}),
     Case("to another", lambda m, x: x @ m.p.to(x), lambda: {"p": torch.randn(D, 3)}),
-    Case("broadcast_tensors", lambda m, x: torch.mul(*torch.broadcast_tensors(x, m.p)), lambda: {"p": torch.randn(D)}),
 ]
 
 
@@ -179,7 +178,6 @@ ROWS = [
         lambda m, x: torch.cdist(m.layer(x[:, 0]), m.w),
         lambda: {"layer": nn.Linear(D, 3), "w": torch.randn(B, 3)},
     ),
-    Case("solved for each sample", solved, lambda: {"layer": nn.Linear(D, T), "w": torch.randn(T, T)}),
     Case("where", lambda m, x: torch.where(x > 0, m.p.expand_as(x), x * m.p), lambda: {"p": torch.randn(D)}),
 ]
 
@@ -440,4 +438,5 @@ REFUSED = [
     (Case("packed", packed, lambda: {"rnn": nn.GRU(D, 3), "p": torch.ones(1, B, 3)}), "gru: a packed sequence with a"),
     (Case("rows set", data_into_some_rows, weight_and_bias), "b: __setitem__: sets some rows of the batch"),
     (Case("a view written to", data_into_a_view, weight_and_bias), "b: copy_: writes data into a tensor made of param"),
+    (Case("data into a parameter", overwritten, weight_and_bias), "b: __setitem__: writes data into a tensor made of"),
 ]
