@@ -37,7 +37,7 @@ Functions take:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,9 +48,8 @@ from clipping.backends.tape import FastGradClip, Ghost, MixedGhost, TapeBackend
 from clipping.core.batches import map_tensors
 from clipping.core.types import LossFunction
 from clipping.explain.parameter_use import Reading, cross_terms, decide, in_words, record
-from clipping.explain.plan_regret import fresh_costs, regrets
-from clipping.planning.costs import Costs, ghost_by_paper, predicted
-from clipping.planning.planner import Planner
+from clipping.planning.costs import Costs, ghost_by_paper, measured, predicted
+from clipping.planning.planner import Plan, Planner, kind
 from clipping.rules.base import Rule
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.embedding import EmbeddingWeight
@@ -119,19 +118,6 @@ class Row:
         return "ghost" if ghost_by_paper(self.positions, self.inputs, self.outputs) else "instantiate"
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """The result of `explain`.
-
-    Attributes:
-        rows: one for each use of each trainable parameter, in the order of the forward pass.
-        regret: "formula" and "timed" -> seconds that such a plan loses (`clipping.explain.plan_regret`), if measured.
-    """
-
-    rows: list[Row]
-    regret: dict[str, float] | None
-
-
 def explain(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -140,14 +126,17 @@ def explain(
     *,
     planner: Planner | None = None,
     measure: bool = False,
-) -> Explanation:
+) -> list[Row]:
     """The routes of the two-pass backends, and the plan of `bk_mixed`.
 
     Args:
         model, loss_fn, inputs, targets: as for a backend; real tensors or fake ones.
         planner: makes the plan; by default one like that of `bk_mixed` that uses no file.
-        measure: time the routes on this device, twice, and report the timed plan and its regret. Takes many times a
-            step's time, and memory for the inputs and gradients of all uses. Needs real tensors.
+        measure: time the routes on this device, and report the timed plan. Takes many times a step's time, and memory
+            for the inputs and gradients of all uses. Needs real tensors.
+
+    Returns:
+        A row for each use of each trainable parameter, in the order of the forward pass.
 
     Raises:
         UnsupportedModel: the two-pass backends refuse the model; lists every problem.
@@ -161,10 +150,7 @@ def explain(
         readings, plans = record(mixed, inputs, targets, planner, plans=2 if measure else 1)
     routes = {name: decide(readings, backend.by_ghost) for name, backend in backends.items()}
     crossing = cross_terms([r for r, route in zip(readings, routes["ghost"], strict=True) if route == "ghost"])
-    costs, regret = {}, None
-    if measure:
-        costs = fresh_costs(readings, plans[-1])
-        regret = dict(zip(("formula", "timed"), regrets(readings, plans, costs), strict=True))
+    costs = on_this_device(readings, plans[-1]) if measure else {}
     planned = dict(zip((reading.rule for reading in readings), plans[-1].routes, strict=True))
     decided = decide(readings, lambda rule: planned[rule].ghost)
     rows = []
@@ -177,7 +163,26 @@ def explain(
         on_device = seconds(reading, costs[i]) if i in costs else None
         for row in rows_of(reading, mine, crossing.get(reading, (0, 0)), reason):
             rows.append(replace(row, plan=words, predicted=by_formula, measured=on_device))
-    return Explanation(rows, regret)
+    return rows
+
+
+def on_this_device(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]:
+    """Position -> measured costs of each reading with several routes: the plan's, or measured here.
+
+    Args:
+        readings: all uses, with real gradients.
+        plan: of the step with these readings.
+    """
+    found = dict(plan.costs)
+    others: dict[Hashable, Costs] = {}
+    with torch.no_grad():
+        for position, reading in enumerate(readings):
+            if position not in found and reading.is_planned:
+                what = kind(reading.rule, reading.use.output, reading.rule.samples(reading.use.output))
+                if what not in others:
+                    others[what] = measured(reading.rule, reading.use.output)
+                found[position] = others[what]
+    return found
 
 
 def seconds(reading: Reading, costs: Costs) -> Seconds:

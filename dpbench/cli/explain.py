@@ -1,6 +1,6 @@
 """``dpbench explain``: how each use of each parameter gets its norm, what each route costs, and the plan of `bk_mixed`.
 
-With ``--measure``, every route is timed on this device to judge the plan.
+With ``--measure``, every route is timed on this device.
 
 Functions take:
     rows, summary: of the trial's result.
@@ -198,26 +198,20 @@ def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str])
 
 
 def figures(summary: dict[str, Any]) -> list[str]:
-    """Time, peak memory and regret of the plan, a line each; none if nothing was measured.
+    """Time and peak memory of the plan, a line each; none if nothing was measured.
 
     Args:
         summary: of the trial's result.
     """
-    measured, regret, lines = summary["measured"], summary["regret"], list[str]()
-    if measured and regret:
-        plan, ordinary = measured["plan"], measured["ordinary"]
-        seconds = plan["step_seconds"]
-        lines += [
-            f"Measured peak of the plan: {_beside(plan['peak_bytes'], ordinary['peak_bytes'])} ({plan['source']}).",
-            f"Measured step: {_seconds(seconds)}, ordinary training's {_seconds(ordinary['step_seconds'])}; "
-            f"{_exact(plan['verification'])}.",
-            *(
-                f"Regret of the plan by {made}: {_seconds(regret[key])}, {regret[key] / seconds:.1%} of the step."
-                for key, made in (("formula", "formula"), ("timed", "timing, the one shown"))
-            ),
-            "Regret: seconds beyond the best route of each use, by a second measurement that no plan was made from.",
-        ]
-    return lines
+    measured = summary["measured"]
+    if not measured:
+        return []
+    plan, ordinary = measured["plan"], measured["ordinary"]
+    return [
+        f"Measured peak of the plan: {_beside(plan['peak_bytes'], ordinary['peak_bytes'])} ({plan['source']}).",
+        f"Measured step: {_seconds(plan['step_seconds'])}, ordinary training's {_seconds(ordinary['step_seconds'])}; "
+        f"{_exact(plan['verification'])}.",
+    ]
 
 
 def _exact(verification: dict[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
 The step runs under fake tensors, which have a shape and no data, so any resolution takes seconds. A model whose Python
 code reads a value, or an operation without a fake form, runs on real tensors; the result says so. A trial that measures
-runs on real tensors on its device and times the routes of each use (`clipping.explain.plan_regret`). It then measures
-time and memory of a step by the resulting plan, and of ordinary training.
+runs on real tensors on its device and times the routes of each use. It then measures time and memory of a step by the
+resulting plan, and of ordinary training.
 
 Weights do not matter, so the sizes default to the model's own: 224x224 images and 1000 classes for timm and torchvision
 (or timm's own resolution), 32x32 and 10 for the built-in CIFAR models and for files.
@@ -96,11 +96,11 @@ def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContext
         if not entries:
             raise ModelError(f"{trial.model} to have parameters to train", "none")
         shapes = [list(tensor.shape) for tensor in tensors_in(inputs)]
-    summary = summary_of(found.rows, entries) | {"inputs": shapes, "batch_size": trial.batch_size, "real_tensors": None}
-    summary |= {"regret": found.regret, "measured": None}
+    summary = summary_of(found, entries) | {"inputs": shapes, "batch_size": trial.batch_size, "real_tensors": None}
+    summary["measured"] = None
     if trial.measure:
         summary["measured"] = steps(workload, inputs, targets, planner)
-    return {"rows": [row_of(row) for row in found.rows], "summary": summary}
+    return {"rows": [row_of(row) for row in found], "summary": summary}
 
 
 def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def total(outputs, targets):
 def rows(model: nn.Module, *size: int, inputs=None, loss=total) -> dict[str, Row]:
     """parameter -> its only row, for inputs [3, *size] in float32."""
     inputs = torch.randn(BATCH, *size) if inputs is None else inputs
-    found = explain(model, loss, inputs, torch.zeros(BATCH)).rows
+    found = explain(model, loss, inputs, torch.zeros(BATCH))
     assert len({row.parameter for row in found}) == len(found)
     return {row.parameter: row for row in found}
 
@@ -113,7 +113,7 @@ def test_an_embedding_adds_up_the_rows_that_were_read():
 
 def test_a_tied_head_has_a_row_for_each_use_and_their_cross_term_in_the_first():
     ids = torch.randint(0, 7, (BATCH, 3))
-    found = explain(Tied(), lambda outputs, _: outputs.square().sum((1, 2)), ids, torch.zeros(BATCH)).rows
+    found = explain(Tied(), lambda outputs, _: outputs.square().sum((1, 2)), ids, torch.zeros(BATCH))
     embedding, head = (row for row in found if row.parameter == "embedding.weight")
     assert (embedding.operation, shape_of(embedding)) == ("embedding", (3, 7, 4, 1))
     assert (head.operation, shape_of(head)) == ("linear", (3, 4, 7, 1))
@@ -126,7 +126,7 @@ def test_a_tied_head_has_a_row_for_each_use_and_their_cross_term_in_the_first():
 
 
 def test_a_layer_used_twice_has_its_cross_term_with_the_first_use():
-    found = explain(Reused(), total, torch.randn(BATCH, 4), torch.zeros(BATCH)).rows
+    found = explain(Reused(), total, torch.randn(BATCH, 4), torch.zeros(BATCH))
     first, second = (row for row in found if row.parameter == "layer.weight")
     assert (first.operations.ghost, second.operations.ghost) == (2 * (4 + 4) * 2, 2 * (4 + 4))
     assert (first.bytes.ghost, second.bytes.ghost) == (4 * 4, 4 * 2)
@@ -155,7 +155,7 @@ def test_a_slice_is_instantiated_and_pulled_back():
 
 def test_a_source_of_two_parameters_is_counted_once():
     weight = nn.utils.parametrizations.weight_norm(nn.Linear(6, 5, bias=False))
-    scale, direction = explain(weight, total, torch.randn(BATCH, 6), torch.zeros(BATCH)).rows
+    scale, direction = explain(weight, total, torch.randn(BATCH, 6), torch.zeros(BATCH))
     assert {scale.parameter, direction.parameter} == {f"parametrizations.weight.original{i}" for i in (0, 1)}
     assert sum(row.bytes.instantiate or 0 for row in (scale, direction)) == 4 * (5 * 6 + 5 + 5 * 6)
     assert sum(row.operations.instantiate or 0 for row in (scale, direction)) == 2 * 5 * 6
@@ -164,7 +164,7 @@ def test_a_source_of_two_parameters_is_counted_once():
 def test_several_uses_share_a_route():
     """The first prefers its gradient (T = 8), the second Gram matrices (T = 1): the gradients must be added up."""
     model = Model(lambda weight, x: torch.tanh(x @ weight).mean(1) @ weight, 6, 6)
-    first, second = explain(model, total, torch.randn(BATCH, 8, 6), torch.zeros(BATCH)).rows
+    first, second = explain(model, total, torch.randn(BATCH, 8, 6), torch.zeros(BATCH))
     assert (first.paper, second.paper) == ("instantiate", "ghost")
     assert (first.routes["mixed"], second.routes["mixed"]) == ("instantiate", "instantiate")
     assert (first.routes["ghost"], second.routes["ghost"]) == ("ghost", "ghost")
@@ -174,7 +174,7 @@ def test_several_uses_share_a_route():
 
 def test_uses_without_a_cross_term_are_instantiated():
     model = Model(lambda weight, x: torch.tanh(x @ weight) + nn.functional.linear(x, weight), 6, 6)
-    found = explain(model, total, torch.randn(BATCH, 6), torch.zeros(BATCH)).rows
+    found = explain(model, total, torch.randn(BATCH, 6), torch.zeros(BATCH))
     assert {row.routes["ghost"] for row in found} == {"instantiate"}
     assert {row.reason for row in found} == {"the parameter has several uses, and no cross term with another of them"}
     assert {row.bytes.ghost for row in found} == {None}
@@ -243,7 +243,7 @@ def test_a_recurrent_weight_is_one_use_over_all_steps():
         def forward(self, x):
             return self.lstm(x)[0]
 
-    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH)).rows
+    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH))
     (use,) = (row for row in found if row.parameter == "lstm.weight_hh_l0")
     assert (use.positions, use.inputs, use.outputs) == (200, 8, 32)
 
@@ -260,7 +260,7 @@ def test_hundreds_of_uses_of_a_cell_s_weight():
                 state = self.cell(x[:, t], state)
             return state[0]
 
-    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH)).rows
+    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH))
     steps = [row for row in found if row.parameter == "cell.weight_hh"]
     assert len(steps) == 200 and {row.routes["mixed"] for row in steps} == {"ghost"}
     # 200 uses of one position, and 200·199/2 pairs
@@ -279,8 +279,7 @@ def test_the_routes_are_the_ones_that_the_backends_take(case: Case, monkeypatch)
     """
     model, inputs, targets, loss_fn = case.make()
     found = [
-        replace(row, routes=row.routes | {"plan": planned(row)})
-        for row in explain(model, loss_fn, inputs, targets).rows
+        replace(row, routes=row.routes | {"plan": planned(row)}) for row in explain(model, loss_fn, inputs, targets)
     ]
     names = {id(p): name for name, p in model.named_parameters()}
     seen: set[tuple[str, str]] = set()
@@ -354,12 +353,12 @@ def shares(found: list[Row], strategy: str, model: nn.Module) -> dict[str, float
 def test_fake_tensors_tell_the_same(case: Case):
     model, inputs, targets, loss_fn = case.make()
     # on real tensors some operations are other kernels, which save something else: a plan for memory may differ
-    real = comparable(explain(model, loss_fn, inputs, targets, planner=Planner("time", file=False)).rows)
+    real = comparable(explain(model, loss_fn, inputs, targets, planner=Planner("time", file=False)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs, targets = map_tensors(mode.from_tensor, (inputs, targets))
     with mode:
         try:
-            found = explain(model, loss_fn, inputs, targets, planner=Planner("time", file=False)).rows
+            found = explain(model, loss_fn, inputs, targets, planner=Planner("time", file=False))
         except DynamicOutputShapeException:
             pytest.skip("its shapes depend on values: explain runs such a model on real tensors")
         assert comparable(found) == real
@@ -382,3 +381,32 @@ def test_norms_that_differ_in_values_alone_are_alike(norm, parameters):
     readings, _ = record(MixedGhost(model, total, verify=False), torch.randn(BATCH, 4, 5), torch.zeros(BATCH), planner)
     kinds = Counter(likeness(reading) for reading in readings)
     assert sorted(kinds.values()) == [1, 1] + [2] * parameters  # of the linear layer, and of both norms
+
+
+def measurable() -> tuple[nn.Module, torch.Tensor]:
+    layers = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 16, 3)
+    return nn.Sequential(*layers), torch.randn(BATCH, 3, 6, 6)
+
+
+def test_predicted_and_measured_seconds_of_each_route():
+    model, x = measurable()
+    found = explain(model, total, x, torch.zeros(BATCH), measure=True)
+    by_name = {row.parameter: row for row in found}
+    for name, row in by_name.items():
+        assert row.predicted is not None and row.measured is not None
+        assert list(row.predicted) == list(row.measured) == ["ghost", "kept", "discarded"]
+        has_ghost = name in ("0.weight", "4.weight")
+        assert (row.predicted["ghost"] is not None) == has_ghost
+        assert all(seconds is None or seconds > 0 for seconds in (*row.predicted.values(), *row.measured.values()))
+        assert row.measured["kept"] is not None and row.measured["kept"] > 1e-6  # an operation takes that long
+
+
+def test_nothing_is_timed_unless_it_was_asked_for(monkeypatch):
+    def timed(*_):
+        raise AssertionError("timed")
+
+    monkeypatch.setattr("clipping.planning.planner.measured", timed)
+    monkeypatch.setattr("clipping.explain.routes.measured", timed)
+    model, x = measurable()
+    found = explain(model, total, x, torch.zeros(BATCH))
+    assert {row.measured for row in found} == {None}
