@@ -2,6 +2,9 @@
 
 Code that is loaded may do anything, and costs decide what a step runs. So a folder or a file is refused if it belongs
 to somebody else or others may write to it, or if a folder above is such that others may put another one in its place.
+
+Functions take:
+    path: of the folder or file.
 """
 
 from __future__ import annotations
@@ -26,9 +29,6 @@ def folder() -> Path | None:
 
 def own_folder(path: Path) -> Path:
     """Make a folder if it is missing; return its path without links.
-
-    Args:
-        path: of the folder.
 
     Raises:
         Untrusted: others could put something there.
@@ -55,9 +55,6 @@ def own_folder(path: Path) -> Path:
 
 def read(path: Path) -> bytes:
     """The content of a file of one's own; a link is not followed.
-
-    Args:
-        path: of the file.
 
     Raises:
         Untrusted: somebody else could have written it.

@@ -78,11 +78,7 @@ class Recording:
             self.tape = Tape(self.parameters, inputs, batch_size)
 
     def again(self, inputs: Any) -> None:
-        """Expect another forward pass of the same samples; the losses may depend on all passes.
-
-        Args:
-            inputs: of the model.
-        """
+        """Expect another forward pass of the same samples; the losses may depend on all passes."""
         self.passes += 1
         if self.tape is not None:
             map_tensors(mark_data, inputs)
@@ -179,8 +175,6 @@ def for_recording(
 
     Args:
         cls: a backend for which `recordable` is true.
-        model: to train.
-        clip: norms [B] -> factors [B].
         timing: whether `bk_mixed` times its routes.
         expected: mean number of records in a batch; 0 if unknown.
     """
@@ -194,14 +188,7 @@ def for_recording(
 def one_by_one(
     losses: Tensor, parameters: Parameters, clip: ClipFunction, *, keep_graph: bool = False
 ) -> ClippedGradient:
-    """Σ_i c_i g_i by its definition: one backward pass for each loss, through one graph.
-
-    Args:
-        losses: ℓ [B], with their graph.
-        parameters: name -> trainable parameter.
-        clip: norms [B] -> factors [B].
-        keep_graph: keep the graph for another backward pass.
-    """
+    """Σ_i c_i g_i by its definition: one backward pass for each loss, through one graph."""
     sums = Sums(parameters)
     norms, last = [], losses.shape[0] - 1
     for i in range(losses.shape[0]):

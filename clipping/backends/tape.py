@@ -118,11 +118,7 @@ class TapeBackend(Backend):
         return not self.book_kept
 
     def by_ghost(self, rule: Rule) -> bool:
-        """Whether to find this rule's norm by Gram matrices. Called only if the rule has them.
-
-        Args:
-            rule: of a use.
-        """
+        """Whether to find this rule's norm by Gram matrices. Called only if the rule has them."""
         raise NotImplementedError(f"{type(self).__name__} plans its routes otherwise")
 
     def plan(self, tape: Tape, losses: Tensor) -> Routes:
@@ -130,7 +126,6 @@ class TapeBackend(Backend):
 
         Args:
             tape: of the forward pass.
-            losses: ℓ [B], with their graph.
         """
         return {use: [self.route(*rule, use.output) for rule in use.rules] for use in tape.uses}
 
@@ -139,8 +134,6 @@ class TapeBackend(Backend):
 
         Args:
             source: what the use reads.
-            rule: of the use.
-            output: shape and dtype of its output.
         """
         ghost = source.rearranged and bool(rule.ghosts) and self.by_ghost(rule)
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output, self.chosen_for))
@@ -194,8 +187,6 @@ class TapeBackend(Backend):
         Args:
             tape: no longer active. Its hooks are removed when this returns.
             losses: [B], with their graph. The tape must hold every use of a parameter in it.
-            parameters: the trainable ones, as the tape has them.
-            keep_graph: keep the graph of the losses.
             occasions: when to check that samples stay apart; None for never.
         """
         with self._explained(tape):

@@ -103,9 +103,6 @@ def separating(batch_size: int) -> list[Tensor]:
     """Sets [B] bool of about half the samples: for any i ≠ j, one holds i but not j.
 
     Sample i is in the sets of the i-th choice of ⌊n/2⌋ out of n; no such choice contains another (Sperner 1928).
-
-    Args:
-        batch_size: B, at least 1.
     """
     n = next(n for n in range(1, 64) if math.comb(n, n // 2) >= batch_size)
     sets = torch.zeros(n, batch_size, dtype=torch.bool, device="cpu")

@@ -9,6 +9,13 @@ number   The batch has one record more, or an eighth less. This shows a division
 A difference counts if it recurs, in float64 too where the model can be cast, and if the same batch gives the same
 numbers twice: experts may be chosen by numbers within a rounding of each other, and a generator or counter of the
 model's own changes every run. NaN always counts.
+
+Functions take:
+    size: B.
+    run: (change, only losses?) -> tensors [B'·k, ...].
+    change, changes: of the batch.
+    tolerance: the largest relative difference that rounding explains.
+    kept: (tensor, its copy, its version when copied) each.
 """
 
 from __future__ import annotations
@@ -70,11 +77,7 @@ class Change(NamedTuple):
     alike: bool = False
 
     def of(self, x: Tensor) -> Tensor:
-        """Apply the change to a tensor of the batch: [B·k, ...] -> [B'·k, ...]. Copies any other tensor.
-
-        Args:
-            x: of the batch.
-        """
+        """Apply the change to a tensor of the batch: [B·k, ...] -> [B'·k, ...]. Copies any other tensor."""
         x = x.detach()
         if x.layout != torch.strided or not x.dim() or not len(x) or len(x) % self.size:
             return x.clone()
@@ -159,31 +162,19 @@ def replaced(half: Tensor, *, poison: bool = False) -> Change:
 
 
 def fewer(size: int) -> Change:
-    """Leave out an eighth of the records, at least one: a division by their number changes by 12 % or more.
-
-    Args:
-        size: B, at least 2.
-    """
+    """Leave out an eighth of the records, at least one: a division by their number changes by 12 % or more."""
     take = torch.arange(max(1, size // 8), size, device="cpu")
     return Change(size, take, torch.ones_like(take, dtype=torch.bool))
 
 
 def more(size: int) -> Change:
-    """Add one record, a copy of the first. Only one, because memory may be full.
-
-    Args:
-        size: B.
-    """
+    """Add one record, a copy of the first. Only one, because memory may be full."""
     take = (torch.arange(size + 1, device="cpu") - 1).clamp(min=0)
     return Change(size, take, torch.arange(size + 1, device="cpu") > 0)
 
 
 def same(size: int) -> Change:
-    """The unchanged batch.
-
-    Args:
-        size: B.
-    """
+    """The unchanged batch."""
     take = torch.arange(size, device="cpu")
     return Change(size, take, torch.ones_like(take, dtype=torch.bool))
 
@@ -194,8 +185,6 @@ def differing(before: Sequence[Tensor], after: Sequence[Tensor], change: Change,
     Args:
         before, after: the tensors of both steps, [B·k, ...] and [B'·k, ...]. The batch may be another dimension if B'
             is not B. Other tensors are skipped.
-        change: of the batch.
-        tolerance: the largest relative difference that rounding explains.
     """
     take, own = change.take, change.own
     for one, other in zip(before, after, strict=True):
@@ -220,11 +209,9 @@ def mixed(
     """Find a sample whose numbers change when other records do; None if there is none.
 
     Args:
-        model: the one that is run.
         run: (change, only losses?) -> tensors [B'·k, ...], with the random numbers of the first run. Returns only the
             losses, its first tensor, where the model reads float64.
         before: the result of the first run, [B·k, ...] each.
-        changes: of the batch.
         tolerance: relative to the largest number in each tensor.
     """
     for change in changes:
@@ -279,19 +266,13 @@ def of_other_kernels(of: Tensor, tolerance: float) -> float:
 
     Args:
         of: a result.
-        tolerance: for the same kernels.
     """
     rounded = any(rounds_operands(of, library) for library in ("cublas", "cudnn"))
     return max(OF_OTHER_SHAPES * tolerance, OF_ROUNDED_OPERANDS if rounded else 0.0)
 
 
 def or_none(run: Run, change: Change) -> Sequence[Tensor] | None:
-    """Run a change; None if such a batch cannot be computed.
-
-    Args:
-        run: (change, only losses?) -> tensors.
-        change: of the batch.
-    """
+    """Run a change; None if such a batch cannot be computed."""
     try:
         return run(change, False)
     except torch.OutOfMemoryError:
@@ -312,7 +293,6 @@ def of_one(size: int, record: int) -> Change:
     """A batch of copies of one record.
 
     Args:
-        size: B.
         record: its position in the original batch.
     """
     places = torch.full((size,), record, device="cpu")
@@ -418,11 +398,7 @@ class State(NamedTuple):
 
 
 def put_back(kept: Iterable[tuple[Tensor, Tensor, int]]) -> None:
-    """Restore the values of tensors that were written to.
-
-    Args:
-        kept: (tensor, its copy, its version when copied).
-    """
+    """Restore the values of tensors that were written to."""
     with torch.no_grad():
         for x, copy, version in kept:
             if x._version != version:

@@ -248,9 +248,6 @@ def reading_float64(model: nn.Module) -> Iterator[None]:
     """Inside, modules read float64 copies; the parameters are not touched.
 
     A cast in place would cut parameters off from an earlier forward pass, and they would get no gradient.
-
-    Args:
-        model: whose modules temporarily hold the copies.
     """
     copies = {id(x): _copied(x) for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()}
     held: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
@@ -300,11 +297,7 @@ def _cast_to_float64(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """Put all modules in eval mode, and restore their modes afterwards.
-
-    Args:
-        model: any module.
-    """
+    """Put all modules in eval mode, and restore their modes afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

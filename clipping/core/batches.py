@@ -1,4 +1,8 @@
-"""Batches of tensors in nested containers: batch size, mapping, forward pass and losses."""
+"""Batches of tensors in nested containers: batch size, mapping, forward pass and losses.
+
+Functions take:
+    tree: tensors in nested mappings, sequences, named tuples and dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,6 @@ from clipping.core.types import LossFunction
 def losses_of(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, batch_size: int) -> Tensor:
     """Run a forward pass and return the losses ℓ [B], with their graph.
 
-    Args:
-        model: the module.
-        loss_fn: (outputs, targets) -> [B].
-        inputs: a tensor, a tuple or a dict; every tensor [B, ...].
-        targets: passed to the loss.
-        batch_size: B.
-
     Raises:
         ValueError: the loss has another shape. [B, 1] would broadcast against the factors [B] to [B, B].
     """
@@ -35,12 +32,7 @@ def losses_of(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:
-    """model(inputs), model(*inputs) for a tuple, model(**inputs) for a dict.
-
-    Args:
-        model: any module.
-        inputs: a tensor, a tuple (positional) or a dict (keyword arguments).
-    """
+    """model(inputs), model(*inputs) for a tuple, model(**inputs) for a dict."""
     if isinstance(inputs, tuple):
         return model(*inputs)
     if isinstance(inputs, dict):
@@ -53,7 +45,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
     Args:
         function: maps a tensor to its replacement.
-        tree: tensors in nested mappings, sequences, named tuples and dataclasses.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -72,11 +63,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return every tensor of nested containers, in the order of `map_tensors`.
-
-    Args:
-        tree: tensors in nested mappings, sequences, named tuples and dataclasses.
-    """
+    """Return every tensor of nested containers, in the order of `map_tensors`."""
     found: list[Tensor] = []
     stack = [tree]
     while stack:
@@ -112,9 +99,5 @@ def _is_record(tree: Any) -> bool:
 
 
 def version_of(x: Tensor) -> int:
-    """Return how often a tensor was written to, by autograd's count; -1 for an inference tensor, which has none.
-
-    Args:
-        x: any tensor.
-    """
+    """Return how often a tensor was written to, by autograd's count; -1 for an inference tensor, which has none."""
     return -1 if x.is_inference() else x._version

@@ -2,6 +2,9 @@
 
 A clipping function states its sensitivity: the largest change in L2 norm of Σ_i c_i g_i when one sample is added or
 removed. The noise is proportional to it.
+
+Functions take:
+    norms: [B] of the whole gradient, or [L, B] of its layers, float32 or wider; inf and NaN occur.
 """
 
 from __future__ import annotations
@@ -20,9 +23,6 @@ def floor(dtype: torch.dtype) -> float:
     """The norm below which functions that divide by it return 0: 2^-60 in float32, 2^-508 in float64.
 
     A norm is the root of a sum of squares, and squares below 2^-126 are subnormal in float32.
-
-    Args:
-        dtype: dtype of the norms.
     """
     return 8 * math.sqrt(torch.finfo(dtype).tiny)
 
@@ -42,11 +42,7 @@ class ClipFunction(Protocol):
         ...
 
     def factors(self, norms: Tensor) -> Tensor:
-        """Return factors of the same shape and dtype as `norms`.
-
-        Args:
-            norms: [B] of the whole gradient, or [L, B] of its layers; at least 0. inf and NaN occur.
-        """
+        """Return factors of the same shape and dtype as `norms`."""
         ...
 
 
@@ -91,11 +87,7 @@ class Flat(_Flat):
     stabiliser: float = 0.0
 
     def factors(self, norms: Tensor) -> Tensor:
-        """min(1, C / (‖g_i‖ + stabiliser)) for each norm.
-
-        Args:
-            norms: [B], of float32 or wider.
-        """
+        """min(1, C / (‖g_i‖ + stabiliser)) for each norm."""
         return _at_most(norms, self.max_grad_norm, self.stabiliser)
 
 
@@ -125,11 +117,7 @@ class Automatic(_Flat):
             raise ValueError("expected a finite max_grad_norm, got inf")
 
     def factors(self, norms: Tensor) -> Tensor:
-        """C / (‖g_i‖ + γ) for each norm; 0 where ‖g_i‖ + γ is below `floor`.
-
-        Args:
-            norms: [B], of float32 or wider.
-        """
+        """C / (‖g_i‖ + γ) for each norm; 0 where ‖g_i‖ + γ is below `floor`."""
         norms = norms + self.stabiliser
         return torch.where(norms < floor(norms.dtype), torch.zeros_like(norms), _quotient(self.max_grad_norm, norms))
 
@@ -165,11 +153,7 @@ class GlobalBound(_Flat):
             raise ValueError("expected a finite max_grad_norm, got inf")
 
     def factors(self, norms: Tensor) -> Tensor:
-        """C/Z where norm + stabiliser ≤ Z, else 0.
-
-        Args:
-            norms: [B], of float32 or wider.
-        """
+        """C/Z where norm + stabiliser ≤ Z, else 0."""
         kept = norms + self.stabiliser <= self.bound
         return kept.to(norms.dtype) * (self.max_grad_norm / self.bound)
 
@@ -194,11 +178,7 @@ class PerLayer(_Flat):
     per_layer = True
 
     def factors(self, norms: Tensor) -> Tensor:
-        """min(1, C/√L / (‖g_{l,i}‖ + stabiliser)) for each norm, [L, B].
-
-        Args:
-            norms: [L, B], of float32 or wider, one row a layer.
-        """
+        """min(1, C/√L / (‖g_{l,i}‖ + stabiliser)) for each norm, [L, B]."""
         return _at_most(norms, self.max_grad_norm / math.sqrt(max(1, norms.shape[0])), self.stabiliser)
 
 
@@ -226,7 +206,6 @@ def factors_by_name(
     Args:
         layers: norms [L, B] of each layer.
         names: names of the L layers.
-        clip: the clipping function.
         parameters: number of entries of one gradient; it bounds what entries too small to be squared add to a norm.
     """
     norms = torch.linalg.vector_norm(layers, dim=0)

@@ -50,22 +50,14 @@ def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float])
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Disable the caller's autocast while norms are computed, so that they are not cast down.
-
-    Args:
-        device: device of the norms.
-    """
+    """Disable the caller's autocast while norms are computed, so that they are not cast down."""
     if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return _NOTHING
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Cast as autocast does before a product: once, where several products need it.
-
-    Args:
-        x: operand of a product.
-    """
+    """Cast as autocast does before a product: once, where several products need it."""
     kind = x.device.type
     wanted = x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
     return x.to(torch.get_autocast_dtype(kind)) if wanted and x.is_floating_point() else x
@@ -77,29 +69,17 @@ _NOTHING = nullcontext()
 
 @functools.cache
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a sum: float32 for half precision, which would lose all digits; else `dtype`.
-
-    Args:
-        dtype: dtype of the summands.
-    """
+    """The dtype of a sum: float32 for half precision, which would lose all digits; else `dtype`."""
     return torch.float32 if dtype in HALF else dtype
 
 
 @functools.cache
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of norms, float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits.
-
-    Args:
-        dtype: of the gradients.
-    """
+    """The dtype of norms, float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @functools.cache
 def smallest(dtype: torch.dtype) -> float:
-    """The smallest entry whose square is a normal number: 2^-63 for float32.
-
-    Args:
-        dtype: of the gradients.
-    """
+    """The smallest entry whose square is a normal number: 2^-63 for float32."""
     return math.sqrt(torch.finfo(norm_dtype(dtype)).tiny)

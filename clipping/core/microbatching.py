@@ -3,6 +3,10 @@
 All such loops call `each`, which keeps the result of every block, or `added`, which sums them. Block sizes differ by
 at most one, the last block is one of the largest, and the results of earlier blocks are allocated by then: the last
 block has the peak memory. A simulation of the memory therefore runs only the last one (`taken_by`).
+
+Functions take:
+    of_block, blocks: from the samples of a block to its tensor, or tensors; slices of the batch, at least one.
+    count, part, way: of blocks or samples; a summand; runs the blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice
     """Split a batch into blocks of at most `available` bytes, and at least one sample.
 
     Args:
-        batch_size: B.
         bytes_per_sample: bytes for each sample of a block.
         available: bytes for one block.
     """
@@ -35,27 +38,18 @@ def in_parts(batch_size: int, count: int) -> list[slice]:
     """Split a batch into `count` blocks whose sizes differ by at most one; the last is one of the largest.
 
     Args:
-        batch_size: B.
         count: number of blocks, 1 to B.
     """
     return [slice(i * batch_size // count, (i + 1) * batch_size // count) for i in range(count)]
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is at least `count`, and at least 1.
-
-    Args:
-        count: number of samples or rows.
-    """
+    """The least power of two that is at least `count`, and at least 1."""
     return 1 << (max(1, count) - 1).bit_length()
 
 
 def sum_dtype(part: Tensor) -> torch.dtype:
-    """The dtype to accumulate in: float64, so that number and order of parts do not matter; MPS has no float64.
-
-    Args:
-        part: one of the summands.
-    """
+    """The dtype to accumulate in: float64, so that number and order of parts do not matter; MPS has no float64."""
     if part.device.type == "mps":
         return wide_dtype(part.dtype)
     return torch.complex128 if part.dtype.is_complex else torch.float64
@@ -65,21 +59,11 @@ class InTurn:
     """Runs several blocks one after the other. Only a block's result outlives it."""
 
     def each(self, of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
-        """Return the result of `of_block` for each block; a subclass may join several.
-
-        Args:
-            of_block: from the samples of a block to its tensors.
-            blocks: slices of the batch, several.
-        """
+        """Return the result of `of_block` for each block; a subclass may join several."""
         return [of_block(block) for block in blocks]
 
     def added(self, of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-        """Return the sum of `of_block` over the blocks; all results have one shape.
-
-        Args:
-            of_block: from the samples of a block to a tensor.
-            blocks: slices of the batch, several.
-        """
+        """Return the sum of `of_block` over the blocks; all results have one shape."""
         first, *others = blocks
         found = of_block(first)
         total = found.to(sum_dtype(found))
@@ -89,32 +73,17 @@ class InTurn:
 
 
 def each(of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
-    """Call `InTurn.each` of the present way, or `of_block` itself for a single one.
-
-    Args:
-        of_block: from the samples of a block to its tensors.
-        blocks: slices of the batch.
-    """
+    """Call `InTurn.each` of the present way, or `of_block` itself for a single one."""
     return list(map(of_block, blocks)) if len(blocks) < 2 else _way.each(of_block, blocks)
 
 
 def added(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-    """Call `InTurn.added` of the present way: accumulates several in float64, returns float32 or wider.
-
-    Args:
-        of_block: from the samples of a block to a tensor.
-        blocks: slices of the batch, at least one.
-    """
+    """Call `InTurn.added` of the present way: accumulates several in float64, returns float32 or wider."""
     return of_block(blocks[0]) if len(blocks) == 1 else _way.added(of_block, blocks)
 
 
 def concatenated(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-    """Return the results of `of_block` for all blocks, concatenated: [B, ...].
-
-    Args:
-        of_block: from the samples of a block, b of them, to a tensor [b, ...].
-        blocks: slices of the batch, at least one.
-    """
+    """Return the results of `of_block` for all blocks, concatenated: [B, ...]."""
     if len(blocks) == 1:
         return of_block(blocks[0])
     return torch.cat([part for (part,) in each(lambda samples: (of_block(samples),), blocks)])
@@ -122,11 +91,7 @@ def concatenated(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Te
 
 @contextmanager
 def taken_by(way: InTurn) -> Iterator[None]:
-    """Context in which `way` runs all blocks, in every thread.
-
-    Args:
-        way: runs the blocks.
-    """
+    """Context in which `way` runs all blocks, in every thread."""
     global _way
     before, _way = _way, way
     try:

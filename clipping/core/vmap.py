@@ -13,21 +13,12 @@ from clipping.core.types import LossFunction
 
 
 def per_sample(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
-    """Return a function (parameters, inputs, targets) -> (∂ℓ_i/∂θ by name, [B, *shape]; losses [B]).
-
-    Args:
-        model: the module, called by `clipping.core.batches.forward`.
-        loss_fn: (outputs, targets) -> [B].
-    """
+    """Return a function (parameters, inputs, targets) -> (∂ℓ_i/∂θ by name, [B, *shape]; losses [B])."""
     return vmap(grad(loss_of_one(model, loss_fn), has_aux=True), in_dims=(None, 0, 0), randomness="different")
 
 
 def loss_of_one(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function (parameters, sample, target) -> (its loss, the same detached), of one sample without batch.
-
-    Args:
-        model, loss_fn: as for `per_sample`.
-    """
+    """Return a function (parameters, sample, target) -> (its loss, the same detached), of one sample without batch."""
     caller = _Caller(model)
 
     def one(values: dict[str, Tensor], sample: Any, target: Any) -> tuple[Tensor, Tensor]:

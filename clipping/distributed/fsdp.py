@@ -125,7 +125,6 @@ def norms_of(kind: type[Norms], losses: Tensor) -> type[Norms]:
 
     Args:
         kind: of a model that is not sharded.
-        losses: ℓ [B] of this process.
     """
     if losses.shape[0] == 0:
         return Nothing

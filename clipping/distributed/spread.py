@@ -24,11 +24,7 @@ _WAIT_TOGETHER = "under FSDP2 every process must run the same number of passes"
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether this parameter is a DTensor, so that each process holds a part.
-
-    Args:
-        x: any tensor.
-    """
+    """Whether this parameter is a DTensor, so that each process holds a part."""
     return type(x) not in _PLAIN and hasattr(x, "placements")
 
 
@@ -42,11 +38,7 @@ def any_sharded(tensors: Collection[Tensor]) -> bool:
 
 
 def here(x: Tensor) -> Tensor:
-    """This process's shard of a tensor; all of an ordinary tensor.
-
-    Args:
-        x: any tensor.
-    """
+    """This process's shard of a tensor; all of an ordinary tensor."""
     return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
@@ -75,11 +67,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside a DistributedDataParallel, whose parameters have their original names; else the model itself.
-
-    Args:
-        model: any module.
-    """
+    """The model inside a DistributedDataParallel, whose parameters have their original names; else the model itself."""
     library = sys.modules.get("torch.nn.parallel.distributed")
     kind = getattr(library, "DistributedDataParallel", None)
     return model.module if kind is not None and isinstance(model, kind) else model

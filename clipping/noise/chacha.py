@@ -78,11 +78,7 @@ class Segments:
         return [row[:count] for row, count in zip(rows, self.counts, strict=True)]
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return, for each group of 128 entries, its tensor's label and its index there; int32, cached for each device.
-
-        Args:
-            device: device of the tables.
-        """
+        """Return, for each group of 128 entries, its tensor's label and its index there: int32, cached."""
         if device in self._tables:
             return self._tables[device]
         labels = torch.cat(
@@ -115,7 +111,6 @@ def noisy(
         totals: of any shapes, strides, dtypes and devices.
         deviation: > 0.
         grid: a power of two.
-        key: 32 bytes.
         nonces: three 32-bit numbers for each total; no other draw with this key may use the same.
         in_place: overwrite totals that are float32 or wider and contiguous; if False, no total is changed.
         divisor: > 0; on a CPU it needs no separate pass.
@@ -267,11 +262,8 @@ def normals(key: bytes, nonce: Sequence[int], group: int, groups: int, device: t
     """Return [128 · groups] float64 normals by torch's operations, from coordinate 128 · group on.
 
     Args:
-        key: of the cipher, 32 bytes.
-        nonce: of the cipher, words of 32 bits.
         group: the first group of 128 coordinates.
         groups: number of groups.
-        device: where they are made.
     """
     return _normals(words(key, nonce, group * BLOCKS, groups * BLOCKS, device))
 
@@ -295,11 +287,8 @@ def words(key: bytes, nonce: Sequence[int], block: int, blocks: int, device: tor
     """Return the words of the cipher's blocks from number `block` on, [16, blocks] int32, by torch's operations.
 
     Args:
-        key: of the cipher, 32 bytes.
-        nonce: of the cipher, words of 32 bits.
         block: the number of the first.
         blocks: number of blocks.
-        device: where they are made.
     """
     return _ciphered(_filled(_state(key, block, nonce), torch.arange(block, block + blocks, device=device)))
 
@@ -344,8 +333,6 @@ def compiled_words(key: bytes, nonce: Sequence[int], block: int) -> Tensor:
     """[sets, 16, 16]: `words` of as many sets of 16 blocks as the kernel makes at once; requires `cpu.supported`.
 
     Args:
-        key: of the cipher, 32 bytes.
-        nonce: of the cipher, words of 32 bits.
         block: number of the first block; 2³² - 1 is followed by 0.
     """
     cipher = _loaded(torch.float32).cipher_words

@@ -54,7 +54,6 @@ def discrete_noisy(
         totals: of any shapes, dtypes and devices, finite.
         log: 1 to 40.
         grid: > 0.
-        key: 32 bytes.
         nonces: three 32-bit numbers for each total; no other draw of any kind with this key may use the same.
         in_place: overwrite totals that are float32 or wider, contiguous and on the CPU; if False, no total is changed.
         divisor: > 0.
@@ -88,8 +87,6 @@ def drawn(count: int, log: int, key: bytes, nonce: Sequence[int]) -> list[int]:
     Args:
         count: number of draws.
         log: base-2 logarithm of the deviation.
-        key: of the cipher, 32 bytes.
-        nonce: of the cipher, words of 32 bits.
     """
     own = words(key, nonce, 0, 1, "cpu")[:8, 0].numpy().tobytes()
     found: list[int] = []

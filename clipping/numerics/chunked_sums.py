@@ -5,6 +5,10 @@ One after the other, each costs a few kernel launches. Here one operation forms 
 takes more memory, so batches with large portions are split into blocks.
 
 A CPU forms portions one after the other (`clipping.core.microbatching.added`): memory matters there, launches do not.
+
+Functions take:
+    form: forms the sums of some portions; it may assign samples to portions in any way.
+    most, together: largest number of samples in a portion; samples whose portions may be formed at once.
 """
 
 from __future__ import annotations
@@ -25,23 +29,12 @@ Form = Callable[[slice, int], Tensor]
 
 
 def at_once(x: Tensor) -> bool:
-    """True if portions of a sum over x should be formed together: each launch on its device is expensive.
-
-    Args:
-        x: an operand of the sum.
-    """
+    """True if portions of a sum over x should be formed together: each launch on its device is expensive."""
     return not x.is_cpu
 
 
 def added_at_once(form: Form, batch_size: int, most: int, together: int) -> Tensor:
-    """The sum over a batch in portions of at most `most` samples: [*shape], in float32 or wider.
-
-    Args:
-        form: forms the sums of some portions; it may assign samples to portions in any way.
-        batch_size: B.
-        most: largest number of samples in a portion.
-        together: samples whose portions may be formed at once.
-    """
+    """The sum over a batch in portions of at most `most` samples: [*shape], in float32 or wider."""
     return added_in(form, of_one_size(batch_size, most, together))
 
 
@@ -49,7 +42,6 @@ def added_in(form: Form, blocks: list[tuple[slice, int]]) -> Tensor:
     """The sum over blocks of samples, each formed at once: [*shape], in float32 or wider.
 
     Args:
-        form: forms the sums of a block's portions.
         blocks: samples and number of portions of each, at least one.
     """
     first, *others = blocks
@@ -70,11 +62,6 @@ def of_one_size(batch_size: int, most: int, together: int) -> list[tuple[slice, 
 
     The size is a power of two, so adding a record changes only the remainder. For equal records, all portions are
     rounded equally, and their errors do not change with the batch.
-
-    Args:
-        batch_size: B.
-        most: largest number of samples in a portion.
-        together: samples whose portions may be formed at once.
     """
     size = 1 << (max(1, min(most, together)).bit_length() - 1)
     step, whole = max(1, together // size) * size, batch_size // size * size
@@ -87,9 +74,7 @@ def weighted_at_once(factors: Tensor, rows: Tensor, most: int) -> Tensor:
     """Σ_i c_i rows_i, [n], in portions of at most `most` rows.
 
     Args:
-        factors: c [B], of the dtype of `rows`.
         rows: [B, n].
-        most: largest number of rows in a portion.
     """
 
     def form(samples: slice, count: int) -> Tensor:

@@ -26,9 +26,8 @@ def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
     """Return some rows of x; x itself rather than a view if they are all rows, since views cost time in a small step.
 
     Args:
-        x: any tensor.
-        rows: which rows; the slice may extend beyond the last row.
         dim: dimension of the rows.
+        rows: which rows; the slice may extend beyond the last row.
     """
     if rows.start == 0 and rows.stop >= x.shape[dim]:
         return x

@@ -23,19 +23,11 @@ class Missing:
         return lambda *args, **kwargs: False
 
     def of(self, rule: Any) -> tuple[()]:
-        """Return no ways.
-
-        Args:
-            rule: any rule.
-        """
+        """Return no ways."""
         return ()
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operation unchanged.
-
-        Args:
-            func, args, kwargs: the operation and its arguments.
-        """
+        """Run the operation unchanged."""
         return func(*args, **kwargs)
 
     def from_losses(self) -> AbstractContextManager[None]:

@@ -47,7 +47,6 @@ def norms_and_factors(
     Args:
         grads: per-sample gradients [B, *shape]; a parameter without one has gradient zero, and still counts as a layer.
         names: every trainable parameter.
-        clip: the clipping function.
         like: any tensor [B] of the same device and dtype.
     """
     zero = torch.zeros(like.shape[0], dtype=norm_dtype(like.dtype), device=like.device)
@@ -62,7 +61,6 @@ def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
     """Σ_i c_i g_i: [B] and [B, *shape] to [*shape], in float32 or wider.
 
     Args:
-        factors: c [B].
         grad: per-sample gradients [B, *shape].
     """
     rows, wide = grad.reshape(grad.shape[0], -1), wide_dtype(grad.dtype)

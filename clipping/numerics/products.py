@@ -19,11 +19,7 @@ OTHERS, PADS_FROM = 128, 2**30
 
 
 def on_gpu(x: Tensor) -> bool:
-    """True for a tensor on a CUDA device, or on "meta", which stands for CUDA when a step's operations are counted.
-
-    Args:
-        x: an operand.
-    """
+    """True for a tensor on a CUDA device, or on "meta", which stands for CUDA when a step's operations are counted."""
     return x.is_cuda or x.is_meta
 
 
@@ -36,8 +32,8 @@ def padding(shape: Sequence[int], dtype: torch.dtype, others: int) -> int:
     classes is not.
 
     Args:
-        shape, dtype: [*, M], of the operand.
         others: N.
+        shape, dtype: [*, M], of the operand.
     """
     unaligned = dtype in HALF and shape[-1] % ALIGNED
     pays = others >= OTHERS and math.prod(shape) * others >= PADS_FROM
@@ -48,8 +44,8 @@ def aligned(x: Tensor, others: int) -> Tensor:
     """x with `padding` zeros at the end of each row, or x itself if there are none.
 
     Args:
-        x: [*, M].
         others: as for `padding`.
+        x: [*, M].
     """
     more = padding(x.shape, x.dtype, others)
     if not more:

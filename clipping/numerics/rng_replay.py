@@ -119,11 +119,7 @@ class WithoutDropping(TorchFunctionMode):
 
 @contextmanager
 def same_for_each(batch_size: int) -> Iterator[Draws]:
-    """Run with `SameForEach` and fixed numpy and Python seeds; restores all generators on exit.
-
-    Args:
-        batch_size: B.
-    """
+    """Run with `SameForEach` and fixed numpy and Python seeds; restores all generators on exit."""
     before = Draws()
     try:
         random.seed(0)
@@ -153,7 +149,6 @@ def is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
     Args:
         func: an overload.
-        args, kwargs: its arguments.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False

@@ -63,6 +63,11 @@ The sum's last rounding, from float64, adds up to u B, where the B gradients are
 
 Where n̂ is NaN or infinite, something has overflowed, and the record's factor is 0: it adds zero to the sum, or NaN,
 which is rejected. Entries too small to be squared (below `smallest`) count in n̂ as if each were that large.
+
+Functions take:
+    inputs, outputs: d and p, the entries of an input row and of a gradient row, without padding.
+    positions, features: T, and the length of the longest rows that are multiplied with each other.
+    second_pass: the sum uses tensors of a second backward pass.
 """
 
 from __future__ import annotations
@@ -143,7 +148,6 @@ def of_operands(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
     Args:
         a: [b, T, d].
         g: [b, T, p].
-        inputs, outputs: d and p, without zeros that are there for alignment.
     """
     if kernels.cpu.supported(a, g) and g.dtype in kernels.cpu.REALS:
         return Reach.of_columns(kernels.cpu.row_reach(a, g, of_lost(g.dtype, inputs, outputs)))
@@ -158,7 +162,6 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
     Args:
         a: [b, T], norms of input rows; or [b, 1] if all positions have the same norm.
         g: [b, T], norms of gradient rows.
-        inputs, outputs: entries of each row.
     """
     beside_inputs, beside_outputs = of_lost(g.dtype, inputs, outputs)
     if kernels.fused.runs(a, g):
@@ -174,10 +177,6 @@ def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float
     """Return the factors of an input row's and of a gradient row's norm that bound what the other row has lost.
 
     Each entry of that row may be too small to be squared. Products of two such entries are negligible.
-
-    Args:
-        dtype: dtype of the rows.
-        inputs, outputs: d and p, the entries of an input row and of a gradient row.
     """
     least = smallest(dtype)
     return least * math.sqrt(outputs), least * math.sqrt(inputs)
@@ -199,7 +198,6 @@ def row_norms(x: Tensor, dim: int = -1) -> Tensor:
     """Norms along one dimension, in float32 or wider.
 
     Args:
-        x: of any shape.
         dim: dimension to reduce.
     """
     if dim == 1 and x.dim() > 2 and x.numel() and kernels.cpu.in_one_piece(x):
@@ -210,34 +208,19 @@ def row_norms(x: Tensor, dim: int = -1) -> Tensor:
 
 @functools.cache
 def unit(dtype: torch.dtype) -> float:
-    """u of the dtype in which products of `dtype` are accumulated.
-
-    Args:
-        dtype: of the operands.
-    """
+    """u of the dtype in which products of `dtype` are accumulated."""
     return torch.finfo(norm_dtype(dtype)).eps / 2
 
 
 @functools.cache
 def of_gram(features: int, dtype: torch.dtype) -> float:
-    """γ_N, relative to U².
-
-    Args:
-        features: number of products in one entry of both Gram matrices.
-        dtype: of the operands.
-    """
+    """γ_N, relative to U²."""
     return (4 + FEATURES * math.sqrt(features)) * unit(dtype)
 
 
 @functools.lru_cache(1024)
 def of_product(positions: int, dtype: torch.dtype, second_pass: bool) -> float:
-    """γ_G, relative to U.
-
-    Args:
-        positions: T.
-        dtype: of the operands.
-        second_pass: True if the sum uses tensors of a second backward pass.
-    """
+    """γ_G, relative to U."""
     return (4 + PRODUCT * math.sqrt(positions) + (SECOND_PASS if second_pass else 0)) * unit(dtype)
 
 
@@ -272,8 +255,6 @@ def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
 
     Args:
         samples: B; it counts as the next power of two, so that few records more leave portions as they are.
-        positions: T.
-        dtype: of the operands.
     """
     wider, count = 2.0**-24 / unit(dtype), power_of_two(samples)
     return max(1, int(wider * PORTION / math.sqrt(count * max(1, positions))))
@@ -296,11 +277,9 @@ def excess(
     (a sum of thousands of squares), its root and factor.
 
     Args:
-        batch_size: B.
         positions: largest T of a use; 0 if gradients are summed one by one.
         features: length of the longest rows that are multiplied with each other.
         together: b, samples in a portion.
-        dtype: dtype of the summands.
         of_layers: True for per-layer clipping.
         operands: True if some products round their operands to TF32.
 
@@ -344,10 +323,7 @@ class Doubt:
 
         Args:
             reach: reach of all records.
-            features: length of the longest dot product of rows.
-            positions: T.
             gram: True if Gram matrices gave the norm.
-            second_pass: True if the sum uses another backward pass.
             of: a tensor with the dtype and device of the sum's operands.
             library: library of that product; "" for none.
         """

@@ -160,9 +160,7 @@ def samples_of(parameters: Parameters, attribute: str, batch_size: int) -> dict[
     """The per-sample results that Opacus left on parameters, by name: `grad_sample` [B, *shape] or `_norm_sample` [B].
 
     Args:
-        parameters: name -> parameter.
         attribute: "grad_sample" or "_norm_sample".
-        batch_size: B.
     """
     found = {}
     for name, p in parameters.items():

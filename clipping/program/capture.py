@@ -101,9 +101,6 @@ class Capture:
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """Return the losses ℓ [B] that `instead` computed.
 
-        Args:
-            inputs, targets: the batch.
-
         Raises:
             NotCaptured: the code cannot be captured.
             TooMany: another graph is needed. Existing graphs still run.
@@ -191,7 +188,6 @@ def computed_again(part: GraphModule, *args: Any) -> Any:
 
     Args:
         part: the checkpointed graph.
-        args: its arguments.
 
     Raises:
         NotCaptured: it draws random numbers while it is traced; recomputing it would draw others.
@@ -212,8 +208,8 @@ def required(condition: Any, message: str) -> None:
     """Check an assumption of a captured graph, in place of `ASSERT`.
 
     Args:
-        condition: a boolean; symbolic while a step is traced on shapes, which then keeps the check.
         message: in words.
+        condition: a boolean; symbolic while a step is traced on shapes, which then keeps the check.
 
     Raises:
         OtherValues: it does not hold.

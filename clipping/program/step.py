@@ -406,7 +406,6 @@ def places_of(parameters: Parameters, given: Sequence[Any]) -> tuple[int | None,
     """Index of each parameter among a captured graph's arguments; it changes if a list of layers is reordered.
 
     Args:
-        parameters: by name.
         given: the arguments.
     """
     at = {id(x): i for i, x in enumerate(given)}

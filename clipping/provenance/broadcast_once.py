@@ -37,7 +37,6 @@ def done_once(func: Any, args: Any, kwargs: Any, output: Tensor, rows: Mapping[i
 
     Args:
         func, args, kwargs: the operation and its arguments: parameters, tensors made of parameters, constants.
-        output: its output.
         rows: id of an operand made of parameters -> the row that its rows are copies of.
     """
     count = len(output) if output.dim() > 1 else 1

@@ -114,7 +114,6 @@ def mark_data(x: Tensor, samples: Any = 0) -> Tensor:
     """Mark a tensor as dependent on the batch.
 
     Args:
-        x: the tensor.
         samples: the dimension of the samples, or the `clipping.provenance.row_owners.Rows` of its rows.
     """
     x._depends_on_data = samples  # type: ignore[attr-defined]
@@ -122,38 +121,22 @@ def mark_data(x: Tensor, samples: Any = 0) -> Tensor:
 
 
 def samples_of(x: Tensor) -> Any:
-    """Return the mark of an activation: the dimension or rows of its samples; the first dimension without a mark.
-
-    Args:
-        x: an activation.
-    """
+    """Return the mark of an activation: the dimension or rows of its samples; the first dimension without a mark."""
     return getattr(x, "_depends_on_data", 0)
 
 
 def is_marked(x: Tensor) -> bool:
-    """True if the tensor is marked as dependent on the batch.
-
-    Args:
-        x: any tensor.
-    """
+    """True if the tensor is marked as dependent on the batch."""
     return hasattr(x, "_depends_on_data")
 
 
 def depends_on_data(x: Tensor) -> bool:
-    """True if the tensor is marked or requires a gradient; call it only for tensors not made of parameters alone.
-
-    Args:
-        x: any tensor.
-    """
+    """True if the tensor is marked or requires a gradient; call it only for tensors not made of parameters alone."""
     return x.requires_grad or is_marked(x)
 
 
 def forget_data(x: Tensor | None) -> None:
-    """Remove the mark.
-
-    Args:
-        x: any tensor, or None.
-    """
+    """Remove the mark."""
     if x is not None and hasattr(x, "_depends_on_data"):
         del x._depends_on_data
 
@@ -191,11 +174,7 @@ class Source:
         return self.node is None
 
     def pull_back_one(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Pull a gradient [*shape of tensor] back to each parameter, [*shape of parameter].
-
-        Args:
-            gradient: of the tensor.
-        """
+        """Pull a gradient [*shape of tensor] back to each parameter, [*shape of parameter]."""
         if self.node is None:
             return {name: gradient.reshape(self.tensor.shape) for name in self.parameters}
         return {name: found[0] for name, found in self.pull_back(gradient[None]).items()}
@@ -205,7 +184,6 @@ class Source:
 
         Args:
             grads: parameter name -> gradient; changed in place or replaced.
-            gradient: of the tensor.
         """
         if self.node is None:
             (name,) = self.parameters
@@ -223,11 +201,7 @@ class Source:
         grads[name].view(-1)[start:stop] += gradient.reshape(-1)
 
     def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:
-        """Pull per-sample gradients [b, *shape of tensor] back to each parameter, [b, *shape of parameter].
-
-        Args:
-            gradients: per-sample gradients of the tensor.
-        """
+        """Pull per-sample gradients [b, *shape of tensor] back to each parameter, [b, *shape of parameter]."""
         if self.is_parameter:
             return {name: gradients.reshape(-1, *p.shape) for name, p in self.parameters.items()}
         gradients = gradients.reshape(-1, *self.tensor.shape)
@@ -307,8 +281,6 @@ def derive(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Sour
     """Return the source that `func` made of `origins` (at least one) and no tensor that depends on data.
 
     Args:
-        func, args, kwargs: the operation and its arguments.
-        output: its output.
         origins: sources of its operands.
     """
     parameters = {name: p for origin in origins for name, p in origin.parameters.items()}

@@ -77,8 +77,6 @@ def in_order(count: int, batch_size: int, device: torch.device) -> Tensor:
 
     Args:
         count: number of rows, a multiple of the batch size.
-        batch_size: B.
-        device: device of the result.
     """
     with with_numbers():
         return torch.arange(count, device=device) // (count // batch_size)
@@ -88,8 +86,8 @@ def padded(owners: Tensor, count: int) -> Tensor:
     """Return the rows of each owner, [count, L], padded with len(owners); L is at least 1.
 
     Args:
-        owners: [n], the owner of each row; rows of `NOBODY` are left out.
         count: number of owners.
+        owners: [n], the owner of each row; rows of `NOBODY` are left out.
     """
     rows = len(owners)
     ordered, order = torch.where(owners >= 0, owners, count).sort(stable=True)
@@ -108,7 +106,6 @@ def taken(x: Tensor, index: Tensor, *, filled: bool = False) -> Tensor:
     Padding reads zeros if `filled`, else the first row, which the caller multiplies by zeros.
 
     Args:
-        x: [n, ...].
         index: [count, L], row indices; n for padding.
         filled: fill padding with zeros.
     """

@@ -65,9 +65,6 @@ def holds(condition: Tensor) -> bool:
     """Return a condition's value. If it is true, a step that is traced on one batch's values relies on it.
 
     A caller must be right for any batch if the answer is False.
-
-    Args:
-        condition: one boolean.
     """
     if _assumed is None:
         return bool(condition)
@@ -79,11 +76,7 @@ def holds(condition: Tensor) -> bool:
 
 
 def rely_on(condition: Callable[[], Tensor]) -> None:
-    """Let a step traced on one batch's values rely on a condition if it is true there. Do nothing in other steps.
-
-    Args:
-        condition: computes one boolean.
-    """
+    """Let a step traced on one batch's values rely on a condition if it is true there. Do nothing in other steps."""
     if _assumed is not None:
         holds(condition())
 
@@ -107,7 +100,6 @@ def note(func: Any, args: Any, kwargs: Any, output: Any) -> None:
 
     Args:
         func, args, kwargs: the operation and its arguments; no operand depends on the batch.
-        output: its output.
     """
     if func is torch.arange and not any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
         given = args
@@ -123,11 +115,7 @@ def note(func: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 
 def numbers_of(x: Tensor) -> Tensor | None:
-    """Return a tensor with the values of x, or None if they depend on the batch.
-
-    Args:
-        x: a tensor of the step.
-    """
+    """Return a tensor with the values of x, or None if they depend on the batch."""
     if not isinstance(x, FakeTensor) or not is_traced():
         return x
     found, version = _known.get(x, (None, 0))
@@ -136,9 +124,6 @@ def numbers_of(x: Tensor) -> Tensor | None:
 
 def require_numbers(owners: Tensor) -> None:
     """Require owners of rows to have values.
-
-    Args:
-        owners: owners of rows.
 
     Raises:
         RuntimeError: a traced step would depend on the values of one batch.

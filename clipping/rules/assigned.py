@@ -1,4 +1,10 @@
-"""Writes of parameters into data: from one copy for each row."""
+"""Writes of parameters into data: from one copy for each row.
+
+Functions take:
+    rows: the tape.
+    target, index, value: of a write at an index; the target may be changed as a whole.
+    entry: of an index: an integer, a slice, None, a list or a tensor.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +46,6 @@ INTO_PARAMETERS = "writes data into a tensor made of parameters", "join them by 
 def broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Instead:
     """target += D and its like; the other operands are broadcast to the target's shape.
 
-    Args:
-        rows: the tape.
-        func, target: the operation and the tensor that it changes; the other arguments follow.
-
     Raises:
         Refused: the target is made of parameters.
     """
@@ -62,10 +64,6 @@ def broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwar
 
 def assigned(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> Instead:
     """target[index] = value. The index must select all samples in order, or use indices or masks.
-
-    Args:
-        rows: the tape.
-        func, target, index, value: the operation and its arguments.
 
     Raises:
         Refused: the target is made of parameters, samples are not in the first dimension, or a slice selects only some
@@ -91,11 +89,7 @@ def assigned(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> I
 
 
 def width(entry: Any) -> int:
-    """Return the number of dimensions that an entry of an index reads.
-
-    Args:
-        entry: an integer, a slice, None, a list or a tensor.
-    """
+    """Return the number of dimensions that an entry of an index reads."""
     if entry is None or isinstance(entry, bool):
         return 0
     return entry.dim() if _is_mask(entry) else 1
@@ -106,11 +100,7 @@ def _is_mask(entry: Any) -> bool:
 
 
 def takes_all(index: Any) -> bool:
-    """True if an index selects all rows in order.
-
-    Args:
-        index: index of a tensor, or a tuple of entries.
-    """
+    """True if an index selects all rows in order."""
     first = index[0] if isinstance(index, tuple) and index else index
     return first is Ellipsis or (isinstance(first, slice) and first == slice(None))
 

@@ -25,7 +25,6 @@ def gathered(rule: Rule, rows: Rows) -> Rule:
     """Return the rule for rows with the given owners, from the rule for as many samples as rows.
 
     Args:
-        rule: a rule that treats each row as a sample.
         rows: the owners of the rows.
     """
     if not len(rows.owners):
@@ -43,7 +42,6 @@ def of_rows(factors: Tensor, rows: Rows) -> Tensor:
     """Map factors of samples [B] to factors of rows [n]; 0 for rows without an owner.
 
     Args:
-        factors: c [B].
         rows: n rows in one dimension.
     """
     owners = rows.owners

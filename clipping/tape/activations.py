@@ -33,20 +33,11 @@ class Activations:
         self._sources, self._note, self._place = sources, note, place
 
     def source(self, x: Any) -> Source | None:
-        """Return the source of a tensor made of parameters alone, else None.
-
-        Args:
-            x: any object.
-        """
+        """Return the source of a tensor made of parameters alone, else None."""
         return self._sources.get(id(x))
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
-        """Copy a tensor of n entries, made of parameters, for each row of the batch: [rows · n].
-
-        Args:
-            tensor: made of parameters, n entries.
-            rows: of the batch.
-        """
+        """Copy a tensor of n entries, made of parameters, for each row of the batch: [rows · n]."""
         copies = _Repeated.apply(tensor, rows)
         source = self._sources.get(id(tensor))
         if source is not None:
@@ -55,20 +46,11 @@ class Activations:
         return copies
 
     def copies(self, source: Source, rows: int) -> Tensor:
-        """Copy a source for each row of the batch: [rows, *shape of the source].
-
-        Args:
-            source: made of parameters.
-            rows: of the batch.
-        """
+        """Copy a source for each row of the batch: [rows, *shape of the source]."""
         return self._place(self.each(source.tensor, rows).view(rows, *source.tensor.shape))
 
     def own(self, source: Source) -> Tensor:
-        """Return the tensor of a source that already has one row for each row of the batch, as an activation.
-
-        Args:
-            source: made of parameters, [rows, ...].
-        """
+        """Return the tensor of a source that already has one row for each row of the batch, as an activation."""
         shape = source.tensor.shape
         if source.row is not None:
             row = source.row.tensor

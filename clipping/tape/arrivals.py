@@ -49,11 +49,7 @@ class Arrivals:
         self._arrival: Arrival | None = None
 
     def anchor(self, device: torch.device) -> Tensor:
-        """Return a zero scalar to tie outputs to.
-
-        Args:
-            device: device of the outputs.
-        """
+        """Return a zero scalar to tie outputs to."""
         if device not in self._anchors:
             self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
         return self._anchors[device]
@@ -62,7 +58,6 @@ class Arrivals:
         """Register a hook for the gradient of a use.
 
         Args:
-            use: the use.
             noted: where its gradient arrives.
         """
         if noted.copies is not None:
@@ -75,9 +70,8 @@ class Arrivals:
         """State the uses and leaves in the graph of the losses. Each use's gradient must arrive exactly once.
 
         Args:
-            uses: uses in the graph of the losses.
-            leaves: leaves of the graph that are not parameters; some uses may be reachable only through them.
             graph: number of the graph.
+            leaves: leaves of the graph that are not parameters; some uses may be reachable only through them.
         """
         anchors = {id(anchor) for anchor in self._anchors.values()}
         self._leaves = [leaf for leaf in leaves if id(leaf) not in anchors]
@@ -88,9 +82,8 @@ class Arrivals:
         """Backpropagate Σ_i ℓ_i, and call `arrival(use, g)` for each use whose gradient arrives. Keeps the hooks.
 
         Args:
-            losses: ℓ [B], with their graph.
-            arrival: called with a use and the gradient g, of the shape of the use's output.
             retain_graph: keep the graph for another backward pass.
+            arrival: called with a use and the gradient g, of the shape of the use's output.
         """
         self._arrival = arrival
         self._arrived.clear()

@@ -30,14 +30,7 @@ MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
 
 
 def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], output: Tensor, batch_size: int) -> int:
-    """Return the dimension of the samples in the output of an operation on `data`.
-
-    Args:
-        func, args, kwargs: the operation and its arguments.
-        data: its operands that depend on the batch, at least one.
-        output: its output.
-        batch_size: B.
-    """
+    """Return the dimension of the samples in the output of an operation on `data`."""
     if func in PERMUTATIONS:
         permutation = func, samples_of(data[0]), data[0].dim(), args[1:], tuple(kwargs.items())
         try:
@@ -84,9 +77,7 @@ def samples_first(func: Any, args: Any, kwargs: Any, at: int, data: list[Tensor]
     """Return the arguments of a movable operation with dimension `at` of its activations moved to the front.
 
     Args:
-        func, args, kwargs: the operation.
         at: dimension of the samples.
-        data: the activations.
     """
     activations, dims = {id(x) for x in data}, max(x.dim() for x in data)
 

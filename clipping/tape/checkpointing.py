@@ -124,11 +124,7 @@ def _stand_in(x: Tensor) -> Tensor:
 
 
 def with_numbers(rule: Rule) -> Rule:
-    """Return the rule of a use with its freed input replaced by random numbers, to be timed.
-
-    Args:
-        rule: rule of the use.
-    """
+    """Return the rule of a use with its freed input replaced by random numbers, to be timed."""
     filled = copy.copy(rule)
     for name, value in vars(rule).items():
         if _is_large(value) and not any(value.stride()):

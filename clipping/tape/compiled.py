@@ -19,11 +19,7 @@ REMEDY = "hand over the model as it was before torch.compile (its _orig_mod); co
 
 
 def compiled_modules(model: nn.Module) -> Iterator[Problem]:
-    """Yield a problem for each module compiled by torch.compile or Module.compile.
-
-    Args:
-        model: any module.
-    """
+    """Yield a problem for each module compiled by torch.compile or Module.compile."""
     for name, module in model.named_modules():
         wrapped = any(f"{c.__module__}.{c.__name__}" == _WRAPPER for c in type(module).__mro__)
         if wrapped or module._compiled_call_impl is not None:

@@ -34,11 +34,6 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     loss does not depend on is not. Also tells it the graph's number, which other graphs of the same nodes share, and
     tells activation functions whether they own the gradient that they receive.
 
-    Args:
-        losses: ℓ [B], with their graph.
-        tape: tape of the forward pass.
-        parameters: name -> trainable parameter.
-
     Raises:
         RuntimeError: autograd's error for an input that was changed in place since.
     """
@@ -106,9 +101,7 @@ def read_before(losses: Tensor, number: int, parameters: Parameters) -> list[Pro
     numbers.
 
     Args:
-        losses: [B], with their graph.
         number: number of the first node that the recorded pass may have made.
-        parameters: name -> trainable parameter.
     """
     known = {id(p): name for name, p in parameters.items()}
     stale = [

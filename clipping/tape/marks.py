@@ -46,13 +46,7 @@ class Marks:
         """Rows of the current use; None if they are in the samples' order."""
 
     def mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
-        """Mark and return the output of an operation on `data`.
-
-        Args:
-            func, args, kwargs: the operation and its arguments.
-            output: its output.
-            data: its operands that depend on the batch.
-        """
+        """Mark and return the output of an operation on `data`."""
         if not data and is_traced():
             note(func, args, kwargs, output)
         if (func in GATHERS or not self._in_order) and data and self._moved(func, args, kwargs, output, data):
@@ -73,7 +67,6 @@ class Marks:
         """Mark and return a tensor with its samples at `place`.
 
         Args:
-            x: the tensor.
             place: dimension of its samples, or owners of its rows.
         """
         self._in_order &= not isinstance(place, Rows)
@@ -131,12 +124,7 @@ class Marks:
 
 
 def tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors among arguments, and in tuples and lists among them.
-
-    Args:
-        args: arguments, in nested tuples and lists.
-        kwargs: keyword arguments, or None.
-    """
+    """Return the tensors among arguments, and in tuples and lists among them."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):

@@ -37,7 +37,6 @@ class Mover:
         """Return the owners of x for at least `dims` leading dimensions; None if unknown.
 
         Args:
-            x: an operand.
             dims: number of dimensions.
         """
         place = samples_of(x)
@@ -58,11 +57,7 @@ class Mover:
         return found
 
     def rows(self, owners: Tensor) -> Rows:
-        """Return `Rows` of these owners, in this batch.
-
-        Args:
-            owners: index of the sample, or `NOBODY`, for each row.
-        """
+        """Return `Rows` of these owners, in this batch."""
         return Rows(owners, self.batch_size)
 
     def unknown(self) -> Rows:
@@ -72,12 +67,7 @@ class Mover:
         )
 
     def inherited(self, data: Sequence[Tensor], output: Tensor) -> Place:
-        """Return the place of the operand that has the output's rows, for an operation that keeps rows in place.
-
-        Args:
-            data: the operands that depend on the batch.
-            output: output of the operation.
-        """
+        """Return the place of the operand that has the output's rows, for an operation that keeps rows in place."""
         places = [place for x in data if isinstance(place := samples_of(x), Rows)]
         known = [place for place in places if not place.unknown]
         fitting = [place for place in known if output.shape[: place.owners.dim()] == place.owners.shape]

@@ -37,11 +37,6 @@ REMEDY = "apply it to a batch, as x[i : i + 1], or use microbatch"
 def whose(func: Any, args: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows | None]:
     """Return the dimension of a use's activations that holds the samples, or else their rows.
 
-    Args:
-        func, args: the operation and its arguments.
-        data: its operands that depend on the batch.
-        batch_size: B.
-
     Raises:
         Refused: the owners of the rows are unknown.
     """
@@ -78,9 +73,7 @@ def as_rows(func: Any, args: Any, kwargs: Any, rows: Rows, data: Sequence[Tensor
     """Run a use whose activations have rows in several dimensions, or in none.
 
     Args:
-        func, args, kwargs: the operation and its arguments.
         rows: rows of its activations.
-        data: its operands that depend on the batch.
 
     Raises:
         Refused: the operation may not treat rows independently.

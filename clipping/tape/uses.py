@@ -61,7 +61,6 @@ class Use:
 
         Args:
             g: gradient of the output, [B·k, ...].
-            batch_size: B.
         """
         by_sample = g.reshape(batch_size, -1) if self.rows is None else taken(g, self.rows.padded, filled=True)
         return torch.linalg.vector_norm(by_sample.reshape(batch_size, -1), torch.inf, dim=1)
@@ -97,9 +96,6 @@ class Noted(NamedTuple):
 
     def settled(self, batch_size: int) -> Use:
         """Return the use with its per-sample rules.
-
-        Args:
-            batch_size: B.
 
         Raises:
             Refused: the output's rows are not the batch's.
@@ -137,7 +133,6 @@ def given(output: Tensor, first: int) -> Tensor:
     A view changed in place gets another node, while its base passes through the same one as before.
 
     Args:
-        output: output of the operation.
         first: number of the first node that it made.
     """
     base = output._base
@@ -170,7 +165,6 @@ def count_parts(uses: list[Use], counts: Counter[str]) -> None:
     """Count uses of disjoint parts of a parameter (experts) as one use.
 
     Args:
-        uses: uses of the forward pass.
         counts: parameter name -> number of uses; changed in place.
     """
     sources = [source for use in uses for source, _ in use.rules]
