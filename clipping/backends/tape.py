@@ -43,7 +43,7 @@ from clipping.planning.planner import Planner, Strategy
 from clipping.program.graphs import Compile
 from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Refused, Route, Rule, Spec
-from clipping.tape.compiled import compiled_code, compiled_modules, reentrant_checkpoint, selective_checkpoint
+from clipping.tape.compiled import compiled_modules, explained
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 
@@ -215,7 +215,7 @@ class TapeBackend(Backend):
         except Refused as refused:  # known only when the gradient arrived
             raise UnsupportedModel(self.name, [Problem("model", refused.reason, refused.remedy)]) from refused
         except RuntimeError as error:
-            problem = compiled_code(error) or reentrant_checkpoint(error) or selective_checkpoint(error)
+            problem = explained(error)
             if problem is None:
                 raise
             raise UnsupportedModel(self.name, [problem]) from error

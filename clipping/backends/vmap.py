@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -35,9 +34,8 @@ class Vmap(Backend):
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         trainable = {name: p.detach() for name, p in parameters.items()}
         gradients = per_sample(self.model, self.loss_fn)
-        device = next((p.device for p in trainable.values()), torch.device("cpu"))
         try:
-            grads, losses = self._traced(lambda: gradients(trainable, inputs, targets), device)
+            grads, losses = self._traced(lambda: gradients(trainable, inputs, targets))
         except RuntimeError as error:
             raise self.blamed(error, "torch.func.vmap cannot trace it", inputs, targets) from error
         norms, factors = norms_and_factors(grads, parameters, self.clip, losses)
@@ -45,29 +43,14 @@ class Vmap(Backend):
         self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
         return ClippedGradient(summed, norms, losses)
 
-    def _traced(self, run: Callable[[], T], device: torch.device) -> T:
-        """Call `run`; if it fails with fused attention, retry without: torch's batching rule takes no mask.
-
-        The result of the retry is remembered, so later steps do not try again.
-        """
-        if self._without_fused or not _fuses_attention(device):
-            with sdpa_kernel(SDPBackend.MATH) if self._without_fused else nullcontext():
-                return run()
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self._without_fused = True
+    def _traced(self, run: Callable[[], T]) -> T:
+        """Call `run`; from its first failure on without fused attention: torch's batching rule takes no mask."""
+        if not self._without_fused:
             try:
-                return self._traced(run, device)
+                return run()
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
-                self._without_fused = False
-                raise error from None
-
-
-def _fuses_attention(device: torch.device) -> bool:
-    """Whether this device has fused attention kernels, which vmap may not support."""
-    return device.type == "cuda"
+                self._without_fused = True
+        with sdpa_kernel(SDPBackend.MATH):
+            return run()

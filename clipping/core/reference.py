@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,18 +37,13 @@ def definition(
         together: samples whose mean gradient is clipped as one.
         around: context manager to enter around each sample's run.
     """
-    each_clip = clip if together == 1 else Flat(max_grad_norm=float("inf"))
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     alone = []
     for i in range(leading_dimension(inputs, targets)):
         sample, target = map_tensors(lambda x, i=i: x[i : i + 1].detach(), (inputs, targets))  # type: ignore[misc]
         with around(), torch.enable_grad():
-            alone.append(one_by_one(model, loss_fn, parameters, sample, target, clip=each_clip))
-    if together > 1:
-        return of_means(alone, clip, together)
-    sums = {name: torch.stack([sample.grads[name] for sample in alone]).sum(0) for name in alone[0].grads}
-    norms = [sample.norms for sample in alone if sample.norms is not None]
-    return ClippedGradient(sums, torch.cat(norms), torch.cat([sample.losses for sample in alone]))
+            alone.append(one_by_one(model, loss_fn, parameters, sample, target, clip=Flat(math.inf)))
+    return of_means(alone, clip, together)
 
 
 def one_by_one(

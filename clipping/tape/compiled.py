@@ -44,41 +44,23 @@ def called_from_compiled_code() -> Problem | None:
     return None
 
 
-def compiled_code(error: Exception) -> Problem | None:
-    """Return the problem behind an error of torch.compile in a forward pass; None for other errors.
+def explained(error: Exception) -> Problem | None:
+    """Return the problem behind an error of compiled or checkpointed code in a pass; None for other errors.
 
     Args:
-        error: raised by a forward pass.
+        error: raised by a forward or backward pass.
     """
-    if not any(c.__name__ == "TorchDynamoException" for c in type(error).__mro__):
-        return None
-    said = " ".join(str(error).split())[:200]
-    reason = f"calls compiled code, which fails while its operations are recorded: {type(error).__name__}: {said}"
-    return Problem("model", reason, REMEDY)
-
-
-def reentrant_checkpoint(error: Exception) -> Problem | None:
-    """Return the problem behind an error of checkpointing with a nested backward pass; None for other errors.
-
-    Args:
-        error: raised by a pass.
-    """
-    if "use_reentrant=True" not in str(error):
-        return None
-    reason = "checkpoint: with use_reentrant=True it reads parameters in the backward pass, where nothing is recorded"
-    return Problem("model", reason, "use_reentrant=False")
-
-
-def selective_checkpoint(error: Exception) -> Problem | None:
-    """Return the problem behind an error of selective checkpointing, which serves one backward pass; else None.
-
-    Args:
-        error: raised by a backward pass.
-    """
-    if "selective activation checkpoint" not in str(error):
-        return None
-    reason = "checkpoint: what a context_fn keeps is for one backward pass over tensors as they were; here are more"
-    return Problem("model", reason, "checkpoint without context_fn, or use microbatch")
+    text = " ".join(str(error).split())
+    if any(c.__name__ == "TorchDynamoException" for c in type(error).__mro__):
+        said = f"{type(error).__name__}: {text[:200]}"
+        return Problem("model", f"calls compiled code, which fails while its operations are recorded: {said}", REMEDY)
+    if "use_reentrant=True" in text:
+        reason = "with use_reentrant=True it reads parameters in the backward pass, where nothing is recorded"
+        return Problem("model", f"checkpoint: {reason}", "use_reentrant=False")
+    if "selective activation checkpoint" in text:
+        reason = "what a context_fn keeps is for one backward pass over tensors as they were; here are more"
+        return Problem("model", f"checkpoint: {reason}", "checkpoint without context_fn, or use microbatch")
+    return None
 
 
 # by name: importing torch._dynamo takes seconds, and only code that imports it can compile anything
