@@ -113,9 +113,3 @@ void noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, co
   noise_job job = {state, nonces, totals, outs, counts, units, tensors, deviation, grid, (REAL)divisor};
   each(parallel, units[tensors], COST, noise_units, &job);
 }
-
-/* For tests: write the cipher's words [sets, 16 words, 16 blocks], if there are states; returns the number of sets. */
-int cipher_words(const uint32_t *states, uint32_t *out) {
-  if (states) chacha((const uint32_t(*)[WORDS])states, (blocks *)out);
-  return SETS;
-}

@@ -329,19 +329,6 @@ def _ciphered(state: Tensor) -> Tensor:
     return state + torch.cat([a, b, c, d])
 
 
-def compiled_words(key: bytes, nonce: Sequence[int], block: int) -> Tensor:
-    """[sets, 16, 16]: `words` of as many sets of 16 blocks as the kernel makes at once; requires `cpu.supported`.
-
-    Args:
-        block: number of the first block; 2³² - 1 is followed by 0.
-    """
-    cipher = _loaded(torch.float32).cipher_words
-    out = torch.empty(cipher(None, None), WORDS, BLOCKS, dtype=torch.int32, device="cpu")
-    states = (_state(key, (block + i * BLOCKS) % 2**32, nonce) for i in range(len(out)))
-    cipher(_unsigned(list(itertools.chain(*states))), out.data_ptr())
-    return out
-
-
 def _require_words(key: bytes, *nonces: Sequence[int]) -> None:
     for nonce in nonces:
         if len(key) != 32 or len(nonce) != 3 or min(nonce) < 0 or max(nonce) >= 2**32:
@@ -377,7 +364,6 @@ def _unsigned(state: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     address, real = ctypes.c_void_p, ctypes.c_double
     library.noisy.argtypes = library.discrete_noisy.argtypes = [*[address] * 7, ctypes.c_int64, real, real, real]
-    library.cipher_words.argtypes = [address, address]
     library.noisy.restype = library.discrete_noisy.restype = None
     return library
 
