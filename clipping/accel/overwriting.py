@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from clipping.accel.chunked_conv import Pieces
-from clipping.rules.rewritten import methods
+from clipping.provenance.derived_parameters import methods
 
 LEAST = 4 * 2**20
 """Least bytes of an activation to overwrite; for smaller ones a Python node takes more time than it saves."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 from clipping.backends.tape import BkMixed
 from clipping.core.types import ClippedGradient
@@ -13,32 +12,18 @@ from clipping.norms import collection
 from clipping.numerics import kernels
 
 
-@contextmanager
-def replaced(module: Any, **values: Any) -> Iterator[None]:
-    """Replace globals of a module inside.
-
-    Args:
-        module: whose globals are replaced.
-        values: by name.
-    """
-    before = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
-
-
 class Ablated(BkMixed):
-    """Runs each call without the optimisation that it names."""
+    """Runs each call without an optimisation.
 
-    def without(self) -> tuple[Any, dict[str, Any]]:
-        """A module, and the replacements of some of its globals."""
-        raise NotImplementedError
+    Attributes:
+        module, values: replacements of some of a module's globals.
+    """
+
+    module: ClassVar[Any]
+    values: ClassVar[dict[str, Any]]
 
     def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
-        module, values = self.without()
-        with replaced(module, **values):
+        with mock.patch.multiple(self.module, **self.values):
             return super().__call__(inputs, targets)
 
 
@@ -46,33 +31,29 @@ class WithoutKernels(Ablated):
     """Uses torch's own operations in place of the kernels in C."""
 
     name = "bk_mixed:without_kernels"
-
-    def without(self) -> tuple[Any, dict[str, Any]]:
-        return kernels, {"cpu": kernels.Missing()}
+    module: ClassVar[Any] = kernels
+    values: ClassVar[dict[str, Any]] = {"cpu": kernels.Missing()}
 
 
 class WithoutChunks(Ablated):
     """Forms a convolution's input gradient at once."""
 
     name = "bk_mixed:without_chunks"
-
-    def without(self) -> tuple[Any, dict[str, Any]]:
-        return kernels, {"chunked_conv": kernels.Missing()}
+    module: ClassVar[Any] = kernels
+    values: ClassVar[dict[str, Any]] = {"chunked_conv": kernels.Missing()}
 
 
 class WithoutOverwriting(Ablated):
     """Allocates memory for each activation gradient."""
 
     name = "bk_mixed:without_overwriting"
-
-    def without(self) -> tuple[Any, dict[str, Any]]:
-        return kernels, {"overwriting": kernels.Missing()}
+    module: ClassVar[Any] = kernels
+    values: ClassVar[dict[str, Any]] = {"overwriting": kernels.Missing()}
 
 
 class WithoutBatching(Ablated):
     """Sums small gradients parameter by parameter."""
 
     name = "bk_mixed:without_batching"
-
-    def without(self) -> tuple[Any, dict[str, Any]]:
-        return collection, {"SMALL": math.inf}
+    module: ClassVar[Any] = collection
+    values: ClassVar[dict[str, Any]] = {"SMALL": math.inf}

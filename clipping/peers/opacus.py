@@ -48,9 +48,6 @@ class _Opacus(Peer):
         finally:
             self.model = model
 
-    def _route(self, module: nn.Module, name: str) -> str:
-        return "instantiated"
-
 
 class _Hooked(_Opacus):
     in_place = False  # a full backward hook makes a module's output a view

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipping.core.clip_functions import Automatic, Flat
 from clipping.core.types import Parameters, Problem
@@ -66,6 +66,3 @@ class Opake(Peer):
         (found, told), _ = clipped(given, inputs, targets, state=state)
         grads = {name: grad * self._scale for name, grad in found.pytree.items()} if self._scale != 1 else found.pytree
         return Step(grads, told.grad_norms * self._scale, told.loss_values)
-
-    def _route(self, module: nn.Module, name: str) -> str:
-        return "instantiated"

@@ -22,91 +22,30 @@ from torch.autograd.graph import GradientEdge
 from clipping.core.dtypes import norm_dtype
 from clipping.provenance.broadcast_once import done_once
 
-TRANSPOSITIONS = {
-    torch.Tensor.permute,
-    torch.permute,
-    torch.Tensor.transpose,
-    torch.transpose,
-    torch.Tensor.t,
-    torch.t,
-    torch.Tensor.T.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.movedim,
-    torch.movedim,
-    torch.Tensor.swapaxes,
-    torch.Tensor.unsqueeze,
-    torch.unsqueeze,
-}
+
+def methods(*names: str) -> set[Any]:
+    """Return the operations of these names, both torch functions and methods."""
+    found = {getattr(where, name, None) for where in (torch, torch.Tensor) for name in names}
+    return found - {None}
+
+
+TRANSPOSITIONS = methods("permute", "transpose", "t", "movedim", "swapaxes", "unsqueeze")
+TRANSPOSITIONS |= {torch.Tensor.T.__get__, torch.Tensor.mT.__get__}  # type: ignore[attr-defined]
 """Operations that only permute or insert dimensions, as their arguments say."""
-
-REARRANGEMENTS = TRANSPOSITIONS | {
-    torch.Tensor.view,
-    torch.Tensor.reshape,
-    torch.reshape,
-    torch.Tensor.squeeze,
-    torch.squeeze,
-    torch.Tensor.flatten,
-    torch.flatten,
-    torch.Tensor.unflatten,
-    torch.Tensor.contiguous,
-    torch.Tensor.clone,
-    torch.clone,
-}
+REARRANGEMENTS = methods("view", "reshape", "squeeze", "flatten", "unflatten", "contiguous", "clone") | TRANSPOSITIONS
 """Operations on one tensor that preserve the norm of its gradient."""
-
-READS = {torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select}
+READS = {torch.Tensor.__getitem__, *methods("index_select")}
 """Operations on one tensor whose other operands are indices."""
-
-COPIES = (
-    REARRANGEMENTS
-    | READS
-    | {
-        torch.Tensor.narrow,
-        torch.narrow,
-        torch.Tensor.select,
-        torch.select,
-        torch.Tensor.expand,
-        torch.Tensor.repeat,
-        torch.cat,
-        torch.concat,
-        torch.stack,
-    }
-)
+COPIES = methods("narrow", "select", "expand", "repeat", "cat", "concat", "stack") | REARRANGEMENTS | READS
 """Operations that copy each entry of the result from an entry of an operand."""
-
-PIECES = {
-    torch.Tensor.__getitem__,
-    torch.Tensor.select,
-    torch.Tensor.narrow,
-    torch.Tensor.unbind,
-    torch.unbind,
-    torch.Tensor.chunk,
-    torch.chunk,
-    torch.Tensor.split,
-    torch.split,
-}
+PIECES = {torch.Tensor.__getitem__, *methods("select", "narrow", "unbind", "chunk", "split")}
 """Operations whose results may be parts of an operand."""
-
-EXPANSIONS = {torch.Tensor.expand, torch.Tensor.broadcast_to, torch.broadcast_to, torch.Tensor.repeat}
+EXPANSIONS = methods("expand", "broadcast_to", "repeat")
 """Operations that copy rows along a new or singleton first dimension."""
-
-KEEPS: set[Any] = {torch.Tensor.clone, torch.clone, torch.Tensor.contiguous}
+KEEPS = methods("clone", "contiguous")
 """Operations that keep the rows of their operand."""
-
-
-CONSTANTS = {
-    torch.Tensor.new_zeros,
-    torch.Tensor.new_ones,
-    torch.Tensor.new_empty,
-    torch.Tensor.new_full,
-    torch.Tensor.new_tensor,
-    torch.zeros_like,
-    torch.ones_like,
-    torch.empty_like,
-    torch.full_like,
-    torch.rand_like,
-    torch.randn_like,
-}
+CONSTANTS = methods("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+CONSTANTS |= methods("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 """Operations that read an operand's shape, dtype and device, but not its values."""
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.provenance.derived_parameters import is_marked, samples_of
+from clipping.provenance.derived_parameters import is_marked, methods, samples_of
 from clipping.rules.assigned import FREEZE, Instead, Rewriting, Rows, assigned, broadcast_in_place
 from clipping.rules.base import Refused
 from clipping.rules.contraction import parsed
@@ -207,12 +207,6 @@ def _read(rows: Rows, func: Any, x: Tensor, index: Any) -> Instead:
         return found.unflatten(-1, x.shape[1:]) if x.dim() > 2 else found if x.dim() == 2 else found.squeeze(-1)
 
     return looked_up
-
-
-def methods(*names: str) -> set[Any]:
-    """Return the operations of these names, both torch functions and methods."""
-    found = {getattr(where, name, None) for where in (torch, torch.Tensor) for name in names}
-    return found - {None}
 
 
 LIKE = methods("expand_as", "view_as", "reshape_as", "type_as", "to")

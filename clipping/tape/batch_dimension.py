@@ -13,18 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.provenance.derived_parameters import TRANSPOSITIONS, samples_of
+from clipping.provenance.derived_parameters import TRANSPOSITIONS, methods, samples_of
 
-PERMUTATIONS = TRANSPOSITIONS | {torch.Tensor.unbind, torch.unbind}
+PERMUTATIONS = TRANSPOSITIONS | methods("unbind")
 """Operations that only permute dimensions, as their arguments say."""
 
-VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten}
-VIEWS |= {torch.Tensor.unflatten}
+VIEWS = methods("view", "reshape", "flatten", "unflatten")
 """Operations that keep the order of entries and change the dimensions."""
 
-ELEMENTWISE = {torch.add, torch.Tensor.add, torch.sub, torch.Tensor.sub, torch.mul, torch.Tensor.mul}
-CATENATIONS = {torch.cat, torch.concat}
-POSITIONWISE = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.rms_norm, torch.matmul, torch.Tensor.matmul}
+ELEMENTWISE = methods("add", "sub", "mul")
+CATENATIONS = methods("cat", "concat")
+POSITIONWISE = {F.linear, F.embedding, F.layer_norm, F.rms_norm, *methods("rms_norm", "matmul")}
 MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
 """Operations that do not depend on which leading dimension holds the samples."""
 

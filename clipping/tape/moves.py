@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.provenance.derived_parameters import is_marked, samples_of
+from clipping.provenance.derived_parameters import is_marked, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.provenance.static_values import holds, numbers_of
 from clipping.rules.assigned import width
-from clipping.rules.rewritten import methods
 from clipping.tape.batch_dimension import PERMUTATIONS
 from clipping.tape.mover import Moved, Mover, Place
 from clipping.tape.writes import WRITES
@@ -316,7 +315,6 @@ UNSQUEEZES = methods("unsqueeze")
 SINGLE = methods("select", "unbind")
 TAKEN = methods("take_along_dim")
 VIEWS = methods("view", "reshape", "flatten", "unflatten", "squeeze", "contiguous", "clone", "detach", "ravel")
-VIEWS |= {torch.Tensor.view, torch.Tensor.unflatten}
 REDUCTIONS = methods("sum", "mean", "amax", "amin", "logsumexp", "prod", "norm", "var", "std")
 GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     torch.Tensor.__getitem__: _read,

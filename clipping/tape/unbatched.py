@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.provenance.derived_parameters import samples_of
+from clipping.provenance.derived_parameters import methods, samples_of
 from clipping.provenance.row_owners import Rows
 from clipping.rules.assigned import takes_all
 from clipping.rules.base import Refused
-from clipping.rules.rewritten import LIKE, methods
+from clipping.rules.rewritten import LIKE
 from clipping.tape.batch_dimension import ELEMENTWISE
 
 OF_ROWS = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.rms_norm, torch.matmul, torch.Tensor.matmul}

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.provenance.derived_parameters import mark_data, samples_of
+from clipping.provenance.derived_parameters import mark_data, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.rules.assigned import width
-from clipping.rules.rewritten import methods
 from clipping.tape.mover import Moved, Mover
 
 
