@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,9 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from clipping import UnsupportedModel, load_backend
-from clipping.backends.tape import MixedGhost
 from clipping.core.batches import map_tensors
-from clipping.explain.parameter_use import likeness, record
 from clipping.explain.routes import Cost, Row, explain
 from clipping.planning.planner import Planner
 from clipping.rules.base import Rule, Way
@@ -234,20 +231,6 @@ def test_every_problem_of_a_refused_model_is_listed():
         rows(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 4)
 
 
-def test_a_recurrent_weight_is_one_use_over_all_steps():
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(8, 8, batch_first=True)
-
-        def forward(self, x):
-            return self.lstm(x)[0]
-
-    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH))
-    (use,) = (row for row in found if row.parameter == "lstm.weight_hh_l0")
-    assert (use.positions, use.inputs, use.outputs) == (200, 8, 32)
-
-
 def test_hundreds_of_uses_of_a_cell_s_weight():
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -372,15 +355,6 @@ def test_the_model_is_left_as_it_was():
     explain(model, cross_entropy, x, torch.zeros(BATCH, dtype=torch.long))
     assert [(p.requires_grad, sorted(vars(p))) for p in model.parameters()] == before
     assert all(p.grad is None for p in model.parameters()) and not vars(x)
-
-
-@pytest.mark.parametrize(("norm", "parameters"), [(nn.LayerNorm, 2), (nn.RMSNorm, 1)])
-def test_norms_that_differ_in_values_alone_are_alike(norm, parameters):
-    model = nn.Sequential(nn.Linear(5, 6), norm(6), norm(6))
-    planner = Planner(file=False)
-    readings, _ = record(MixedGhost(model, total, verify=False), torch.randn(BATCH, 4, 5), torch.zeros(BATCH), planner)
-    kinds = Counter(likeness(reading) for reading in readings)
-    assert sorted(kinds.values()) == [1, 1] + [2] * parameters  # of the linear layer, and of both norms
 
 
 def measurable() -> tuple[nn.Module, torch.Tensor]:
