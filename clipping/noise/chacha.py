@@ -258,16 +258,6 @@ def _require_blocks(count: int) -> None:
         raise ValueError(f"expected at most {LONGEST} coordinates in a draw, got {count}")
 
 
-def normals(key: bytes, nonce: Sequence[int], group: int, groups: int, device: torch.device | str) -> Tensor:
-    """Return [128 · groups] float64 normals by torch's operations, from coordinate 128 · group on.
-
-    Args:
-        group: the first group of 128 coordinates.
-        groups: number of groups.
-    """
-    return _normals(words(key, nonce, group * BLOCKS, groups * BLOCKS, device))
-
-
 def _normals(found: Tensor) -> Tensor:
     """[128 · groups] normals from the cipher's words [16, 16 · groups]."""
     bits = found.view(torch.int64)

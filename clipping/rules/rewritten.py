@@ -102,7 +102,6 @@ def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
     letter = term[at : at + 1]
     if not letter or letter not in result:
         return None
-    weights = [x for x, term in zip(flat, terms, strict=True) if rows.source(x) is not None]
     paired = [i for i, (x, term) in enumerate(zip(flat, terms, strict=True)) if rows.source(x) and letter in term]
     if paired:  # a row for each sample, in the first dimension
         firsts = {i: terms[i].index(letter) for i in paired}
@@ -112,14 +111,6 @@ def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
             return lambda: torch.einsum(moved, *(x.movedim(firsts.get(i, 0), 0) for i, x in enumerate(flat)))
         own = {i: rows.own(source) for i in paired if (source := rows.source(flat[i])) is not None}
         return lambda: torch.einsum(equation, *(own.get(i, x) for i, x in enumerate(flat)))
-    if len(flat) > 2 and len(weights) == 1:  # contract the data with each other first
-        (i,) = [i for i, x in enumerate(flat) if x is weights[0]]
-        others = [j for j in range(len(flat)) if j != i]
-        kept = "".join(dict.fromkeys(c for j in others for c in terms[j] if c in result + terms[i]))
-        joined = f"{','.join(terms[j] for j in others)}->{kept}"
-        return lambda: torch.einsum(
-            f"{kept},{terms[i]}->{result}", torch.einsum(joined, *(flat[j] for j in others)), weights[0]
-        )
     if at == 0 and result[0] == letter and all(t[0] == letter for t, _ in places):
         return None
 

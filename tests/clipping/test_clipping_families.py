@@ -292,7 +292,6 @@ ROWS = [
     Case("jagged, split", split_up, row),
     Case("one by one", one_by_one, row),
     Case("tokens, one by one", tokens_one_by_one, lambda: {"embedding": nn.Embedding(2, 3)}),
-    Case("two views", two_views, only("layer")),
     Case("positions before samples, in one dimension", positions_first, only("layer")),
     Case("reversed", reversed_rows, only("layer", "norm")),
     Case("last states", last_states, recurrent),
@@ -324,7 +323,7 @@ def positions_first(m: Any, x: Tensor) -> Tensor:
     """XLNet's."""
     h = torch.einsum("ibh,hnd->ibnd", x.transpose(0, 1), m.w)
     scores = torch.einsum("ibnd,jnd->bnij", h + m.p, m.r)
-    return torch.einsum("bnij,jbnd,hnd->bih", scores.softmax(-1), h[:2], m.w)
+    return torch.einsum("bnid,hnd->bih", scores.softmax(-1) @ h[:2].permute(1, 2, 0, 3), m.w)
 
 
 W = {"w": (D, 2, 3), "p": (3,), "r": (2, 2, 3)}

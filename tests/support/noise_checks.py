@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from clipping.noise import chacha as noise
 from clipping.noise import chacha_program as noise_program
-from clipping.noise.chacha import Segments, add_to_flat, noisy, normals, words
+from clipping.noise.chacha import Segments, _normals, add_to_flat, noisy, words
 from dpbench import PrivacyEngine
 
 KEY = bytes(range(100, 132))
@@ -64,7 +64,7 @@ def normals_to_the_last_bits(device: str) -> None:
     flat = torch.zeros(segments.length, dtype=torch.float64, device=device)
     add_to_flat(flat, segments, 1.0, 2.0**-50, KEY, PLACE)
     for part, count, label in zip(segments.parts(flat), COUNTS, LABELS, strict=True):
-        wanted = normals(KEY, (*PLACE, label), 0, -(-count // 128), "cpu")[:count] if count else part.cpu()
+        wanted = _normals(words(KEY, (*PLACE, label), 0, 16 * -(-count // 128), "cpu"))[:count] if count else part.cpu()
         assert part.shape == wanted.shape
         worst = float((part.cpu() - wanted).abs().max()) if count else 0.0
         assert worst < 2**-48, f"{worst:.2e} from torch's operations, in the tensor of {count}"
@@ -88,7 +88,9 @@ def counters_of_many_groups(device: str) -> None:
         numbers = torch.tensor([number], dtype=torch.int32, device=device)
         state = noise._state(KEY, 0, (*PLACE, 5))
         noise._launch(flat, label, numbers, (1.0, 2.0**-50, 2.0**50), state)
-        assert float((flat.cpu() - normals(KEY, (*PLACE, 5), number, 1, "cpu")).abs().max()) < 2**-48, number
+        assert float((flat.cpu() - _normals(words(KEY, (*PLACE, 5), 16 * number, 16, "cpu"))).abs().max()) < 2**-48, (
+            number
+        )
 
 
 def a_program_that_fails_or_errs_is_not_taken(device: str) -> None:
