@@ -26,11 +26,13 @@ from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed import spread
-from clipping.numerics.finite import require_numbers
 from clipping.numerics.rng_replay import Draws
 from clipping.program.capture import LossesOf
 from clipping.program.graphs import Compile, Graphs
 from clipping.program.step import Batch
+
+NAMED = 8
+"""The most records or parameters that an error names."""
 
 
 class Backend(ABC):
@@ -167,7 +169,7 @@ class Backend(ABC):
                     return self._twice(some, parameters, inputs, targets, batch_size)
             found = found or self._clipped(parameters, inputs, targets, batch_size)
         if self.private and self.together == 1 and self.refuses_no_numbers:
-            require_numbers(found)
+            _require_numbers(found)
         return found
 
     def _bare(self, loss_fn: LossFunction) -> Self:
@@ -363,3 +365,24 @@ class Backend(ABC):
         some = next((p for _, p in self._named), torch.empty(0, device="cpu"))
         empty = some.new_zeros(0, dtype=norm_dtype(some.dtype))
         return ClippedGradient({n: torch.zeros_like(p) for n, p in parameters.items()}, empty, empty.clone())
+
+
+def _require_numbers(found: ClippedGradient) -> None:
+    """Reject a sum that a record has made NaN or infinite. A norm that overflowed has factor 0, and is harmless.
+
+    Only on a CPU: on other devices the check would wait for the device, and the sum itself shows NaN.
+
+    Raises:
+        FloatingPointError: naming the records by their positions in the batch.
+    """
+    norms = found.norms
+    if norms is None or type(norms) is not torch.Tensor or norms.device.type != "cpu" or bool(norms.isfinite().all()):
+        return
+    if all(bool(grad.isfinite().all()) for grad in found.grads.values()):
+        return
+    wrong = norms.isfinite().logical_not().nonzero().flatten().tolist()
+    named = ", ".join(map(str, wrong[:NAMED])) + (" ..." if len(wrong) > NAMED else "")
+    raise FloatingPointError(
+        f"expected gradients that are numbers, got NaN or infinity in that of record{'s' if len(wrong) > 1 else ''} "
+        f"{named} of the batch of {len(norms)}: leave it out, or look for what overflows in the model"
+    )

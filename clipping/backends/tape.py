@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from clipping.backends.base import Backend
 from clipping.checks.sample_independence import Occasions, mixed_rows
 from clipping.core.batches import forward, losses_of
-from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import norm_dtype, without_autocast
 from clipping.core.microbatching import power_of_two
 from clipping.core.reference import with_zeros
@@ -40,7 +39,6 @@ from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
-from clipping.program.graphs import Compile
 from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Refused, Route, Rule, Spec
 from clipping.tape.compiled import compiled_modules, explained
@@ -57,17 +55,8 @@ class TapeBackend(Backend):
     norms: ClassVar[type[Norms]] = TwoPasses
     compilable = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        *,
-        clip: ClipFunction | None = None,
-        verify: bool = True,
-        compile: Compile = None,
-        timing: bool = True,
-    ) -> None:
-        super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile, timing=timing)
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, **options: Any) -> None:
+        super().__init__(model, loss_fn, **options)
         self.stand_in = stand_ins(self.model)
         self._sizes = UNSEEN
         ours = [p for p in model.parameters() if p.requires_grad]
@@ -296,7 +285,7 @@ class BkMixed(TapeBackend):
     then run two backward passes, as `MixedGhost` does, unless the model is sharded by FSDP2.
 
     Args:
-        model, loss_fn, clip, verify, compile: as for every backend.
+        model, loss_fn, options: as for every backend.
         plan: the planner's objective (see `clipping.planning.planner`); None is the `strategy` of the class.
         timing: also time the routes on this device in the second step; else plan by formula.
     """
@@ -311,13 +300,11 @@ class BkMixed(TapeBackend):
         model: nn.Module,
         loss_fn: LossFunction,
         *,
-        clip: ClipFunction | None = None,
-        verify: bool = True,
-        compile: Compile = None,
         plan: Strategy | None = None,
         timing: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile, timing=timing)
+        super().__init__(model, loss_fn, timing=timing, **options)
         # a sharded module's parameters are absent between passes, so there is nothing to time with
         self.planner = Planner(plan or self.strategy, timing=timing and not self.sharded)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,9 @@ from clipping.core.batches import forward, leading_dimension, map_tensors
 from clipping.core.clip_functions import Flat
 from clipping.core.dtypes import formats
 from clipping.core.reference import definition
-from clipping.core.types import ClippedGradient
+from clipping.core.types import ClippedGradient, Clips
 from clipping.numerics import kernels
 from clipping.numerics.rng_replay import Draws, same_for_each
-
-if TYPE_CHECKING:
-    from clipping.backends.base import Backend
 
 FLOOR = 1e-3
 CAST_TOLERANCE = 1e-6
@@ -136,7 +133,7 @@ def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
     return Agreement(norm_error, errors[worst], worst)
 
 
-def verify(backend: Backend, inputs: Any, targets: Any, samples: int = 2) -> Agreement:
+def verify(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> Agreement:
     """Compare `backend` with the oracle on the first `samples` samples of a batch.
 
     Raises:
@@ -148,7 +145,7 @@ def verify(backend: Backend, inputs: Any, targets: Any, samples: int = 2) -> Agr
     return agreement
 
 
-def agreement_with_oracle(backend: Backend, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
+def agreement_with_oracle(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
     """The errors on the first `samples` samples, and what rounding explains of them.
 
     Computed in float64 if the model can be cast, so that any error is one of the method; else in the model's own
@@ -159,9 +156,7 @@ def agreement_with_oracle(backend: Backend, inputs: Any, targets: Any, samples: 
     return _on_few(_agreement, backend, inputs, targets, samples)
 
 
-def agreement_in_own_arithmetic(
-    backend: Backend, inputs: Any, targets: Any, samples: int = 2
-) -> tuple[Agreement, Limit]:
+def agreement_in_own_arithmetic(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
     """The same in the formats of training, where other kernels run than in float64.
 
     The limit: see `ROUNDINGS` and `SPREAD`.
@@ -169,7 +164,7 @@ def agreement_in_own_arithmetic(
     return _on_few(_agreement_as_it_is, backend, inputs, targets, samples)
 
 
-def _on_few(of: _Check, backend: Backend, inputs: Any, targets: Any, samples: int) -> tuple[Agreement, Limit]:
+def _on_few(of: _Check, backend: Clips, inputs: Any, targets: Any, samples: int) -> tuple[Agreement, Limit]:
     few = map_tensors(lambda x: x[: samples * backend.together], (inputs, targets))
     before = Draws()
     with kernels.overwriting.of_any_size():
@@ -180,7 +175,7 @@ def _on_few(of: _Check, backend: Backend, inputs: Any, targets: Any, samples: in
     return found, limit
 
 
-def _agreement(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:
+def _agreement(backend: Clips, few: Any) -> tuple[Agreement, Limit, bool]:
     both = _in_float64(backend, few)
     if both is None:
         both = _both(backend, *few)
@@ -191,7 +186,7 @@ def _agreement(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:
     return compare(both.result, both.reference), limit_of(both.formats), both.drew
 
 
-def _agreement_as_it_is(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:
+def _agreement_as_it_is(backend: Clips, few: Any) -> tuple[Agreement, Limit, bool]:
     both = _both(backend, *few)
     found, loose = compare(both.result, both.reference), limit_of(both.formats)
     limit = Limit(loose.norm, min(loose.norm, loose.grad))
@@ -205,7 +200,7 @@ def _agreement_as_it_is(backend: Backend, few: Any) -> tuple[Agreement, Limit, b
     return found, limit, both.drew
 
 
-def _in_float64(backend: Backend, few: Any) -> _Both | None:
+def _in_float64(backend: Clips, few: Any) -> _Both | None:
     """Both results in float64; None if the model cannot be cast, or its losses keep another dtype."""
     wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, few)
     try:
@@ -228,7 +223,7 @@ class _Both(NamedTuple):
 _Check = Callable[[Any, Any], tuple[Agreement, Limit, bool]]
 
 
-def _both(backend: Backend, inputs: Any, targets: Any) -> _Both:
+def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
     clip = backend.clip if backend.private else Flat(max_grad_norm=float("inf"))
     with same_for_each(leading_dimension(inputs, targets)) as seeded:
         result = backend(inputs, targets)  # first, because its refusals give a reason

@@ -20,16 +20,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from clipping.backends.base import Backend
+from clipping.backends.base import NAMED, Backend
 from clipping.core.dtypes import norm_dtype
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 
 NOISE = "Full backward hook is firing|Using a non-full backward hook|In CPU autocast"
 """Warnings about the libraries' internals, which a user cannot act on."""
-
-NAMED = 8
-"""Parameters named in a refusal; a transformer may have hundreds."""
 
 
 class Step(NamedTuple):
