@@ -54,7 +54,6 @@ class Segments:
         labels: last nonce word of each tensor; they must differ, or two tensors would get the same noise.
 
     Attributes:
-        starts: first entry of each tensor.
         length: number of entries of the flat tensor, gaps included.
     """
 
@@ -63,8 +62,6 @@ class Segments:
             _require_blocks(count)
         self.counts, self.labels = tuple(counts), tuple(labels)
         self._groups = [-(-count // NORMALS) for count in counts]
-        ends = list(itertools.accumulate(self._groups))
-        self.starts = tuple(NORMALS * (end - groups) for end, groups in zip(ends, self._groups, strict=True))
         self.length = NORMALS * sum(self._groups)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
