@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from clipping import UnsupportedModel
 from clipping.checks import second_look
 from clipping.checks.verification import reading_float64
-from clipping.numerics import products as matmul
 
 B, C = 4, 0.3
 
@@ -260,7 +259,7 @@ def torch_defaults(to: torch.dtype | str) -> Iterator[None]:
     ],
     ids=str,
 )
-def test_defaults_of_torch_change_nothing(default: torch.dtype | str, options: dict, monkeypatch):
+def test_defaults_of_torch_change_nothing(default: torch.dtype | str, options: dict):
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(64, 8, 8), torch.arange(64) % 5)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5))
@@ -275,7 +274,6 @@ def test_defaults_of_torch_change_nothing(default: torch.dtype | str, options: d
         return mine.state_dict()
 
     expected = trained()
-    monkeypatch.setattr(matmul, "_FROM", {})  # which library multiplies is timed anew
     with torch_defaults(default):
         found = trained()
     if "noise" not in options:  # discrete noise has no seed
