@@ -30,6 +30,8 @@ class Rows:
     """
 
     def __init__(self, owners: Tensor, batch_size: int, unknown: str = "") -> None:
+        while owners.dim() > 1 and owners.shape[-1] == 1:  # rows of [n, 1] are also those of [n, d] that they weigh
+            owners = owners[..., 0]
         self.owners, self.batch_size, self.unknown = owners, batch_size, unknown
 
     def __repr__(self) -> str:

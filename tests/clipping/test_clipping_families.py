@@ -109,6 +109,13 @@ def experts_grouped(m: Any, x: Tensor) -> Tensor:
     return h[order.argsort()].view(*chosen.shape, -1).sum(1).view(x.shape)
 
 
+def at_fixed_places(m: Any, x: Tensor) -> Tensor:
+    """Rows read, weighed and put back at indices that do not depend on the data."""
+    tokens, at = x.flatten(0, 1), torch.arange(0, x[..., 0].numel(), 2)
+    h = m.layer(tokens[at]) * tokens[at, 0, None]
+    return x.new_zeros(len(tokens), 3).index_add_(0, at, h).view(*x.shape[:2], 3) + m.p
+
+
 class Wide(TorchFunctionMode):
     """grouped_mm, which torch does not have in float64, by a loop."""
 
@@ -146,6 +153,7 @@ def layers() -> dict[str, Any]:
 
 
 EXPERTS = [
+    Case("rows at fixed places", at_fixed_places, lambda: {"layer": nn.Linear(D, 3), "p": torch.randn(3)}),
     Case("experts by index", experts_by_index, moe),
     Case("experts by index_select", experts_by_index_select, without("bias", scale=lambda: torch.randn(2 * P))),
     Case("experts, sorted", experts_sorted, layers),
