@@ -12,12 +12,7 @@ ACCOUNTANTS = ["simple", "strong", "moments", "rdp", "gdp", "pld", "prv"]
 TARGETS = [0.5, 0.7, 1.0, 1.26, 1.8, 2.5, 3.5, 5.0, 7.0, 10.0]
 
 
-def price(targets: list[float]) -> list[CalibrationTrial]:
-    """The trials at these targets.
-
-    Args:
-        targets: ε.
-    """
+def _price(targets: list[float]) -> list[CalibrationTrial]:
     given = {"accountant": ACCOUNTANTS, "sample_rate": 0.01, "delta": 1e-5, "target_epsilon": targets}
     return [
         *grid(CalibrationTrial, unknown="steps", noise_multiplier=4.0, **given),
@@ -27,12 +22,12 @@ def price(targets: list[float]) -> list[CalibrationTrial]:
 
 def cells(device: str) -> list[CalibrationTrial]:
     """Independent of the device: nothing is trained."""
-    return price(TARGETS)
+    return _price(TARGETS)
 
 
 def smoke(device: str) -> list[CalibrationTrial]:
     """Two targets."""
-    return price([1.26, 5.0])
+    return _price([1.26, 5.0])
 
 
 EXPERIMENT = Experiment(

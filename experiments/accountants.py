@@ -15,24 +15,19 @@ CURVES = ["simple", "strong", "strong:exact", "strong:published", "moments", "rd
 EPOCHS = [1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 250, 300, 350, 400]
 
 
-def curves(epochs: list[int]) -> list[EpsilonTrial]:
-    """The trials after these epochs.
-
-    Args:
-        epochs: numbers of epochs.
-    """
+def _curves(epochs: list[int]) -> list[EpsilonTrial]:
     steps = [round(epoch / SAMPLE_RATE) for epoch in epochs]
     return grid(EpsilonTrial, accountant=CURVES, steps=steps, sample_rate=SAMPLE_RATE, noise_multiplier=4.0, delta=1e-5)
 
 
 def cells(device: str) -> list[EpsilonTrial]:
     """Independent of the device: nothing is trained."""
-    return curves(EPOCHS)
+    return _curves(EPOCHS)
 
 
 def smoke(device: str) -> list[EpsilonTrial]:
     """Three points of each curve."""
-    return curves([1, 100, 400])
+    return _curves([1, 100, 400])
 
 
 EXPERIMENT = Experiment(

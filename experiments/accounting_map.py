@@ -12,23 +12,18 @@ STEPS = [100, 10_000, 1_000_000]
 DELTAS = [1e-5, 1e-10]
 
 
-def over(rates: list[float], sigmas: list[float], steps: list[int], deltas: list[float]) -> list[MapTrial]:
-    """Every combination.
-
-    Args:
-        rates, sigmas, steps, deltas: q, σ, T and δ.
-    """
+def _over(rates: list[float], sigmas: list[float], steps: list[int], deltas: list[float]) -> list[MapTrial]:
     return grid(MapTrial, accountant=ACCOUNTANTS, sample_rate=rates, noise_multiplier=sigmas, steps=steps, delta=deltas)
 
 
 def cells(device: str) -> list[MapTrial]:
     """Independent of the device: nothing is trained."""
-    return over(RATES, SIGMAS, STEPS, DELTAS)
+    return _over(RATES, SIGMAS, STEPS, DELTAS)
 
 
 def smoke(device: str) -> list[MapTrial]:
     """Four points."""
-    return over([0.01, 1.0], [1.0, 5.0], [10_000], [1e-5])
+    return _over([0.01, 1.0], [1.0, 5.0], [10_000], [1e-5])
 
 
 EXPERIMENT = Experiment(

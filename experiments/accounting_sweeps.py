@@ -14,12 +14,8 @@ AXES = {
 }
 
 
-def sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
-    """The trials along each axis, with the rest as in `BASE`.
-
-    Args:
-        axes: field -> values.
-    """
+def _sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
+    """The trials along each axis, with the rest as in `BASE`."""
     trials = [
         trial
         for name, values in axes.items()
@@ -30,12 +26,12 @@ def sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
 
 def cells(device: str) -> list[SweepTrial]:
     """Independent of the device: nothing is trained."""
-    return sweep(AXES)
+    return _sweep(AXES)
 
 
 def smoke(device: str) -> list[SweepTrial]:
     """Every sixth value."""
-    return sweep({name: values[::6] for name, values in AXES.items()})
+    return _sweep({name: values[::6] for name, values in AXES.items()})
 
 
 EXPERIMENT = Experiment(

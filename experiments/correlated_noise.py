@@ -13,8 +13,8 @@ from dpbench.training import CorrelatedTrial
 
 EPSILONS, SEEDS = [1.0, 2.0, 8.0], [0, 1, 2, 3, 4]
 ONE_PASS = ["gaussian@one_pass", "blt:3@one_pass"]
+#: Learning rates for independent noise in one pass, where it is largest.
 LOWEST = [0.0015625, 0.003125]
-"""Learning rates for independent noise in one pass, where it is largest."""
 SMALL = ["gaussian", "banded:2", "banded:4", "banded:8", "banded:16"]
 LARGE = ["gaussian", "banded:2"]
 

@@ -19,13 +19,8 @@ LARGEST = ("nonprivate", "mixed_ghost", "bk_mixed", "opacus_hooks")
 SIZES = {32: (16, 256), 64: (8, 128), 128: (4, 64), 224: (4, 32), 512: (2, 8)}
 
 
-def backends(model: str, size: int) -> tuple[str, ...]:
-    """The backends that are fast enough for images of this size.
-
-    Args:
-        model: as trials name it.
-        size: in pixels.
-    """
+def _backends(model: str, size: int) -> tuple[str, ...]:
+    """The backends that are fast enough for images of this size."""
     if model == VIT or size <= 64:  # a ViT's positions are patches: 1025 of them at 512 pixels
         return WITH_GRAMS
     return BACKENDS if size < 512 else LARGEST
@@ -37,7 +32,7 @@ def cells(device: str) -> list[OverheadTrial]:
     found = []
     for model in ("vgg11", VIT):
         for size, batch_sizes in SIZES.items():
-            one = {"model": model, "backends": backends(model, size), "image_size": size}
+            one = {"model": model, "backends": _backends(model, size), "image_size": size}
             found += grid(OverheadTrial, batch_size=batch_sizes[cuda], **one, **rounds)
     return found
 

@@ -37,12 +37,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
 ADJACENCIES = ("", "replace_one")
 
 
-def trials(sigmas: list[float]) -> list[SchemeTrial]:
-    """Each scheme and adjacency at these noise multipliers.
-
-    Args:
-        sigmas: σ.
-    """
+def _trials(sigmas: list[float]) -> list[SchemeTrial]:
+    """Each scheme and adjacency at these noise multipliers."""
     found = []
     for scheme, drawn in SCHEMES.items():
         for adjacency in (*ADJACENCIES, "zero_out") if scheme == "Poisson" else ADJACENCIES:
@@ -73,11 +69,11 @@ def trials(sigmas: list[float]) -> list[SchemeTrial]:
 
 
 def cells(device: str) -> list[SchemeTrial]:
-    return trials(SIGMAS)
+    return _trials(SIGMAS)
 
 
 def smoke(device: str) -> list[SchemeTrial]:
-    return trials([SIGMA, 4.5])
+    return _trials([SIGMA, 4.5])
 
 
 EXPERIMENT = Experiment(

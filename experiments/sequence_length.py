@@ -20,23 +20,13 @@ LENGTHS = {128: (16, 128), 512: (4, 32), 2048: (2, 8), 8192: (2, 4), 16384: (2, 
 LONGEST = 16384
 
 
-def of_length(model: str, tokens: int) -> str:
-    """The reference for sequences of `tokens`; raises the limit of positions beyond GPT-2's 1024.
-
-    Args:
-        model: a reference without a length.
-        tokens: T.
-    """
+def _of_length(model: str, tokens: int) -> str:
+    """The reference for sequences of `tokens`; raises the limit of positions beyond GPT-2's 1024."""
     return f"{model}&max_position_embeddings={tokens}@{tokens}" if tokens > 1024 else f"{model}@{tokens}"
 
 
-def backends(tokens: int, cuda: bool) -> tuple[str, ...]:
-    """The backends that are fast enough for sequences of this length.
-
-    Args:
-        tokens: T.
-        cuda: whether a GPU runs them.
-    """
+def _backends(tokens: int, cuda: bool) -> tuple[str, ...]:
+    """The backends that are fast enough for sequences of this length."""
     if cuda or tokens <= 2048:
         return BACKENDS
     return WITHOUT_GRAMS if tokens < LONGEST else ("nonprivate", "bk_mixed")
@@ -49,7 +39,7 @@ def cells(device: str) -> list[OverheadTrial]:
     found = []
     for tokens, batch_sizes in LENGTHS.items():
         rounds = 15 if cuda else 5 if tokens < LONGEST else 3
-        one = {"model": of_length(model, tokens), "backends": backends(tokens, cuda), "batch_size": batch_sizes[cuda]}
+        one = {"model": _of_length(model, tokens), "backends": _backends(tokens, cuda), "batch_size": batch_sizes[cuda]}
         found += grid(OverheadTrial, rounds=rounds, **one, **same)
     return found
 
@@ -58,7 +48,7 @@ def smoke(device: str) -> list[OverheadTrial]:
     tiny = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64"
     some = {"backends": ("nonprivate", "mixed_ghost", "bk_mixed"), "batch_size": 2, "image_size": None}
     few = {"data": "synthetic", "rounds": 2, "max_seconds": 0.2, "device": device}
-    return grid(OverheadTrial, model=[of_length(tiny, tokens) for tokens in (16, 64, 256)], **some, **few)
+    return grid(OverheadTrial, model=[_of_length(tiny, tokens) for tokens in (16, 64, 256)], **some, **few)
 
 
 EXPERIMENT = Experiment(

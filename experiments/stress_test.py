@@ -30,15 +30,8 @@ LARGE_LIMITS = LIMITS | {"microbatch": 8}
 TIMED = {"cpu": (RESNETS[:3], 16), "cuda": (["resnet18", "resnet50"], 64)}
 
 
-def in_turns(device: str, models: list[str], batch_size: int, max_seconds: float = 3.0, **more: int) -> list[Cell]:
-    """The throughput. Slow backends have fewer turns, but at least three.
-
-    Args:
-        models: to time.
-        batch_size: of all.
-        max_seconds: of a backend's turns together.
-        more: fields of the trials.
-    """
+def _in_turns(device: str, models: list[str], batch_size: int, max_seconds: float = 3.0, **more: int) -> list[Cell]:
+    """The throughput. Slow backends have fewer turns, but at least three."""
     axes: dict[str, Any] = {"model": models, "backends": [BACKENDS], "batch_size": batch_size, "device": device}
     return [*grid(OverheadTrial, **axes, max_seconds=max_seconds, **more)]
 
@@ -48,12 +41,12 @@ def cells(device: str) -> list[Cell]:
     of: dict[str, Any] = {"budget": BUDGET, "limits": LARGE_LIMITS}
     found += searches(device, TEXTS, BACKENDS, image_size=None, **of)
     found += searches(device, LARGE, BACKENDS, image_size=224, num_classes=1000, **of)
-    return [*found, *in_turns(device, *TIMED[device])]
+    return [*found, *_in_turns(device, *TIMED[device])]
 
 
 def smoke(device: str) -> list[Cell]:
     found = searches(device, ["cnn"], BACKENDS, budget=2**29, limit=64, limits=LIMITS)
-    return [*found, *in_turns(device, ["cnn"], 16, rounds=2, max_seconds=0.3)]
+    return [*found, *_in_turns(device, ["cnn"], 16, rounds=2, max_seconds=0.3)]
 
 
 EXPERIMENT = Experiment(

@@ -15,12 +15,8 @@ SIGMAS, RUNS = [1.1, 2.0], [2, 3, 5, 10, 20, 30, 50, 100]
 DISTRIBUTIONS = ["poisson", "geometric", "logarithmic"]
 
 
-def tuned(runs: list[int]) -> list[TunedTrial]:
-    """The trials with these mean numbers of runs, and those of one run.
-
-    Args:
-        runs: their means.
-    """
+def _tuned(runs: list[int]) -> list[TunedTrial]:
+    """The trials with these mean numbers of runs, and those of one run."""
     return [
         *grid(TunedTrial, noise_multiplier=SIGMAS, distribution="", runs=1, **SETTING),
         *grid(TunedTrial, noise_multiplier=SIGMAS, distribution=DISTRIBUTIONS, runs=runs, **SETTING),
@@ -29,12 +25,12 @@ def tuned(runs: list[int]) -> list[TunedTrial]:
 
 def cells(device: str) -> list[TunedTrial]:
     """Independent of the device: nothing is trained."""
-    return tuned(RUNS)
+    return _tuned(RUNS)
 
 
 def smoke(device: str) -> list[TunedTrial]:
     """Two numbers of runs."""
-    return tuned([2, 10])
+    return _tuned([2, 10])
 
 
 EXPERIMENT = Experiment(

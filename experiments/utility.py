@@ -16,23 +16,18 @@ SETTINGS = {"linear": {"epochs": 40, "lr": 0.2}, "cnn": {"epochs": 20, "lr": 0.3
 CIFAR10 = {"linear": {"epochs": 20, "lr": 0.2}, "cnn": {"epochs": 40, "lr": 0.3}}
 EPSILONS = [1.0, 2.0, 4.0, 8.0]
 SEEDS = [0, 1, 2, 3, 4]
-OTHERS = ["microbatch", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost"]
+OTHERS = ["fastgradclip", "ghost", "mixed_ghost", "bk_ghost"]
 
 
 def cells(device: str) -> list[UtilityTrial]:
-    found = on(SETTINGS, device=device)
+    found = _on(SETTINGS, device=device)
     if root := cifar10_root():
-        found += on(CIFAR10, data=f"cifar10:{root}", batch_size=1024, device=device)
+        found += _on(CIFAR10, data=f"cifar10:{root}", batch_size=1024, device=device)
     return found
 
 
-def on(settings: dict[str, dict[str, float]], **data: object) -> list[UtilityTrial]:
-    """The trials of these networks: ordinary, and at each ε by each way of clipping.
-
-    Args:
-        settings: network -> fields of its trials.
-        data: fields of all trials.
-    """
+def _on(settings: dict[str, dict[str, float]], **data: object) -> list[UtilityTrial]:
+    """The trials of these networks: ordinary, and at each ε by each way of clipping."""
     found = []
     for network, chosen in settings.items():
         same = {"network": network, **chosen, **data}

@@ -27,7 +27,7 @@ one round. Absolute times change from hour to hour; ratios are stable. Every tim
 | `stress_test` | How large a batch fits into 16 GiB, and how fast is it? (Figure 3 of arXiv:2205.10683) |
 | `memory_speed` | What do time and memory cost relative to ordinary training? (Table 4 of the same) |
 | `training_step` | What does the whole step cost with noise and optimizer, in dpbench and in other libraries? |
-| `overhead` | What does the clipped gradient alone cost, on 15 models? |
+| `overhead` | What does the clipped gradient alone cost, on 12 models? |
 | `ablation` | How much does each optimisation of `bk_mixed` save, and how much its planner? |
 | `throughput` | How many samples per second are processed at each batch size? |
 | `resolution`, `sequence_length` | How does the cost grow with pixels, and with tokens? |

@@ -246,7 +246,7 @@ def test_the_simulated_peak_is_the_measured_one(backend, make):
 @pytest.mark.parametrize(("model", "batch_size"), [("cnn", 32), ("resnet18", 8)])
 @pytest.mark.parametrize("backend", ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "opacus_hooks"])
 def test_beside_the_measured_peak_of_built_in_models(backend, model, batch_size):
-    """Found on torch 2.15 with AVX-512: 0.99 to 1.004 for all of them (`memory_accuracy` has every model)."""
+    """Found on torch 2.15 with AVX-512: 0.99 to 1.004 for all of them (`memory_accuracy` has more)."""
     skip_if_unavailable(backend)
     between, whole = compare_with_measured(lambda: built_in(model, backend, batch_size))
     assert 0.999 < between < 1.01
