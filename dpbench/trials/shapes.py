@@ -125,56 +125,12 @@ def flaw(value: Any, shape: Shape, where: str = "") -> str | None:
         shape: the expected one.
         where: path to the value, for the words.
     """
-    if _test_of(shape)(value):
+    if (found := _difference(value, shape)) is None:
         return None
-    found = _difference(value, shape)
-    assert found is not None, shape
     way, expected, got = found
     shown = repr(got) if not isinstance(got, int) or abs(got) < _LARGEST else "a number of many digits"
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     return f"{(where + way).removeprefix('.') or 'it'}: expected {expected}, got {shown}"
-
-
-#: id of a shape -> the shape, which keeps its id in use, and its test.
-_TESTS: dict[int, tuple[Shape, Callable[[Any], bool]]] = {}
-
-
-def _test_of(shape: Shape) -> Callable[[Any], bool]:
-    """The test that `_difference` finds none. Built once for each shape, because a report reads 100,000 records."""
-    known = _TESTS.get(id(shape))
-    if known is None:
-        known = _TESTS[id(shape)] = (shape, _built(shape))
-    return known[1]
-
-
-def _built(shape: Shape) -> Callable[[Any], bool]:
-    if isinstance(shape, Is):
-        return shape.test
-    if shape is None:
-        return lambda value: value is None
-    if isinstance(shape, Or):
-        first, *others = map(_built, shape.shapes)
-        return lambda value: first(value) or any(test(value) for test in others)
-    if isinstance(shape, list | Some):
-        inner, least = _built(shape[0] if isinstance(shape, list) else shape.shape), isinstance(shape, Some)
-        return lambda value: isinstance(value, list) and len(value) >= least and all(map(inner, value))
-    if isinstance(shape, Each):
-        of_each = _built(shape.shape)
-        return lambda value: isinstance(value, (dict, Mapping)) and all(map(of_each, value.values()))
-    fields = [(key.removesuffix("?"), _built(inner), key[-1] == "?") for key, inner in shape.items()]
-
-    def has_fields(value: Any) -> bool:
-        if not isinstance(value, (dict, Mapping)):
-            return False
-        for name, test, optional in fields:
-            if name not in value:
-                if not optional:
-                    return False
-            elif not test(value[name]):
-                return False
-        return True
-
-    return has_fields
 
 
 class _Nothing:
