@@ -3,8 +3,6 @@
 =================  ================================================================================================
 ``digits``         scikit-learn's 1797 handwritten digits, 8x8 grey, ten classes; part of its installation
 ``cifar10:ROOT``   CIFAR-10's training set, in the python form, as torchvision reads it from ROOT/cifar-10-batches-py
-``cifar100:ROOT``  the same for CIFAR-100, from ROOT/cifar-100-python
-``folder:ROOT``    images in subfolders of ROOT, one a class
 ``synthetic``      normal pixels, uniform labels: no information in them, and the same cost
 =================  ================================================================================================
 
@@ -31,15 +29,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
-_FORMS = "data: digits, synthetic, cifar10:ROOT, cifar100:ROOT or folder:ROOT"
+DATA = ("digits", "cifar10", "synthetic")
+_FORMS = "data: digits, synthetic or cifar10:ROOT"
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 # mean and standard deviation of each channel of the training images, pixels in [0, 1]
 DIGITS_STATISTICS: Statistics = ((0.3053,), (0.3760,))
 CIFAR10_STATISTICS: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-CIFAR100_STATISTICS: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
-IMAGENET_STATISTICS: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass(frozen=True)
@@ -123,8 +119,8 @@ def split(spec: str, *, image_size: int) -> tuple[tuple[Tensor, Tensor], tuple[T
     import torch
 
     kind, root = _split(spec)
-    if kind in ("cifar10", "cifar100"):
-        parts = [_cifar(root, 10 if kind == "cifar10" else 100, train) for train in (True, False)]
+    if kind == "cifar10":
+        parts = [_cifar(root, train) for train in (True, False)]
         train, test = (_normalised(part, list(range(part.count)), image_size) for part in parts)
         return train, test
     if kind == "synthetic":
@@ -208,26 +204,25 @@ def _digits(root: Path | None) -> ImageSet:
     return ImageSet(len(classes), DIGITS_STATISTICS, lambda rows, size: (_resized(pixels[rows], size), classes[rows]))
 
 
-def _cifar(root: Path | None, classes: int, train: bool = True) -> ImageSet:
+def _cifar(root: Path | None, train: bool = True) -> ImageSet:
     import torch
     from torchvision import datasets
 
     assert root is not None
-    form = datasets.CIFAR10 if classes == 10 else datasets.CIFAR100
     try:
-        data = form(str(root), train=train, download=False)
+        data = datasets.CIFAR10(str(root), train=train, download=False)
     except RuntimeError as error:
-        fault = _cifar_fault(form, root)
+        fault = _cifar_fault(datasets.CIFAR10, root)
         if fault is None:
             raise
-        raise UsageError(f"CIFAR-{classes} in its python form in {root / form.base_folder}", fault) from error
+        raise UsageError(f"CIFAR-10 in its python form in {root / datasets.CIFAR10.base_folder}", fault) from error
     labels = torch.tensor(data.targets)
 
     def read(rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:
         pixels = torch.from_numpy(data.data[rows]).permute(0, 3, 1, 2).float() / 255
         return _resized(pixels, image_size), labels[rows]
 
-    return ImageSet(len(labels), CIFAR10_STATISTICS if classes == 10 else CIFAR100_STATISTICS, read)
+    return ImageSet(len(labels), CIFAR10_STATISTICS, read)
 
 
 def _cifar_fault(form: Any, root: Path) -> str | None:
@@ -246,34 +241,4 @@ def _cifar_fault(form: Any, root: Path) -> str | None:
     return None
 
 
-def _folder(root: Path | None) -> ImageSet:
-    import numpy as np
-    import torch
-    from torchvision import datasets
-
-    try:
-        data = datasets.ImageFolder(str(root))
-    except FileNotFoundError as error:
-        raise UsageError(f"images in one subfolder of {root} a class", str(error).splitlines()[0]) from error
-
-    def read_one(row: int, image_size: int) -> tuple[Tensor, int]:
-        path, label = data.samples[row]
-        try:
-            pixels = np.array(data.loader(path))  # RGB, [H, W, 3]
-        except (OSError, SyntaxError) as error:  # PIL's errors for truncated and malformed files
-            raise UsageError(f"a readable image in {path}", str(error).splitlines()[0]) from error
-        return _resized(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255, image_size), label
-
-    def read(rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:
-        pixels, labels = zip(*(read_one(row, image_size) for row in rows), strict=True)
-        return torch.cat(pixels), torch.tensor(labels)
-
-    return ImageSet(len(data.samples), IMAGENET_STATISTICS, read)
-
-
-_READERS: dict[str, Callable[[Path | None], ImageSet]] = {
-    "digits": _digits,
-    "cifar10": lambda root: _cifar(root, 10),
-    "cifar100": lambda root: _cifar(root, 100),
-    "folder": _folder,
-}
+_READERS: dict[str, Callable[[Path | None], ImageSet]] = {"digits": _digits, "cifar10": _cifar}

@@ -169,7 +169,7 @@ def test_text_models_refuse_images_that_were_asked_for(tiny, tmp_path):
     with pytest.raises(
         UsageError, match=r"^expected data 'synthetic' for the text model transformers:tiny-gpt2, which"
     ):
-        load_workload("transformers:tiny-gpt2", data=f"folder:{tmp_path}")
+        load_workload("transformers:tiny-gpt2", data=f"cifar10:{tmp_path}")
 
 
 @pytest.mark.parametrize(
