@@ -11,8 +11,7 @@ per-sample gradients.
 
 jax_privacy's steps run in a process of their own (`dpbench.measure.jax_peer.entry`).
 
-The result is that of an `OverheadTrial`, and ``energy``: the name of the counter, or "not readable". With a counter, a
-turn has ``joules_per_step``: all energy that the machine's processors, or the GPU, used meanwhile.
+The result is that of an `OverheadTrial`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from clipping import load_backend
 from clipping.core.batches import forward
 from clipping.program.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
-from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
 from dpbench.measure.jax_peer.entry import JaxEntry
 from dpbench.measure.memory import measured_peak
@@ -52,12 +50,8 @@ def run(trial: TrainingStepTrial) -> dict[str, Any]:
         NotHere: the device lacks this precision.
     """
     device = device_of(trial.device)
-    by, joules = energy.counter(device)
-    entries = [
-        JaxEntry(name, trial, device) if name == JAX_PRIVACY else _Engine(name, trial, device, joules=joules)
-        for name in trial.backends
-    ]
-    return compared(trial, device, entries) | {"energy": by}
+    kinds = {JAX_PRIVACY: JaxEntry}
+    return compared(trial, device, [kinds.get(name, _Engine)(name, trial, device) for name in trial.backends])
 
 
 @dataclass
@@ -94,10 +88,9 @@ class TrainingStep:
 
 @dataclass
 class _Engine(Entry):
-    """An engine's step, from opening to record. `joules` reads a counter of energy, if there is one."""
+    """An engine's step, from opening to record."""
 
     trial: TrainingStepTrial
-    joules: Callable[[], float] | None = None
     fewest: int = 3
     lead: int = 1
     _step: Any = field(default=None)
@@ -117,12 +110,9 @@ class _Engine(Entry):
         self._step = TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
 
     def turn(self, number: int, position: int) -> None:
-        """As for a backend's entry, with energy. Our engine checks every optimizer's step; only ours pays for that."""
-        before = self.joules() if self.joules is not None else 0.0
+        """As for a backend's entry. Our engine checks every optimizer's step; only ours pays for that."""
         with mock.patch.dict(_global_optimizer_pre_hooks, clear=self.name in _OF_OTHERS):
             super().turn(number, position)
-        if self.joules is not None and self._step is not None:
-            self.record["turns"][-1]["joules_per_step"] = (self.joules() - before) / (self.lead + self.steps)
 
     def _graphs(self) -> Graphs | None:
         return self._compiled

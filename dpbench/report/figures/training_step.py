@@ -30,7 +30,6 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
     """The meaning of the ratios."""
     optimizer = ", ".join(sorted({str(record.trial["optimizer"]) for record in records}))
-    energy = sorted({str(record.result["energy"]) for record in records if "energy" in record.result})
     said = [
         "Time and peak memory of one whole training step, forward to optimizer, each library's noise included, beside "
         f"the plain step of the same optimizer ({optimizer}): an engine takes turns with that in one process, and "
@@ -39,8 +38,6 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     ]
     said += overhead.ways(records) + overhead.memory_source(frame) + overhead.alone(frame) + peaks.said(records, frame)
     said += other_framework(records, frame)
-    if energy:
-        said.append(f"Energy: {', '.join(energy)}.")
     if absent := overhead.nowhere(frame):
         said.append(f"No number on any model: {', '.join(absent)}.")
     return captions.caption(said, records, left_out)
