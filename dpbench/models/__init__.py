@@ -13,7 +13,7 @@ A reference is one string:
 =======================  ==========================================================================================
 
 A NAME may be followed by options, ``?option=value&option=value``: keyword arguments of the constructor for timm and
-torchvision, fields of the configuration for transformers, ``in_place=false`` for a built-in without in-place ReLUs.
+torchvision and fields of the configuration for transformers.
 Examples: ``timm:vit_tiny_patch16_224?patch_size=4`` and ``transformers:gpt2?n_layer=6&n_embd=384&n_head=6@1024``.
 Values are numbers, ``true``, ``false``, ``none``, tuples like ``(3,3,9,3)``, and otherwise text (see
 `dpbench.models.options`).
@@ -24,7 +24,6 @@ must not import it; `dpbench.models.loading` builds the model.
 Functions take:
     num_classes: number of classes; labels are 0 .. num_classes-1.
     image_size: S, height and width of images in pixels.
-    in_place: whether ReLUs work in place.
     device: "cpu" or "cuda", for the model and its batches.
     dtype: of parameters and floating-point inputs.
     seed: of random numbers.

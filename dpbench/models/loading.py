@@ -13,7 +13,7 @@ from dpbench.models.adapt import place
 from dpbench.models.external import Classifier, file_model, timm_model, torchvision_model
 from dpbench.models.language import TextModel, transformers_model
 from dpbench.models.losses import classification_loss, token_loss
-from dpbench.models.references import BUILTIN, split_builtin, split_reference
+from dpbench.models.references import BUILTIN, split_reference
 from dpbench.models.tiny import tiny_model
 from dpbench.models.workload import Workload
 from dpbench.trials.reference import load_object
@@ -78,8 +78,7 @@ def load_workload(
 
 def _build(scheme: str, name: str, *, num_classes: int, image_size: int) -> Classifier | TextModel | Workload:
     if scheme == "builtin":
-        plain, options = split_builtin(name)
-        model = load_object(BUILTIN[plain][0])(num_classes=num_classes, image_size=image_size, **options)
+        model = load_object(BUILTIN[name][0])(num_classes=num_classes, image_size=image_size)
         return Classifier(model, num_classes)
     make = {
         "timm": timm_model,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dpbench.errors import UsageError, nearest
 from dpbench.models.options import split_options
-from dpbench.models.workload import ModelError
 from dpbench.trials.packages import SCHEMES
 from dpbench.trials.reference import split_file
 
@@ -45,33 +44,14 @@ def split_reference(ref: str) -> tuple[str, str]:
     if path.endswith(".py"):
         return "file", ref
     if not colon:
-        plain = ref.partition("?")[0]
-        if plain not in BUILTIN:
-            raise UsageError("a model", ref, nearest(plain, BUILTIN), [*BUILTIN, f"or {_FORMS}"])
+        if ref not in BUILTIN:
+            raise UsageError("a model", ref, nearest(ref, BUILTIN), [*BUILTIN, f"or {_FORMS}"])
         return "builtin", ref
     if scheme not in SCHEMES:
         raise UsageError("a model reference", ref, nearest(scheme, SCHEMES), [_FORMS])
     if not name:
         raise UsageError(f"a model's name after {scheme}:", ref)
     return scheme, name
-
-
-def split_builtin(ref: str) -> tuple[str, dict[str, bool]]:
-    """(name, options) of a built-in. All but cnn, which has no ReLU, take ``in_place``: whether ReLUs work in place.
-
-    Args:
-        ref: of a built-in model.
-
-    Raises:
-        ModelError: another option, or a value that is neither true nor false.
-    """
-    name, options = split_options(ref)
-    for key, value in options.items():
-        if key != "in_place" or name == "cnn":
-            raise ModelError(f"an option that {name} has{'' if name == 'cnn' else ', in_place'}", key)
-        if not isinstance(value, bool):
-            raise ModelError("true or false for in_place", value)
-    return name, options
 
 
 def validate_reference(ref: str) -> None:
@@ -95,7 +75,5 @@ def validate_reference(ref: str) -> None:
         except UsageError as error:
             error.args = (f"{error}; `python -m dpbench template {name.partition(':')[0]}` writes such a file",)
             raise
-    elif scheme == "builtin":
-        split_builtin(name)
-    else:
+    elif scheme != "builtin":
         split_options(name)

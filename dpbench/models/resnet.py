@@ -6,13 +6,15 @@ train with DP-SGD on CIFAR-10, here without their weight standardisation.
 ResNeXt-29 32x4d: Xie et al. 2017, arXiv:1611.05431, three stages, 3x3 convolutions in 32 groups; 32x4d rather than the
 paper's 8x64d, which needs seven times the parameters for the same grouped convolutions.
 
-Every ReLU works in place, as in torchvision and timm, unless `in_place` is False. Libraries with backward hooks that
-forbid in-place operations can switch it off since it is a module. They could not for a sum, so `out + shortcut`
-allocates a new tensor.
+Every ReLU works in place, as in torchvision and timm. Libraries with backward hooks that forbid in-place operations can
+switch it off since it is a module. They could not for a sum, so `out + shortcut` allocates a new tensor.
+
+Any image size works.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -34,9 +36,9 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions. [B, inputs, S, S] -> [B, width, S/stride, S/stride]."""
 
-    def __init__(self, inputs: int, width: int, stride: int, in_place: bool = True) -> None:
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.relu = nn.ReLU(in_place)
+        self.relu = nn.ReLU(inplace=True)
         self.conv1, self.norm1 = _conv(inputs, width, 3, stride), group_norm(width)
         self.conv2, self.norm2 = _conv(width, width, 3), group_norm(width)
         self.shortcut = _shortcut(inputs, width, stride)
@@ -51,11 +53,9 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1x1, 3x3 (in groups), 1x1 convolutions. [B, inputs, S, S] -> [B, expansion * width, S/stride, S/stride]."""
 
-    def __init__(
-        self, inputs: int, width: int, stride: int, in_place: bool = True, expansion: int = 4, groups: int = 1
-    ) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, expansion: int = 4, groups: int = 1) -> None:
         super().__init__()
-        self.relu = nn.ReLU(in_place)
+        self.relu = nn.ReLU(inplace=True)
         self.outputs = expansion * width
         self.conv1, self.norm1 = _conv(inputs, width, 1), group_norm(width)
         self.conv2, self.norm2 = _conv(width, width, 3, stride, groups), group_norm(width)
@@ -72,24 +72,23 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """Images [B, 3, S, S] -> logits [B, num_classes]: a stem of 64 channels, then stages; all but the first halve S.
 
-    block: (inputs, width, stride, in_place) -> a module with the attribute `outputs`.
+    block: (inputs, width, stride) -> a module with the attribute `outputs`.
     stages: (depth, width) of each stage.
     """
 
     def __init__(
         self,
-        block: Callable[[int, int, int, bool], BasicBlock | Bottleneck],
+        block: Callable[[int, int, int], BasicBlock | Bottleneck],
         stages: list[tuple[int, int]],
         num_classes: int,
-        in_place: bool = True,
     ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(_conv(3, 64, 3), group_norm(64), nn.ReLU(in_place))
+        self.stem = nn.Sequential(_conv(3, 64, 3), group_norm(64), nn.ReLU(inplace=True))
         channels = 64
         blocks: list[nn.Module] = []
         for stage, (depth, width) in enumerate(stages):
             for i in range(depth):
-                new = block(channels, width, 2 if stage > 0 and i == 0 else 1, in_place)
+                new = block(channels, width, 2 if stage > 0 and i == 0 else 1)
                 channels = new.outputs
                 blocks.append(new)
         self.blocks = nn.Sequential(*blocks)
@@ -102,9 +101,9 @@ class ResNet(nn.Module):
 class PreActivationBlock(nn.Module):
     """Norm and ReLU before each of two 3x3 convolutions; a shortcut that changes shapes starts after the first ReLU."""
 
-    def __init__(self, inputs: int, width: int, stride: int, in_place: bool = True) -> None:
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.relu = nn.ReLU(in_place)
+        self.relu = nn.ReLU(inplace=True)
         self.norm1, self.conv1 = group_norm(inputs), _conv(inputs, width, 3, stride)
         self.norm2, self.conv2 = group_norm(width), _conv(width, width, 3)
         self.project = None if inputs == width and stride == 1 else _conv(inputs, width, 1, stride)
@@ -119,15 +118,15 @@ class PreActivationBlock(nn.Module):
 class WideResNet(nn.Module):
     """WRN-depth-factor: images [B, 3, S, S] -> logits [B, num_classes]; stages of 16, 32, 64 times factor channels."""
 
-    def __init__(self, depth: int, factor: int, num_classes: int, in_place: bool = True) -> None:
+    def __init__(self, depth: int, factor: int, num_classes: int) -> None:
         super().__init__()
         blocks: list[nn.Module] = [_conv(3, 16, 3)]
         channels = 16
         for width, stride in ((16 * factor, 1), (32 * factor, 2), (64 * factor, 2)):
             for i in range((depth - 4) // 6):
-                blocks.append(PreActivationBlock(channels, width, stride if i == 0 else 1, in_place))
+                blocks.append(PreActivationBlock(channels, width, stride if i == 0 else 1))
                 channels = width
-        self.features = nn.Sequential(*blocks, group_norm(channels), nn.ReLU(in_place))
+        self.features = nn.Sequential(*blocks, group_norm(channels), nn.ReLU(inplace=True))
         self.classifier = nn.Linear(channels, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -135,45 +134,25 @@ class WideResNet(nn.Module):
 
 
 def _resnet(
-    block: type[BasicBlock] | type[Bottleneck], depths: tuple[int, ...], num_classes: int, in_place: bool
+    block: Callable[[int, int, int], BasicBlock | Bottleneck],
+    depths: tuple[int, ...],
+    widths: tuple[int, ...] = (64, 128, 256, 512),
+    *,
+    num_classes: int = 10,
+    image_size: int = 32,
 ) -> ResNet:
-    return ResNet(block, list(zip(depths, (64, 128, 256, 512), strict=True)), num_classes, in_place)
+    return ResNet(block, list(zip(depths, widths, strict=True)), num_classes)
 
 
-def resnet18(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """11,173,962 parameters with ten classes. Any image size works, also for the other networks here."""
-    return _resnet(BasicBlock, (2, 2, 2, 2), num_classes, in_place)
+resnet18 = functools.partial(_resnet, BasicBlock, (2, 2, 2, 2))
+resnet34 = functools.partial(_resnet, BasicBlock, (3, 4, 6, 3))
+resnet50 = functools.partial(_resnet, Bottleneck, (3, 4, 6, 3))
+resnet101 = functools.partial(_resnet, Bottleneck, (3, 4, 23, 3))
+resnet152 = functools.partial(_resnet, Bottleneck, (3, 8, 36, 3))
+#: Widths in 32 groups, doubled by the last 1x1 convolution.
+resnext = functools.partial(_resnet, functools.partial(Bottleneck, expansion=2, groups=32), (3, 3, 3), (128, 256, 512))
 
 
-def resnet34(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """21,282,122 parameters with ten classes."""
-    return _resnet(BasicBlock, (3, 4, 6, 3), num_classes, in_place)
-
-
-def resnet50(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """23,520,842 parameters with ten classes."""
-    return _resnet(Bottleneck, (3, 4, 6, 3), num_classes, in_place)
-
-
-def resnet101(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """42,512,970 parameters with ten classes."""
-    return _resnet(Bottleneck, (3, 4, 23, 3), num_classes, in_place)
-
-
-def resnet152(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """58,156,618 parameters with ten classes."""
-    return _resnet(Bottleneck, (3, 8, 36, 3), num_classes, in_place)
-
-
-def wide_resnet(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> WideResNet:
+def wide_resnet(*, num_classes: int = 10, image_size: int = 32) -> WideResNet:
     """WRN-16-4."""
-    return WideResNet(16, 4, num_classes, in_place)
-
-
-def resnext(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """ResNeXt-29 32x4d: widths 128, 256, 512 in 32 groups, doubled by the last 1x1 convolution."""
-
-    def block(inputs: int, width: int, stride: int, in_place: bool) -> Bottleneck:
-        return Bottleneck(inputs, width, stride, in_place, expansion=2, groups=32)
-
-    return ResNet(block, [(3, 128), (3, 256), (3, 512)], num_classes, in_place)
+    return WideResNet(16, 4, num_classes)

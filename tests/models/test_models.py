@@ -98,15 +98,6 @@ def test_every_parameter_gets_a_gradient_under_module_backward_hooks(name):
     assert silent == []
 
 
-@pytest.mark.parametrize("name", ["resnet18", "wide_resnet", "resnext", "vgg11"])
-def test_relus_work_in_place_or_not(name):
-    relus = [
-        [module.inplace for module in load_workload(ref).model.modules() if isinstance(module, nn.ReLU)]
-        for ref in (name, f"{name}?in_place=false")
-    ]
-    assert all(relus[0]) and not any(relus[1]) and len(relus[0]) == len(relus[1]) > 0
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_samples_do_not_influence_each_other(name):
     workload = load_workload(name, dtype="float64", data="synthetic")
@@ -124,9 +115,7 @@ def test_unusable_reference_is_one_line():
         ("timm:", "expected a model's name after timm:, got 'timm:'"),
         ("nowhere.py:factory", "expected path/file.py:factory of an existing file, got 'nowhere.py:factory'"),
         ("nowhere.py", "expected path/file.py:factory, got 'nowhere.py'"),
-        ("resnet18?inplace=false", "expected an option that resnet18 has, in_place, got 'inplace'"),
-        ("cnn?in_place=false", "expected an option that cnn has, got 'in_place'"),
-        ("vgg11?in_place=no", "expected true or false for in_place, got 'no'"),
+        ("resnet18?depth=3", "got 'resnet18?depth=3'; did you mean 'resnet18'?"),
     ]:
         with pytest.raises(UsageError) as caught:
             validate_reference(ref)
@@ -140,7 +129,6 @@ def test_usable_references_pass(tmp_path):
     (tmp_path / "mine.py").touch()
     for ref in [
         *BUILTIN,
-        "vgg11?in_place=true",
         "timm:anything",
         "torchvision:x",
         "transformers:gpt2@64",
