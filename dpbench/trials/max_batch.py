@@ -3,16 +3,11 @@
 Nothing runs here. `MaxBatch.next_batch_size` is a pure function of the probes so far. So a killed search resumes from
 its records, and tests use memory models of their own.
 
-The strategy: memory(B) = a + b·B predicts where the budget is reached; probe there, then one tolerance step to the
-other side. The line is, in order of preference:
-
-- with two known peaks: the line through them;
-- with one: the line from it to the memory held before the step (the probe's baseline);
-- with none: probe `start`, and its double.
-
-If memory is nearly linear in B, as in training, that takes two to five probes. After `PATIENCE` probes (allocators
-round, kernels choose workspaces) plain doubling and bisection end the search. The answer is always a batch that fitted
-in a probe.
+memory(B) = a + b·B predicts where the budget is reached: probe slightly below it, then one tolerance step to the other
+side. The line goes through the two known peaks that are nearest to the limit, or through one and the memory held before
+its step (the probe's baseline). Without a line, and after `PATIENCE` probes (allocators round, kernels choose
+workspaces), doubling and bisection end the search. If memory is nearly linear in B, as in training, that takes two to
+five probes. The answer is always a batch that fitted in a probe.
 """
 
 from __future__ import annotations
@@ -27,12 +22,8 @@ from dpbench.trials.outcome import Outcome
 from dpbench.trials.steps import BatchTrial, ConfirmTrial, LargestTrial, PeakTrial
 
 PATIENCE = 6
-#: Two probes closer than this ratio say little about the slope between them.
-_APART = 0.9
 #: A probe aims below the predicted limit by this share of the tolerance, so that the next step covers its error.
 _BELOW = 1 / 3
-#: By number of failures with an unknown peak: the share of the smallest of them to probe next.
-_RETREAT = (0.96, 0.9, 0.8, 0.65)
 
 
 @dataclass(frozen=True)
@@ -108,82 +99,42 @@ class MaxBatch:
 
     def next_batch_size(self, seen: Mapping[int, Probe]) -> int | None:
         """The batch size to probe next, never a repeated one; None when the search has ended."""
-        low, high = self.bounds(seen)
-        predicted = self._predict(seen, low, high) if len(seen) < PATIENCE else None
         if not seen:
             return min(self.start, self.max_batch_size)
+        low, high = self.bounds(seen)
+        least = low + max(1, int(self.tolerance * low))
         if high is None:
-            return self._above(low, predicted)
-        if high - low <= max(1, self.tolerance * low):
-            return None
-        return self._between(seen, low, high, predicted)
-
-    def _above(self, low: int, predicted: float | None) -> int | None:
-        """Probe above `low`, if all probes fitted."""
-        if low >= self.max_batch_size:
-            return None
-        candidate = 2 * low if predicted is None else max(self._cap(predicted), low + self._step(low))
-        return min(candidate, self.max_batch_size)
-
-    def _between(self, seen: Mapping[int, Probe], low: int, high: int, predicted: float | None) -> int:
-        """Probe between `low`, which fits (or is 0), and `high`, which does not, if they are too far apart."""
-        if predicted is not None and self._cap(predicted) < high:
-            closest_below_high = high - max(1, int(self.tolerance / (1 + self.tolerance) * high))
-            candidate = min(max(self._cap(predicted), low + self._step(low), 1), closest_below_high)
-        elif predicted is not None:  # the prediction failed by an unknown amount
-            failures = sum(not probe.fits for probe in seen.values())
-            candidate = max(int(high * _RETREAT[min(failures, len(_RETREAT)) - 1]), low + self._step(low))
-        elif low > 0 and high > 4 * low:
-            candidate = math.isqrt(low * high)  # the tolerance is relative, so is the middle
+            if low >= self.max_batch_size:
+                return None
+            most, guess = self.max_batch_size, 2 * low
         else:
-            candidate = (low + high) // 2
-        return min(max(candidate, low + 1), high - 1)
-
-    def _step(self, low: int) -> int:
-        return max(1, int(self.tolerance * low))
-
-    def _cap(self, predicted: float) -> int:
-        """A batch size slightly below the predicted limit."""
-        return int(min(predicted * (1 - _BELOW * self.tolerance), self.max_batch_size))
+            if high - low <= max(1, self.tolerance * low):
+                return None
+            most, guess = high - max(1, int(self.tolerance / (1 + self.tolerance) * high)), (low + high) // 2
+        if len(seen) < PATIENCE and (predicted := self._predict(seen, low, high)) is not None:
+            guess = int(min(predicted * (1 - _BELOW * self.tolerance), most))
+        guess = min(max(guess, least), most)
+        return guess if high is None else min(max(guess, low + 1), high - 1)
 
     def _predict(self, seen: Mapping[int, Probe], low: int, high: int | None) -> float | None:
-        """The batch size at which the budget is reached, by the best line; None without one."""
+        """The batch size at which the budget is reached, by a line through known peaks; None without one."""
         budget = self.probe.memory_budget
-        if budget is None:
+        peaks = {size: probe.peak_bytes for size, probe in sorted(seen.items()) if probe.peak_bytes is not None}
+        if budget is None or not peaks:
             return None
-        pair = self._two_points(seen, low, high)
-        if pair is None:
-            return self._by_one(seen, low, budget)
-        (size_a, peak_a), (size_b, peak_b) = pair
+        below, above = [size for size in peaks if size <= low], [size for size in peaks if size > low]
+        sizes = [below[-1], above[0]] if below and above else below[-2:] or above[:2]
+        points = [(size, peaks[size]) for size in sizes]
+        before = seen[sizes[0]].baseline_bytes
+        if len(points) == 1 and before is not None:
+            points.insert(0, (0, before))
+        if len(points) == 1:
+            return None
+        (size_a, peak_a), (size_b, peak_b) = points
         slope = (peak_b - peak_a) / (size_b - size_a)
         if slope <= 0:
             return math.inf if high is None else None  # memory does not grow with the batch
         return size_a + (budget - peak_a) / slope
-
-    def _by_one(self, seen: Mapping[int, Probe], low: int, budget: int) -> float | None:
-        """The same with fewer than two known peaks."""
-        known = {size: probe for size, probe in seen.items() if probe.peak_bytes is not None}
-        if not known:
-            return None
-        size = max((size for size in known if size <= low), default=min(known))
-        peak, before = known[size].peak_bytes, known[size].baseline_bytes
-        assert peak is not None
-        return (budget - before) / (peak - before) * size if before is not None and peak > before else None
-
-    def _two_points(
-        self, seen: Mapping[int, Probe], low: int, high: int | None
-    ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        peaks = {size: probe.peak_bytes for size, probe in seen.items() if probe.peak_bytes is not None}
-        if high in peaks and low in peaks:
-            return (low, peaks[low]), (high, peaks[high])
-        fitting = sorted(size for size in peaks if size <= low)
-        if len(fitting) >= 2:
-            apart = [size for size in fitting[:-1] if size <= _APART * fitting[-1]] or fitting[:-1]
-            return (apart[-1], peaks[apart[-1]]), (fitting[-1], peaks[fitting[-1]])
-        failing = sorted(size for size in peaks if high is not None and size >= high)
-        if len(failing) >= 2:
-            return (failing[0], peaks[failing[0]]), (failing[1], peaks[failing[1]])
-        return None
 
 
 def searches(
