@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dpbench.models.data import validate_data
 from dpbench.training.faults import FAULTS
@@ -42,6 +42,11 @@ class UtilityTrial(Trial):
     `target_epsilon` None is ordinary training of the same model on the same batches, without clipping or noise.
     `network` is "linear", "uneven" (linear on pixels of different scales) or "cnn". `data` is "digits" or "synthetic",
     with a fifth for testing, or "cifar10:ROOT", with its own test set.
+
+    `noise` is "gaussian" or "banded:N", or names another sampling: "gaussian@one_pass", "blt:N@one_pass".
+
+    `optimizer` is "SGD" (momentum 0.9), "Adam", "AdamBC", or "AdamBC:0.01" with a floor of 0.01 Φ. For all but SGD the
+    result has the spread of Adam's divisors: their 90 % quantile over their 10 % quantile.
     """
 
     kind: ClassVar[str] = "utility"
@@ -63,6 +68,8 @@ class UtilityTrial(Trial):
     epochs: int = 40
     lr: float = 1.0
     max_grad_norm: float = 1.0
+    noise: str = "gaussian"
+    optimizer: str = "SGD"
     device: str = "cpu"
     threads: int = 1  # more are no faster for small models; with one, sums are equal on all machines
 
@@ -70,73 +77,30 @@ class UtilityTrial(Trial):
         validate_data(self.data)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Further arguments of the engine."""
-        return {}
-
-    @property
-    def descent(self) -> str:
-        """The optimizer, for `dpbench.training.utility.optimizer_of`."""
-        return "SGD"
-
-    @property
     def alone(self) -> bool:
-        return True  # it measures seconds
+        return self.kind == "utility"  # it measures seconds
 
     def modules(self) -> tuple[str, ...]:
         return ("torch", "torch._dynamo", "numpy", "scipy")  # an optimizer's first step imports them
 
     def label(self) -> str:
         budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.clip} {self.backend}"
-        return f"{self.kind} {self.network} {budget} seed {self.seed}"
+        how = f"{self.noise} {self.optimizer} b={self.batch_size} lr={self.lr:g}"
+        return f"{self.kind} {self.network} {budget} {how} seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrelatedTrial(UtilityTrial):
-    """The same with the engine's `noise`: accuracy at one ε, without seconds.
-
-    `noise` is "gaussian" or "banded:N", or names another sampling: "gaussian@one_pass", "blt:N@one_pass".
-    """
+    """A point in a comparison of kinds of `noise`."""
 
     kind: ClassVar[str] = "correlated"
-    noise: str = "gaussian"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        noise, _, sampling = self.noise.partition("@")
-        return {"noise": noise, **({"sampling": sampling} if sampling else {})}
-
-    @property
-    def alone(self) -> bool:
-        return False
-
-    def label(self) -> str:
-        budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.noise}"
-        return f"{self.kind} {self.network} {budget} b={self.batch_size} lr={self.lr:g} seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamTrial(UtilityTrial):
-    """The same with an `optimizer`: accuracy at one ε, without seconds.
-
-    `optimizer` is "SGD" (momentum 0.9), "Adam", "AdamBC", or "AdamBC:0.01" with a floor of 0.01 Φ. For all but SGD the
-    result has the spread of Adam's divisors: their 90 % quantile over their 10 % quantile.
-    """
+    """A point in a comparison of optimizers."""
 
     kind: ClassVar[str] = "adam_bias"
-    optimizer: str = "Adam"
-
-    @property
-    def descent(self) -> str:
-        return self.optimizer
-
-    @property
-    def alone(self) -> bool:
-        return False
-
-    def label(self) -> str:
-        budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g}"
-        return f"{self.kind} {self.network} {budget} {self.optimizer} lr={self.lr:g} seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)

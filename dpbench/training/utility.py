@@ -26,6 +26,7 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
     x, test_x = x.to(dtype), test_x.to(dtype)
     model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device, dtype)
     private = trial.target_epsilon is not None
+    noise, _, sampling = trial.noise.partition("@")
     generator = torch.Generator().manual_seed(trial.seed)
     budget: dict[str, Any] = {"target_epsilon": trial.target_epsilon} if private else {"noise_multiplier": 0.0}
     engine = PrivacyEngine(
@@ -38,7 +39,8 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
         backend=trial.backend,
         clip=trial.clip,
         generator=generator,
-        **trial.options,
+        noise=noise,
+        sampling=sampling or "poisson",
         **budget,
     )
     optimizer = optimizer_of(trial, model, engine.noise_multiplier)
@@ -76,7 +78,7 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
         "steps": step,
         "noise": engine.noise.words if private else "none",
     }
-    if trial.descent != "SGD":
+    if trial.optimizer != "SGD":
         result["spread"] = spread(optimizer)
     if private:
         spent_privacy = engine.privacy_spent()
@@ -93,7 +95,7 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
 
 def optimizer_of(trial: UtilityTrial, model: nn.Module, noise_multiplier: float) -> torch.optim.Optimizer:
     """SGD with momentum 0.9, Adam or AdamBC; "AdamBC:0.01" has the floor 0.01 Φ."""
-    name, _, part = trial.descent.partition(":")
+    name, _, part = trial.optimizer.partition(":")
     one_of("an optimizer", name, OPTIMIZERS)
     if name == "SGD":
         return torch.optim.SGD(model.parameters(), trial.lr, momentum=0.9)
