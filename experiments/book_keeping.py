@@ -26,15 +26,8 @@ IMAGES = [
 ]
 
 
-def search(device: str, model: str, backend: str, budget: int = BUDGET, limit: int = 4096, **fields: Any) -> MaxBatch:
-    """Search for the largest batch in a budget; on CUDA also time its step.
-
-    Args:
-        model, backend: as trials name them.
-        budget: bytes.
-        limit: the most samples.
-        fields: other fields of the trials.
-    """
+def _search(device: str, model: str, backend: str, budget: int = BUDGET, limit: int = 4096, **fields: Any) -> MaxBatch:
+    """Search for the largest batch in a budget (bytes); on CUDA also time its step."""
     one = {"model": model, "backend": backend, "batch_size": 8, "device": device}
     same: dict[str, Any] = one | {"memory_budget": budget} | fields
     probe = PeakTrial(simulated=device == "cpu", **same)
@@ -44,10 +37,10 @@ def search(device: str, model: str, backend: str, budget: int = BUDGET, limit: i
 
 def cells(device: str) -> list[Cell]:
     cuda = device == "cuda"
-    found: list[Cell] = [search(device, model, backend, **TEXT) for model in MODELS for backend in BACKENDS]
+    found: list[Cell] = [_search(device, model, backend, **TEXT) for model in MODELS for backend in BACKENDS]
     for model, size, backends in IMAGES:
         shape: dict[str, Any] = {"image_size": size, "data": "synthetic"}
-        found += [search(device, model, backend, **shape) for backend in backends]
+        found += [_search(device, model, backend, **shape) for backend in backends]
     timed = MODELS if cuda else {f"{GPT2}@{TOKENS}": 2}
     for model, batch_size in timed.items():
         one = {"model": model, "backends": (*BACKENDS, "fastdp"), "batch_size": batch_size, "device": device}
@@ -57,8 +50,8 @@ def cells(device: str) -> list[Cell]:
 
 def smoke(device: str) -> list[Cell]:
     model = f"{GPT2}@{TOKENS // 10}"
-    few = [search(device, model, backend, 2**32, 16, **TEXT) for backend in ("nonprivate", "bk_mixed")]
-    return [*few, search(device, "vgg11", "bk_mixed", 2**30, 16, image_size=224, data="synthetic")]
+    few = [_search(device, model, backend, 2**32, 16, **TEXT) for backend in ("nonprivate", "bk_mixed")]
+    return [*few, _search(device, "vgg11", "bk_mixed", 2**30, 16, image_size=224, data="synthetic")]
 
 
 EXPERIMENT = Experiment(

@@ -85,31 +85,20 @@ SMALL = (Model("resnet18", 8), Model(_TINY, 4, None), Model("vgg11", 8))
 SMALLEST = (Model("cnn", 4), Model(_TINY, 4, None))
 
 
-def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARITHMETICS) -> list[NormsTrial]:
-    """Every way to a norm, for these families.
-
-    Args:
-        families: of operations.
-        precisions: names of profiles.
-    """
-    precisions = list(precisions)
-    return [
-        NormsTrial(family=family, precision=precision, device=device, small=device == "cpu")
-        for family in families
-        for precision in precisions
-    ]
+def _of(kind: type[Any], device: str, models: Iterable[Model], **options: Any) -> list[Any]:
+    """A trial of each model."""
+    return [kind(device=device, **model.settings(), **options) for model in models]
 
 
-def steps(
+def _norms(device: str, families: Iterable[str], precisions: Sequence[str] = ARITHMETICS, **options: Any) -> list[Cell]:
+    """Every way to a norm, for these families."""
+    return [NormsTrial(family=f, precision=p, device=device, **options) for f in families for p in precisions]
+
+
+def _steps(
     device: str, models: Iterable[Model], engines: Iterable[Sequence[str]] = ENGINES, **options: Any
-) -> list[TrainingStepTrial]:
-    """The whole step of our engine against the plain one, on these models; then the others'.
-
-    Args:
-        models: to train.
-        engines: of each trial.
-        options: other fields of the trials.
-    """
+) -> list[Cell]:
+    """The whole step of our engine against the plain one, on these models; then the others'."""
     shared: dict[str, Any] = {"device": device, "rounds": 5, "max_seconds": 2.0, "timeout": 900.0} | options
     models = list(models)
     return [
@@ -119,136 +108,78 @@ def steps(
     ]
 
 
-def programs(device: str, models: Iterable[Model], ways: Iterable[str], **options: Any) -> list[TrainingStepTrial]:
-    """The whole step of our engine against the plain one, both as programs.
-
-    Args:
-        models: to train.
-        ways: how both run.
-        options: other fields of the trials.
-    """
-    return [trial for way in ways for trial in steps(device, models, ENGINES[:1], way=way, **options)]
+def _programs(device: str, models: Iterable[Model], ways: Iterable[str], **options: Any) -> list[Cell]:
+    """The whole step of our engine against the plain one, both as programs."""
+    return [trial for way in ways for trial in _steps(device, models, ENGINES[:1], way=way, **options)]
 
 
-def overheads(device: str, models: Iterable[Model], precisions: Sequence[str], **options: Any) -> list[OverheadTrial]:
-    """Every backend against ordinary training, on these models.
+def _overheads(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[Cell]:
+    """Every backend against ordinary training, on these models."""
+    shared: dict[str, Any] = {"rounds": 9, "max_seconds": 4.0, "timeout": 900.0} | options
+    return _of(OverheadTrial, device, models, backends=BACKENDS, precision=precision, **shared)
 
-    Args:
-        models: to time.
-        precisions: names of profiles.
-        options: other fields of the trials.
-    """
-    shared: dict[str, Any] = {"device": device, "rounds": 9, "max_seconds": 4.0, "timeout": 900.0} | options
+
+def _peaks(device: str, models: Iterable[Model]) -> list[Cell]:
+    """Peaks in float32, simulated and measured, on these models."""
     return [
-        OverheadTrial(backends=BACKENDS, precision=precision, **model.settings(), **shared)
-        for precision in precisions
+        trial
         for model in models
-    ]
-
-
-def parts(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[PartsTrial]:
-    """The engine's step in parts, on these models.
-
-    Args:
-        models: to time.
-        precision: the name of a profile.
-        options: other fields of the trials.
-    """
-    return [PartsTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
-
-
-def profiles(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[ProfileTrial]:
-    """Where the time of a step goes, on these models.
-
-    Args:
-        models: to profile.
-        precision: the name of a profile.
-        options: other fields of the trials.
-    """
-    return [ProfileTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
-
-
-def peaks(device: str, models: Iterable[Model], precision: str, backends: Sequence[str] = FORETOLD) -> list[PeakTrial]:
-    """Peaks, simulated and measured, on these models.
-
-    Args:
-        models: to measure.
-        precision: the name of a profile.
-        backends: of the steps.
-    """
-    return [
-        PeakTrial(backend=backend, device=device, simulated=simulated, precision=precision, **model.settings())
-        for model in models
-        for backend in backends
+        for backend in FORETOLD
         for simulated in (True, False)
+        for trial in _of(PeakTrial, device, [model], backend=backend, simulated=simulated)
     ]
-
-
-def largest(device: str, models: Iterable[str], budget: int = BUDGET, limit: int = 16384) -> Sequence[Cell]:
-    """The largest batch of every backend, on these models.
-
-    Args:
-        models: references.
-        budget: bytes.
-        limit: the most samples.
-    """
-    return searches(device, models, BACKENDS, budget=budget, limit=limit)
 
 
 def cells(device: str) -> list[Cell]:
     if device == "cpu":
-        return in_miniature(SMALL, ("resnet18", "vgg11"), BUDGET, 16384)
+        return _in_miniature(SMALL, ("resnet18", "vgg11"), BUDGET, 16384)
     mixed, full, *others = PRECISIONS
     first = ("kernels", "group_norm")
     return [
-        *steps(device, TRAINED),
-        *programs(device, TRAINED, ["replayed"]),
+        *_steps(device, TRAINED),
+        *_programs(device, TRAINED, ["replayed"]),
         DeviceTrial(device=device),
-        *norms(device, first, ("float32", "bfloat16")),
-        *overheads(device, [RESNET18], [mixed, full]),
-        *overheads(device, [GPT2], [mixed]),
-        *parts(device, [RESNET18], mixed),
-        *profiles(device, [RESNET18], mixed),
-        *programs(device, TRAINED[:3], ["compiled", "best"]),
-        *norms(device, [family for family in FAMILIES if family not in first]),
-        *norms(device, first, ("tf32",)),
-        *overheads(device, MODELS[2:], [mixed]),
-        *parts(device, [GPT2, MODELS[2]], mixed),
-        *profiles(device, [GPT2], mixed),
-        *overheads(device, MODELS[1:], [full]),
-        *peaks(device, MODELS[:2], full),
-        *largest(device, ("resnet18",)),
-        *overheads(device, MODELS[:2], others),
-        *programs(device, TRAINED[3:], ["compiled", "best"]),
+        *_norms(device, first, ("float32", "bfloat16")),
+        *_overheads(device, [RESNET18], mixed),
+        *_overheads(device, [RESNET18], full),
+        *_overheads(device, [GPT2], mixed),
+        *_of(PartsTrial, device, [RESNET18], precision=mixed),
+        *_of(ProfileTrial, device, [RESNET18], precision=mixed),
+        *_programs(device, TRAINED[:3], ["compiled", "best"]),
+        *_norms(device, [family for family in FAMILIES if family not in first]),
+        *_norms(device, first, ("tf32",)),
+        *_overheads(device, MODELS[2:], mixed),
+        *_of(PartsTrial, device, [GPT2, MODELS[2]], precision=mixed),
+        *_of(ProfileTrial, device, [GPT2], precision=mixed),
+        *_overheads(device, MODELS[1:], full),
+        *_peaks(device, MODELS[:2]),
+        *searches(device, ("resnet18",), BACKENDS, budget=BUDGET),
+        *[trial for precision in others for trial in _overheads(device, MODELS[:2], precision)],
+        *_programs(device, TRAINED[3:], ["compiled", "best"]),
     ]
 
 
 def smoke(device: str) -> list[Cell]:
-    return in_miniature(SMALLEST, ("cnn",), 2**29, 64, device, rounds=2, max_seconds=0.2)
+    return _in_miniature(SMALLEST, ("cnn",), 2**29, 64, device, rounds=2, max_seconds=0.2)
 
 
-def in_miniature(
+def _in_miniature(
     models: Sequence[Model], searched: Iterable[str], budget: int, limit: int, device: str = "cpu", **options: Any
 ) -> list[Cell]:
     """Every stage, at sizes that a CPU runs in seconds, on one thread, which never waits for others on a busy machine.
 
-    Args:
-        models: to measure.
-        searched: models whose largest batch is searched.
-        budget: bytes.
-        limit: the most samples.
-        options: other fields of the overhead trials.
+    `options` are for the trials that take turns; `searched` are the models whose largest batch is searched.
     """
     return [
-        *steps(device, models[:1], threads=1, **options),
-        *programs(device, models[:1], ["replayed" if device == "cuda" else "traced"], threads=1, **options),
+        *_steps(device, models[:1], threads=1, **options),
+        *_programs(device, models[:1], ["replayed" if device == "cuda" else "traced"], threads=1, **options),
         DeviceTrial(device=device, sizes=(256, 1024), copied=2**26),
-        *(trial.replace(small=True) for trial in norms(device, FAMILIES)),
-        *overheads(device, models, PRECISIONS[:2], threads=1, **options),
-        *parts(device, models[:1], "float32", threads=1),
-        *profiles(device, models[:1], "float32", threads=1),
-        *peaks(device, models[:1], "float32"),
-        *largest(device, searched, budget, limit),
+        *_norms(device, FAMILIES, small=True),
+        *[trial for p in PRECISIONS[:2] for trial in _overheads(device, models, p, threads=1, **options)],
+        *_of(PartsTrial, device, models[:1], threads=1),
+        *_of(ProfileTrial, device, models[:1], threads=1),
+        *_peaks(device, models[:1]),
+        *searches(device, searched, BACKENDS, budget=budget, limit=limit),
     ]
 
 
