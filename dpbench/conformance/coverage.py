@@ -70,9 +70,6 @@ class CoverageTrial(Trial):
     seed: int = 0
     timeout: float = 300.0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "backends", tuple(self.backends))  # JSON gives a list
-
     @property
     def alone(self) -> bool:
         return False

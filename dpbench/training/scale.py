@@ -48,7 +48,7 @@ class DistributedTrial(Trial):
     timeout: float = 900.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "backends", tuple(self.backends))  # JSON has a list
+        super().__post_init__()
         one_of("a spread", self.spread, SPREADS)
         one_of("a precision", self.precision, PRECISIONS)
         if self.processes < 1 or self.batch_size < 1 or self.rounds < 1:
@@ -59,7 +59,7 @@ class DistributedTrial(Trial):
 
     def modules(self) -> tuple[str, ...]:
         library = "torch.distributed.fsdp" if self.spread == "fsdp" else "torch.nn.parallel.distributed"
-        return (*modules_of_step(self, self.model, self.backends), library, "torch._dynamo", "numpy", "scipy")
+        return (*modules_of_step(self), library, "torch._dynamo", "numpy", "scipy")
 
     def label(self) -> str:
         return f"{self.kind} {self.model} {self.spread} {self.precision}, {self.processes} x {self.batch_size}"

@@ -50,6 +50,11 @@ class Trial:
     sources: ClassVar[tuple[str, ...]] = ()
     timeout: float = 600.0
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), list):  # as from JSON
+                object.__setattr__(self, field.name, tuple(value))
+
     def describe(self) -> dict[str, Any]:
         """`kind` and all fields, as in a record; a path's byte that is not UTF-8 becomes its escape."""
         return {"kind": self.kind} | {f.name: _as_text(getattr(self, f.name)) for f in fields(self)}

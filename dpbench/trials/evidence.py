@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from dpbench.trials.base import Trial
 from dpbench.trials.precision import profile_of
-from dpbench.trials.steps import STEP_SOURCES, modules_of_step
+from dpbench.trials.steps import STEP_SOURCES, ModelTrial
 
 __all__ = ["FAMILIES", "DeviceTrial", "NormsTrial", "PartsTrial", "ProfileTrial"]
 
@@ -37,9 +37,6 @@ class DeviceTrial(Trial):
     sizes: Sequence[int] = (1024, 4096, 8192)
     copied: int = 2**30
     timeout: float = 120.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", tuple(self.sizes))  # from JSON it comes as a list
 
     def modules(self) -> tuple[str, ...]:
         return ("torch",)
@@ -72,26 +69,13 @@ class NormsTrial(Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _StepTrial(Trial):
-    """A trial that looks into steps on one batch. `image_size` and `num_classes` may be None for text.
+class _StepTrial(ModelTrial):
+    """A trial that looks into steps. `threads` is the number of threads of a CPU operation; None means all CPUs."""
 
-    `threads` is the number of threads of a CPU operation; None means all available CPUs.
-    """
-
-    model: str
-    batch_size: int
-    precision: str = "float32"
-    device: str = "cpu"
-    image_size: int | None = 32
-    num_classes: int | None = 10
     data: str = "synthetic"
-    seed: int = 0
     threads: int | None = None
     steps: int = 5
     timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        profile_of(self.precision)
 
     def label(self) -> str:
         return f"{super().label()}, {self.precision}"
@@ -110,9 +94,6 @@ class PartsTrial(_StepTrial):
     backend: str = "bk_mixed"
     optimizer: str = "AdamW"
 
-    def modules(self) -> tuple[str, ...]:
-        return modules_of_step(self, self.model, (self.backend,))
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileTrial(_StepTrial):
@@ -123,14 +104,6 @@ class ProfileTrial(_StepTrial):
 
     kind: ClassVar[str] = "profile"
     body: ClassVar[str] = "dpbench.measure.profile:run"
-    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
     backends: Sequence[str] = ("nonprivate", "bk_mixed")
     steps: int = 2
     most_bytes: int = 4 * 2**20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
-
-    def modules(self) -> tuple[str, ...]:
-        return modules_of_step(self, self.model, self.backends)

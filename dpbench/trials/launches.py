@@ -28,12 +28,9 @@ class LaunchesTrial(Trial):
     dtype: str = "float32"
     timeout: float = 300.0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
-
     @property
     def alone(self) -> bool:
         return False
 
     def modules(self) -> tuple[str, ...]:
-        return ("torch._dynamo", *modules_of_step(self, self.model, self.backends))
+        return ("torch._dynamo", *modules_of_step(self))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,58 +20,58 @@ STEP_SOURCES = (
 WAYS = ("eager", "traced", "replayed", "compiled", "best")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelTrial(Trial):
-    """A trial of one model under one clipping backend."""
-
-    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
-    model: str
-    backend: str
-
-    def modules(self) -> tuple[str, ...]:
-        return modules_of_step(self, self.model, (self.backend,))
-
-
-def modules_of_step(trial: Trial, model: str, backends: Iterable[str]) -> tuple[str, ...]:
-    """The packages that a step of `model` under `backends` imports.
+def modules_of_step(trial: Any) -> tuple[str, ...]:
+    """The packages that a step imports.
 
     Args:
-        trial: its data and device count, if it has them.
-        model: a reference.
-        backends: names, or references to files.
+        trial: with a model, a backend or several, and perhaps data and a device.
     """
     digits = ("sklearn.datasets",) if getattr(trial, "data", None) == "digits" else ()
     # torch's profiler, which measures CPU memory, imports torch._inductor: two seconds
     profiler = ("torch._inductor",) if getattr(trial, "device", None) == "cpu" else ()
-    return ("torch", *profiler, *digits, *required_modules(model), *modules_of_backends(backends))
+    backends = getattr(trial, "backends", None) or (trial.backend,)
+    return ("torch", *profiler, *digits, *required_modules(trial.model), *modules_of_backends(backends))
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchTrial(ModelTrial):
-    """A trial of one training step on one batch.
+class ModelTrial(Trial):
+    """A trial of training steps of one model on one batch.
 
-    `memory_budget` is in bytes, `precision` one of `dpbench.trials.precision`. `image_size` and `num_classes` may be
-    None for a model that reads text.
+    `precision` is one of `dpbench.trials.precision`. `image_size` and `num_classes` may be None for a model that reads
+    text. `seed` decides the weights and the data.
     """
 
+    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
+    model: str
     batch_size: int
     device: str = "cpu"
     precision: str = "float32"
     image_size: int | None = 32
     num_classes: int | None = 10
     seed: int = 0
-    memory_budget: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         profile_of(self.precision)
+
+    def modules(self) -> tuple[str, ...]:
+        return modules_of_step(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTrial(ModelTrial):
+    """A trial of one backend. `memory_budget` is in bytes."""
+
+    backend: str
+    memory_budget: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrial(BatchTrial):
     """Verify one training step, time it, and measure its memory.
 
-    At least `steps` steps are timed, unless `max_seconds` pass after two. `memory_budget` is in bytes. `threads` is the
-    number of threads of a CPU operation; None means all available CPUs.
+    At least `steps` steps are timed, unless `max_seconds` pass after two. `threads` is the number of threads of a CPU
+    operation; None means all available CPUs.
     """
 
     kind: ClassVar[str] = "step"
@@ -84,7 +84,7 @@ class StepTrial(BatchTrial):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverheadTrial(Trial):
+class OverheadTrial(ModelTrial):
     """The cost of clipping over ordinary training: one model, many backends, interleaved in one process.
 
     Each backend is verified and warmed up. In each of `rounds` rounds every backend then has a turn, in a random order,
@@ -93,24 +93,14 @@ class OverheadTrial(Trial):
     fails, its entry says so, and the others continue.
 
     `backends` are names or ``path/file.py:Class``; include `nonprivate`. All of them, ordinary training too, run in one
-    `way` of `WAYS`, or are refused; "best" is the fastest way for each. All run in one `precision` of
-    `dpbench.trials.precision`. `image_size` and `num_classes` may be None for a model that reads text. `seed` decides
-    the weights, the data and the orders.
+    `way` of `WAYS`, or are refused; "best" is the fastest way for each. `seed` decides the orders, too.
     """
 
     kind: ClassVar[str] = "overhead"
     body: ClassVar[str] = "dpbench.measure.overhead:run"
-    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
-    model: str
     backends: Sequence[str]
-    batch_size: int
-    device: str = "cpu"
-    precision: str = "float32"
-    image_size: int | None = 32
-    num_classes: int | None = 10
     data: str = "digits"
     max_grad_norm: float = 1.0
-    seed: int = 0
     threads: int | None = None
     rounds: int = 7
     max_seconds: float = 10.0
@@ -118,8 +108,7 @@ class OverheadTrial(Trial):
     way: str = "eager"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
-        profile_of(self.precision)
+        super().__post_init__()
         if one_of("a way", self.way, WAYS) == "replayed" and not self.device.startswith("cuda"):
             raise ValueError(f"expected device=cuda for steps replayed as CUDA graphs, got {self.device}")
         if len(set(self.backends)) != len(self.backends) or not self.backends:
@@ -134,9 +123,6 @@ class OverheadTrial(Trial):
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"compiled": self.compiled}
-
-    def modules(self) -> tuple[str, ...]:
-        return modules_of_step(self, self.model, self.backends)
 
     def label(self) -> str:
         return f"{super().label()}, {len(self.backends)} backends{f', {self.way}' if self.compiled else ''}"
@@ -200,8 +186,6 @@ class LargestTrial(BatchTrial):
 
     kind: ClassVar[str] = "largest"
     body: ClassVar[str] = "dpbench.measure.largest:run"
-    image_size: int | None = 32
-    num_classes: int | None = 10
     max_batch_size: int = 16384
     tolerance: float = 0.02
     unused: float = 0.0
@@ -246,15 +230,21 @@ class ConfirmTrial(BatchTrial):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckTrial(ModelTrial):
+class CheckTrial(Trial):
     """Compare a backend with the microbatch oracle on difficult batches."""
 
     kind: ClassVar[str] = "check"
     body: ClassVar[str] = "dpbench.measure.check:run"
+    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
+    model: str
+    backend: str
     dtype: str = "float64"
     device: str = "cpu"
     image_size: int = 32
     batch_size: int = 3
+
+    def modules(self) -> tuple[str, ...]:
+        return modules_of_step(self)
 
 
 @dataclass(frozen=True, kw_only=True)
