@@ -27,4 +27,13 @@ Functions take:
     batch_size: B.
     precision: the name of a precision profile (`dpbench.trials.precision`).
     step: runs one step.
+    model: the module that is trained.
+    clip: norms [B] -> factors [B].
+    steps, count: how many steps.
+    samples: how many samples.
+    entries: one for each backend.
+    number, position: of the round, and within it, from 0.
+    seed: of the trial.
+    trace: of the steps.
+    result: of a body.
 """

@@ -113,11 +113,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of entries of all trainable parameters.
-
-    Args:
-        model: any module.
-    """
+    """Number of entries of all trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 

@@ -19,6 +19,7 @@ compare the oracle's gradient of ℓ/3 with a third of its gradient of ℓ; if t
 
 Functions take:
     case: samples and weights.
+    norms, errors: at least one.
     samples: the oracle's results on batches of one, with weight 1.
 """
 
@@ -69,11 +70,7 @@ def cases(norms: list[float]) -> list[Case]:
 
 
 def between(norms: list[float]) -> float:
-    """A threshold between two of several norms, near the middle; half of a single norm.
-
-    Args:
-        norms: at least one.
-    """
+    """A threshold between two of several norms, near the middle; half of a single norm."""
     if len(norms) == 1:
         return norms[0] / 2
     ordered = sorted(norms)
@@ -105,7 +102,7 @@ def run(trial: CheckTrial) -> dict[str, Any]:
             coverage = dict(backend.coverage) if case.name == "random" else coverage
     tolerance = verify.tolerance_of(trial.dtype)
     exact = all(one.within(tolerance) for one in found.values())
-    if not exact and nonlinearity(workload, one_by_one(batch)[0], samples[0]) > tolerance.grad / 10:
+    if not exact and _nonlinearity(workload, one_by_one(batch)[0], samples[0]) > tolerance.grad / 10:
         tolerance = Limit(max(tolerance.norm, CAST_TOLERANCE), max(tolerance.grad, LOWERED))
     result = {
         "rows": [
@@ -148,14 +145,8 @@ def one_by_one(batch: tuple[Any, Any]) -> list[tuple[Any, Any]]:
     return [only(i) for i in range(leading_dimension(batch))]
 
 
-def nonlinearity(workload: Workload, one: tuple[Any, Any], whole: ClippedGradient) -> float:
-    """The relative difference between the oracle's gradient of ℓ/3 and a third of its gradient of ℓ.
-
-    Args:
-        workload: of `weighted`.
-        one: a batch of one.
-        whole: the oracle's result on it.
-    """
+def _nonlinearity(workload: Workload, one: tuple[Any, Any], whole: ClippedGradient) -> float:
+    """The relative difference between the oracle's gradient of ℓ/3 and a third of its gradient of ℓ."""
     inputs, (weights, targets) = one
     third = verify.oracle(workload, inputs, (weights / 3, targets), clip=Flat(max_grad_norm=math.inf))
     return compare(ClippedGradient({n: 3 * g for n, g in third.grads.items()}, None, third.losses), whole).grad_error
@@ -191,11 +182,7 @@ def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: i
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest error, or NaN if any is NaN.
-
-    Args:
-        errors: at least one.
-    """
+    """The largest error, or NaN if any is NaN."""
     known = list(errors)
     return next((error for error in known if math.isnan(error)), max(known))
 

@@ -66,21 +66,17 @@ class Contestant(Entry):
         return self._step is not None
 
     def timed(self, count: int) -> list[float]:
-        """The seconds of each step; [] if one failed.
-
-        Args:
-            count: number of steps.
-        """
+        """The seconds of each step; [] if one failed."""
         if self._step is None:
             return []
         begin, taken = time.perf_counter(), list[float]()
         with self._guarded():
-            taken = clock_of(self.device)(self._step, count)
+            taken = _clock_of(self.device)(self._step, count)
             self.seconds, self.latest = (time.perf_counter() - begin) / count, taken[-1]
         return taken if self._step is not None else []
 
 
-def clock_of(device: torch.device) -> Callable[[Step, int], list[float]]:
+def _clock_of(device: torch.device) -> Callable[[Step, int], list[float]]:
     """Times each of several steps: by CPU time for a single thread on a CPU, else by wall time."""
     if device.type == "cuda":
         return lambda step, count: cuda_stopwatch(step, count, math.inf)

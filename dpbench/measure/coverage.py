@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Opened:
+class _Opened:
     """A model that can be trained on a batch, with the gradients, dtype and image size."""
 
     workload: Workload
@@ -62,7 +62,7 @@ class Opened:
     image_size: int | None
 
 
-class Unusable(Exception):
+class _Unusable(Exception):
     """The model builds, but has no reference to compare with; the reason, in one line."""
 
 
@@ -74,15 +74,15 @@ def run(trial: CoverageTrial) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     try:
-        model = opened(trial)
+        model = _opened(trial)
         experts = any("Experts" in type(module).__name__ for module in model.workload.model.modules())
         if trial.task in (KERNEL, LOOP) and not experts:
-            raise Unusable("made small, none of its layers has experts")
-        drawn = is_random(model)
-        with seeded(model.workload, drawn):
-            truth = Truth(model, drawn)
-            rows = [judged(name, truth) for name in trial.backends]
-    except (ModelError, Unusable) as error:
+            raise _Unusable("made small, none of its layers has experts")
+        drawn = _is_random(model)
+        with _seeded(model.workload, drawn):
+            truth = _Truth(model, drawn)
+            rows = [_judged(name, truth) for name in trial.backends]
+    except (ModelError, _Unusable) as error:
         return {"built": False, "reason": str(error)}
     module = model.workload.model
     return {
@@ -97,7 +97,7 @@ def run(trial: CoverageTrial) -> dict[str, Any]:
     }
 
 
-def opened(trial: CoverageTrial) -> Opened:
+def _opened(trial: CoverageTrial) -> _Opened:
     """The model at the smallest image size and in the widest dtype in which it trains.
 
     Raises:
@@ -105,25 +105,21 @@ def opened(trial: CoverageTrial) -> Opened:
         Unusable: it cannot be trained.
     """
     own = [trial.image_size] if trial.image_size or trial.model.startswith("tiny:") else IMAGE_SIZES
-    last: Exception = Unusable("no size of images to try")
+    last: Exception = _Unusable("no size of images to try")
     for size in own:
         for dtype in TOLERANCES:
             try:
-                return trained(trial, size, dtype)
+                return _trained(trial, size, dtype)
             except ModelError as error:
                 last = error
                 break  # it builds in float32 whatever the dtype
-            except Unusable as error:
+            except _Unusable as error:
                 last = error
     raise last
 
 
-def trained(trial: CoverageTrial, size: int | None, dtype: str) -> Opened:
+def _trained(trial: CoverageTrial, size: int | None, dtype: str) -> _Opened:
     """Build the model, and compute the gradients of one batch by ordinary training.
-
-    Args:
-        size: of images, in pixels; None for a model without images.
-        dtype: "float64" or "float32".
 
     Raises:
         ModelError: it does not build.
@@ -133,24 +129,24 @@ def trained(trial: CoverageTrial, size: int | None, dtype: str) -> Opened:
     workload = load_workload(trial.model, image_size=size or 32, data="synthetic", dtype=dtype, **settings)
     try:
         batch = workload.batch(trial.batch_size)
-        samples = together(workload, batch)
+        samples = _together(workload, batch)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise Unusable(f"ordinary training fails in {dtype}: {said(error)}") from error
+        raise _Unusable(f"ordinary training fails in {dtype}: {_said(error)}") from error
     norms = norms_of(samples)
     if not bool(torch.isfinite(norms).all()) or not bool((norms > 0).any()):
-        raise Unusable(f"ordinary training in {dtype} has gradients whose norms are {norms.tolist()}")
-    return Opened(workload, batch, samples, dtype, size)
+        raise _Unusable(f"ordinary training in {dtype} has gradients whose norms are {norms.tolist()}")
+    return _Opened(workload, batch, samples, dtype, size)
 
 
-def together(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
+def _together(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
     """Per-sample gradients through one forward pass of the whole batch."""
     inputs, targets = batch
     named = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
     losses = workload.loss_fn(forward(workload.model, inputs), targets)
     if losses.dim() != 1:
-        raise Unusable(f"losses of shape {list(losses.shape)}")
+        raise _Unusable(f"losses of shape {list(losses.shape)}")
     return [_gradient(losses[i], named, share) for i in range(len(losses))]
 
 
@@ -161,41 +157,29 @@ def _gradient(loss: Tensor, named: dict[str, Any], share: float) -> ClippedGradi
     return ClippedGradient(grads, norm[None], loss.detach()[None])
 
 
-def alone(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
+def _alone(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
     """The gradient of each sample in a batch of its own."""
-    return [together(workload, one, share)[0] for one in one_by_one(batch)]
+    return [_together(workload, one, share)[0] for one in one_by_one(batch)]
 
 
-def difference(found: list[ClippedGradient], reference: list[ClippedGradient]) -> float:
-    """The largest relative error of samples' gradients.
-
-    Args:
-        found, reference: one for each sample.
-    """
+def _difference(found: list[ClippedGradient], reference: list[ClippedGradient]) -> float:
+    """The largest relative error of samples' gradients."""
     return max(compare(a, b).grad_error for a, b in zip(found, reference, strict=True))
 
 
-def is_random(model: Opened) -> bool:
-    """True if two passes from different seeds give different losses.
-
-    Args:
-        model: with a batch.
-    """
+def _is_random(model: _Opened) -> bool:
+    """True if two passes from different seeds give different losses."""
     inputs, targets = model.batch
     workload, losses = model.workload, []
     for number in (1, 2):
-        seed(number)
+        _seed(number)
         with torch.no_grad():
             losses.append(workload.loss_fn(forward(workload.model, inputs), targets))
     return not torch.equal(*losses)
 
 
-def seed(number: int) -> None:
-    """Seed every generator that a model may draw from on a CPU.
-
-    Args:
-        number: the seed.
-    """
+def _seed(number: int) -> None:
+    """Seed every generator that a model may draw from on a CPU."""
     torch.default_generator.manual_seed(number)
     random.seed(number)
     try:
@@ -206,23 +190,19 @@ def seed(number: int) -> None:
 
 
 @contextmanager
-def seeded(workload: Workload, drawn: bool) -> Iterator[None]:
-    """If the model is random, set the same seed before every forward pass that is not captured.
-
-    Args:
-        drawn: whether the model is random.
-    """
+def _seeded(workload: Workload, drawn: bool) -> Iterator[None]:
+    """If the model is random, set the same seed before every forward pass that is not captured."""
     if not drawn:
         yield
         return
-    handle = workload.model.register_forward_pre_hook(lambda *_: None if torch.compiler.is_compiling() else seed(0))
+    handle = workload.model.register_forward_pre_hook(lambda *_: None if torch.compiler.is_compiling() else _seed(0))
     try:
         yield
     finally:
         handle.remove()
 
 
-class Truth:
+class _Truth:
     """The right results of the two batches.
 
     Attributes:
@@ -234,23 +214,23 @@ class Truth:
         Unusable: two passes from the same seed give different gradients, or rounding could explain any error.
     """
 
-    def __init__(self, model: Opened, drawn: bool) -> None:
+    def __init__(self, model: _Opened, drawn: bool) -> None:
         self.workload, self.batch, self.random = model.workload, model.batch, drawn
-        self.samples = together(self.workload, self.batch) if drawn else model.samples
-        again = (together if drawn else alone)(self.workload, self.batch)
-        apart = difference(again, self.samples)
+        self.samples = _together(self.workload, self.batch) if drawn else model.samples
+        again = (_together if drawn else _alone)(self.workload, self.batch)
+        apart = _difference(again, self.samples)
         if drawn and apart > MOST:
-            raise Unusable(f"it draws random numbers that no seed fixes: gradients differ by {apart:.1e}")
+            raise _Unusable(f"it draws random numbers that no seed fixes: gradients differ by {apart:.1e}")
         one = one_by_one(self.batch)[0]
-        whole = together(self.workload, one) if drawn else again[:1]
-        rounding = difference(together(self.workload, one, 1 / 3), whole)
+        whole = _together(self.workload, one) if drawn else again[:1]
+        rounding = _difference(_together(self.workload, one, 1 / 3), whole)
         tolerance = TOLERANCES[model.dtype]
         self.limit = Limit(tolerance, tolerance)
         if rounding > tolerance / 10:
             tolerance = max(CAST_TOLERANCE, 10 * rounding)
             self.limit = Limit(tolerance, max(tolerance, LOWERED))
         if tolerance > MOST:
-            raise Unusable(f"a third of a loss has a gradient that is off by {rounding:.1e}")
+            raise _Unusable(f"a third of a loss has a gradient that is off by {rounding:.1e}")
         self.mixes = not drawn and not apart <= tolerance
         self.clip = Flat(max_grad_norm=between(norms_of(self.samples).tolist()))
 
@@ -261,27 +241,18 @@ class Truth:
             batch = self.only(chosen)
             samples = self.samples if len(chosen) == count else [self.samples[i] for i in chosen]
             if self.random and len(chosen) < count:
-                samples = together(self.workload, batch)
+                samples = _together(self.workload, batch)
             case = Case("", list(range(len(chosen))), [1.0] * len(chosen), self.clip.max_grad_norm)
             yield batch, expected(case, samples, self.clip)
 
     def only(self, chosen: list[int]) -> tuple[Any, Any]:
-        """(inputs, targets) of some samples.
-
-        Args:
-            chosen: positions in the batch.
-        """
+        """(inputs, targets) of some samples."""
         inputs, targets = map_tensors(lambda x: x[chosen], self.batch)
         return inputs, targets
 
 
-def judged(name: str, truth: Truth) -> Row:
-    """The row of one backend.
-
-    Args:
-        name: of the backend.
-        truth: the reference.
-    """
+def _judged(name: str, truth: _Truth) -> Row:
+    """The row of one backend."""
     row: Row = {
         "backend": name,
         "status": "exact",
@@ -300,15 +271,15 @@ def judged(name: str, truth: Truth) -> Row:
                 for _ in range(TO_A_GRAPH if options else 0):
                     backend(*batch)
                 if truth.random:  # a program's forward pass calls no hook
-                    seed(0)
+                    _seed(0)
                 found.append(compare(backend(*batch), right))
             row["coverage"] = dict(backend.coverage)
     except UnavailableBackend as error:
-        return row | {"status": "unavailable", "reason": said(error)}
+        return row | {"status": "unavailable", "reason": _said(error)}
     except (UnsupportedModel, WrongGradient) as error:
         return row | {"status": "refused", "reason": str(error)}
     except Exception as error:
-        return row | {"status": "crash", "reason": said(error)}
+        return row | {"status": "crash", "reason": _said(error)}
     row["norm_error"], row["grad_error"] = worst(f.norm_error for f in found), worst(f.grad_error for f in found)
     wrong = [one for one in found if not one.within(truth.limit)]
     if wrong or truth.mixes:
@@ -319,10 +290,6 @@ def judged(name: str, truth: Truth) -> Row:
     return row
 
 
-def said(error: BaseException) -> str:
-    """Type and text of an error, in one line.
-
-    Args:
-        error: of any kind.
-    """
+def _said(error: BaseException) -> str:
+    """Type and text of an error, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:600]

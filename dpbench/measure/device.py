@@ -1,11 +1,11 @@
 """Run a `DeviceTrial`: measure the device's best bandwidth, arithmetic rate and latency.
 
-- `bandwidth`: bytes a second: read and written by a copy on the device, read by a sum, and on CUDA copied between
+- `_bandwidth`: bytes a second: read and written by a copy on the device, read by a sum, and on CUDA copied between
   pinned host memory and the device.
-- `products`: floating-point operations a second, 2n³ for a product of two n×n matrices. `float32` has TF32 off.
-- `latency`: seconds of a tiny operation: to launch it from the host, between two on the device, and to read one
+- `_products`: floating-point operations a second, 2n³ for a product of two n×n matrices. `float32` has TF32 off.
+- `_latency`: seconds of a tiny operation: to launch it from the host, between two on the device, and to read one
   number of the device on the host.
-- `facts` and `versions`: the device and its software.
+- `facts` and `_versions`: the device and its software.
 
 Each is the median of repetitions, after one warm-up. A CPU has no TF32 and no asynchronous launches: those rows are
 left out.
@@ -50,10 +50,10 @@ def run(trial: DeviceTrial) -> dict[str, Any]:
     device = device_of(trial.device)
     return {
         "facts": facts(device),
-        "versions": versions(device),
-        "bandwidth": list(bandwidth(trial.copied, device)),
-        "products": [row for size in trial.sizes for row in products(size, device)],
-        "latency": list(latency(device)),
+        "versions": _versions(device),
+        "bandwidth": list(_bandwidth(trial.copied, device)),
+        "products": [row for size in trial.sizes for row in _products(size, device)],
+        "latency": list(_latency(device)),
     }
 
 
@@ -70,7 +70,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     return {"name": properties.name} | known | (gpu.sample(device) or {}) | programs
 
 
-def versions(device: torch.device) -> dict[str, Any]:
+def _versions(device: torch.device) -> dict[str, Any]:
     """Versions of Python, torch, triton, numpy and CUDA; None if not installed."""
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "numpy"):
@@ -83,12 +83,8 @@ def versions(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def bandwidth(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows {"what", "bytes", "seconds", "bytes_per_second"}.
-
-    Args:
-        size: bytes to copy.
-    """
+def _bandwidth(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Rows {"what", "bytes", "seconds", "bytes_per_second"}."""
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
     passes: list[tuple[str, int, Callable[[], object]]] = [
@@ -108,12 +104,8 @@ def bandwidth(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
         yield {"what": what, "bytes": moved, "seconds": seconds, "bytes_per_second": moved / seconds}
 
 
-def products(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows {"size", "precision", "seconds", "flops_per_second"}.
-
-    Args:
-        size: rows and columns of each matrix.
-    """
+def _products(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Rows {"size", "precision", "seconds", "flops_per_second"}."""
     for precision in ("float32", "tf32", "bfloat16") if device.type == "cuda" else ("float32", "bfloat16"):
         a = torch.randn(size, size, device=device).to(dtype_of(precision))
         b, out = a.t().contiguous(), torch.empty_like(a)
@@ -123,7 +115,7 @@ def products(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
         yield {"size": size, "precision": precision, "seconds": seconds, "flops_per_second": rate}
 
 
-def latency(device: torch.device) -> Iterator[dict[str, Any]]:
+def _latency(device: torch.device) -> Iterator[dict[str, Any]]:
     """Rows {"what", "seconds"}, each of one operation."""
     number = torch.zeros(1, device=device)
 

@@ -46,7 +46,7 @@ STEPS, MAX_SECONDS = 5, 10.0
 def run(trial: ExplainTrial) -> dict[str, Any]:
     """{"rows": [...], "summary": {...}}; {"usage": line} or {"problems": [...]} if the model cannot be explained.
 
-    A row has the keys of `row_of`. The summary has those of `summary_of` and `planned`, "inputs" (the shape of each,
+    A row has the keys of `_row_of`. The summary has those of `_summary_of` and `planned`, "inputs" (the shape of each,
     for the whole batch), "batch_size", and "real_tensors": None, or the reason why fake ones did not work.
     """
     try:
@@ -96,20 +96,17 @@ def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContext
         if not entries:
             raise ModelError(f"{trial.model} to have parameters to train", "none")
         shapes = [list(tensor.shape) for tensor in tensors_in(inputs)]
-    summary = summary_of(found, entries) | {"inputs": shapes, "batch_size": trial.batch_size, "real_tensors": None}
+    summary = _summary_of(found, entries) | {"inputs": shapes, "batch_size": trial.batch_size, "real_tensors": None}
     summary["measured"] = None
     if trial.measure:
-        summary["measured"] = steps(workload, inputs, targets, planner)
-    return {"rows": [row_of(row) for row in found], "summary": summary}
+        summary["measured"] = _steps(workload, inputs, targets, planner)
+    return {"rows": [_row_of(row) for row in found], "summary": summary}
 
 
-def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> dict[str, Any]:
+def _steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> dict[str, Any]:
     """Measure a step by the planner's "plan", and an "ordinary" one.
 
     Each -> {"step_seconds", "peak_bytes", "source", "verification", "coverage"}, the last two as in an `OverheadTrial`.
-
-    Args:
-        planner: with its plan.
 
     Raises:
         Mismatch: the plan's result differs from the oracle's.
@@ -134,12 +131,8 @@ def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> di
     return found
 
 
-def row_of(row: Row) -> dict[str, Any]:
-    """A row to print: figures of one sample; T, d, p, 2T² and pd of one group; seconds of the batch.
-
-    Args:
-        row: of an explanation.
-    """
+def _row_of(row: Row) -> dict[str, Any]:
+    """A row to print: figures of one sample; T, d, p, 2T² and pd of one group; seconds of the batch."""
     linear = row.positions is not None and row.inputs is not None and row.outputs is not None
     return {
         "parameter": row.parameter,
@@ -165,12 +158,8 @@ def _cost(cost: Cost) -> dict[str, int | None]:
     return {"ghost": cost.ghost, "instantiate": cost.instantiate}
 
 
-def summary_of(rows: list[Row], entries: dict[str, int]) -> dict[str, Any]:
+def _summary_of(rows: list[Row], entries: dict[str, int]) -> dict[str, Any]:
     """Totals of all rows.
-
-    Args:
-        rows: all of them.
-        entries: parameter -> its number of entries, for every trainable parameter.
 
     Returns:
         "parameters" (their number of entries), "share" (of entries, by the route of `mixed_ghost`), "totals" (strategy

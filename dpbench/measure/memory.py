@@ -174,9 +174,6 @@ def set_budget(budget: int | None, device: torch.device) -> None:
 def within_budget(result: dict[str, Any], budget: int | None) -> dict[str, Any]:
     """Return `result`, with a record of `Memory` as "memory", if its peak is at most `budget` bytes.
 
-    Args:
-        result: of a body.
-
     Raises:
         OverBudget: with the result.
     """

@@ -91,7 +91,7 @@ def _case_rows(case: Case, precision: str, generator: torch.Generator, device: t
     output, found = case.handler(x, *parameters)
     g = torch.randn(output.shape, generator=generator).to(device, output.dtype)
     factors = torch.rand(len(g), generator=generator).to(device)
-    references = per_sample(case.function, x, parameters, g)
+    references = _per_sample(case.function, x, parameters, g)
     rules = {id(gradient[0]): made(gradient) for gradient in found if gradient[0] is not None}
     for index, (parameter, expected) in enumerate(zip(parameters, references, strict=True)):
         rule = rules[id(parameter)]
@@ -101,7 +101,7 @@ def _case_rows(case: Case, precision: str, generator: torch.Generator, device: t
             limit = (KERNEL_LIMITS if way in _PROGRAMS else LIMITS)[precision]
 
             def norm_error(ghost: bool = ghost, way: str = way, rule: Rule = rule, norms: Tensor = norms) -> float:
-                return relative(rule.squared_norms(g, Route(ghost=ghost, way=way)).clamp(min=0).sqrt(), norms)
+                return _relative(rule.squared_norms(g, Route(ghost=ghost, way=way)).clamp(min=0).sqrt(), norms)
 
             yield _judged(said | {"route": "ghost" if ghost else "instantiated", "way": way}, norm_error, limit)
 
@@ -119,15 +119,8 @@ def _ways(rule: Rule) -> list[tuple[bool, str]]:
     return [*((False, way) for way in rule.instantiations), *((True, way) for way in ghosts)]
 
 
-def per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Tensor], g: Tensor) -> list[Tensor]:
-    """Per-sample gradients in float64 [n, *shape] of each parameter, by autograd, one sample at a time.
-
-    Args:
-        function: of the input and the parameters.
-        x: [n, ...].
-        parameters: of the operation.
-        g: the gradient of its output, [n, ...].
-    """
+def _per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Tensor], g: Tensor) -> list[Tensor]:
+    """Per-sample gradients in float64 [n, *shape] of each parameter, by autograd, one sample at a time."""
     wide = [p.double() for p in parameters]
     found: list[list[Tensor]] = []
     for i in range(len(x)):
@@ -170,7 +163,7 @@ def _kernel_rows(trial: NormsTrial, generator: torch.Generator, device: torch.de
                 norm = getattr(cuda, f"{name}_and_reach")
                 yield _judged(
                     said | {"way": name},
-                    lambda n=norm, a=given, g=right, r=expected: relative(_root(n(a, g, (0.0, 0.0))[:, 0]), r),  # type: ignore[misc]
+                    lambda n=norm, a=given, g=right, r=expected: _relative(_root(n(a, g, (0.0, 0.0))[:, 0]), r),  # type: ignore[misc]
                     limit,
                 )
     for case in cases("convolution", trial.small):
@@ -185,11 +178,11 @@ def _convolution_kernel_row(
     output, found = case.handler(x, *parameters)
     g = torch.randn(output.shape, generator=generator).to(device, dtype)
     rule: Any = made(found[0])
-    norms = per_sample(case.function, x, parameters, g)[0].flatten(1).norm(dim=1)
+    norms = _per_sample(case.function, x, parameters, g)[0].flatten(1).norm(dim=1)
 
     def error() -> float:
         found = cuda.convolution_norm(x, g, rule.kernel, rule.stride, rule.padding, rule.dilation, rule.groups)
-        return relative(_root(found), norms)
+        return _relative(_root(found), norms)
 
     said = {"operation": case.operation, "sizes": case.sizes, "parameter": "weight", "route": "kernel"}
     return _judged(said | {"way": "convolution_norm"}, error, limit)
@@ -220,7 +213,7 @@ def _group_norm_rows(
             with torch.enable_grad(), load_backend(name)(model, loss_fn, clip=Flat(1.0), verify=False) as backend:
                 found = backend(x, g)
             if found.norms is not None:
-                return relative(found.norms, norms)
+                return _relative(found.norms, norms)
             right = (normalised * g.double()).sum((0, 2, 3))  # the gradient of ordinary training, unclipped
             return float((found.grads["weight"].double() - right).norm() / right.norm())
 
@@ -229,13 +222,8 @@ def _group_norm_rows(
         yield _judged(said | {"parameter": "both", "route": route, "way": name}, error, LIMITS[trial.precision])
 
 
-def relative(found: Tensor, norms: Tensor) -> float:
-    """max_i |found_i - norms_i| / norms_i; infinite if a value is not finite or the shapes differ.
-
-    Args:
-        found: [n], computed.
-        norms: [n], float64.
-    """
+def _relative(found: Tensor, norms: Tensor) -> float:
+    """max_i |found_i - norms_i| / norms_i; infinite if a value is not finite or the shapes differ."""
     if found.shape != norms.shape or not bool(found.isfinite().all()):
         return float("inf")
     return float(((found.double() - norms).abs() / norms.clamp(min=1e-30)).max())

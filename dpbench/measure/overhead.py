@@ -77,9 +77,6 @@ def run(trial: OverheadTrial) -> dict[str, Any]:
 def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry]) -> dict[str, Any]:
     """Run all entries on one batch: open them, run rounds of turns, and measure the memory of each.
 
-    Args:
-        entries: one for each backend.
-
     Raises:
         PartlyFailed: see `run`.
     """
@@ -113,13 +110,7 @@ def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry
 
 
 def order(entries: Sequence[Any], seed: int, number: int) -> list[Any]:
-    """A permutation of the entries, determined by seed and round.
-
-    Args:
-        entries: to be ordered.
-        seed: of the trial.
-        number: of the round.
-    """
+    """A permutation of the entries, determined by seed and round."""
     return random.Random(f"{seed}/{number}").sample(entries, len(entries))
 
 
@@ -174,7 +165,7 @@ class Entry:
                 self.rounds = rounds_for(turn, self.trial.rounds, self.trial.max_seconds)
             self.record |= {"warmup_seconds": seconds, "turns": [], "way": self._way()}
             if self.trial.way not in ("best", self._way()):
-                raise NoGraph(self.name, self.trial.way)
+                raise _NoGraph(self.name, self.trial.way)
 
     def _stopwatch(self) -> Stopwatch:
         """The clock of its steps."""
@@ -185,7 +176,7 @@ class Entry:
         clip = Flat(max_grad_norm=self.trial.max_grad_norm)
         cls = backend_class(self.name)
         if self.trial.compiled and not cls.compilable:
-            raise NoGraph(self.name, self.trial.way)
+            raise _NoGraph(self.name, self.trial.way)
         backend = cls(workload.model, workload.loss_fn, clip=clip, verify=False, compile=self.trial.compiled)
         keep_to(self.trial.way, backend.graphs)
         self._step, self.private = Step(backend, inputs, targets), backend.private
@@ -199,12 +190,7 @@ class Entry:
             raise Mismatch({}, wrong)
 
     def turn(self, number: int, position: int) -> None:
-        """Time its steps of one round.
-
-        Args:
-            number: of the round.
-            position: within the round, from 0.
-        """
+        """Time its steps of one round."""
         if self._step is None:
             return
         gc.collect()
@@ -286,7 +272,7 @@ def keep_to(way: str, graphs: Graphs | None) -> None:
         graphs.only = cast(Way, way)
 
 
-class NoGraph(UnsupportedModel):
+class _NoGraph(UnsupportedModel):
     """A step is no program, or does not run in this way here.
 
     Args:

@@ -115,7 +115,7 @@ def run(trial: PartsTrial) -> dict[str, Any]:
     device = device_of(trial.device)
     steps: dict[str, Any] = {}
     counted = "kernel launches" if device.type == "cuda" else "operations that torch dispatches"
-    for name, opened in (("plain", plain), ("private", private)):
+    for name, opened in (("plain", _plain), ("private", _private)):
         with arithmetic(trial.precision, device), opened(trial, device) as whole:
             for _ in range(WARM):
                 whole.step()
@@ -125,7 +125,7 @@ def run(trial: PartsTrial) -> dict[str, Any]:
                 counts = (_launches if device.type == "cuda" else _dispatched)(whole, device)
             except NotHere as reason:
                 counts, counted = None, str(reason)
-            steps[name] = entry(PARTS[name], seconds, counts)
+            steps[name] = _entry(PARTS[name], seconds, counts)
         gc.collect()
     workload = open_workload(trial, "cpu")
     return {
@@ -137,7 +137,7 @@ def run(trial: PartsTrial) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
+def _plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
     """The ordinary step: the mean of the losses, backward pass, optimizer."""
     workload, parts = open_workload(trial), Parts()
     inputs, targets = workload.batch(trial.batch_size)
@@ -156,7 +156,7 @@ def plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
 
 
 @contextlib.contextmanager
-def private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
+def _private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
     """The engine's step, on the caller's batches: excludes the loader."""
     workload, parts = open_workload(trial), Parts()
     inputs, targets = workload.batch(trial.batch_size)
@@ -179,19 +179,13 @@ def private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
-        with told(parts, engine, optimizer):
+        with _told(parts, engine, optimizer):
             yield Whole(step, parts)
 
 
 @contextlib.contextmanager
-def told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Attach the engine, and patch it to report its parts.
-
-    Args:
-        parts: receives the reports.
-        engine: not attached yet.
-        optimizer: to attach it to.
-    """
+def _told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Attach the engine, and patch it to report its parts."""
     optimizer.step = parts.of(optimizer.step, "optimizer")  # type: ignore[method-assign]
     with contextlib.ExitStack() as stack:
         engine.attach(optimizer)
@@ -207,14 +201,8 @@ def told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) 
         yield
 
 
-def entry(names: tuple[str, ...], seconds: list[dict[str, float]], counts: Counts | None) -> dict[str, Any]:
-    """The entry of one kind of step: each part's seconds in every step, and its counts in one step.
-
-    Args:
-        names: of the parts.
-        seconds: of each step, part -> seconds.
-        counts: launches and waits by part, or None.
-    """
+def _entry(names: tuple[str, ...], seconds: list[dict[str, float]], counts: Counts | None) -> dict[str, Any]:
+    """The entry of one kind of step: each part's seconds in every step, and its counts in one step."""
     parts: dict[str, Any] = {}
     for name in names:
         launches, waits = (None, None) if counts is None else (each[name] / TRACED for each in counts)

@@ -77,12 +77,7 @@ def _entry(
 
 
 def summary(trace: Trace, steps: int, device: torch.device) -> dict[str, Any]:
-    """The numbers of an entry that come from a trace, each per step.
-
-    Args:
-        trace: of the steps.
-        steps: how many.
-    """
+    """The numbers of an entry that come from a trace, each per step."""
     cuda = device.type == "cuda"
     operations = trace.operations()
     seconds = sum(operation.seconds for operation in operations)

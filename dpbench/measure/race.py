@@ -47,11 +47,7 @@ class Runner(Protocol):
     seconds: float
 
     def timed(self, count: int) -> list[float]:
-        """The seconds of each step, by the clock that gives the ratios; [] if the backend has failed.
-
-        Args:
-            count: number of steps.
-        """
+        """The seconds of each step, by the clock that gives the ratios; [] if the backend has failed."""
 
 
 class Race:

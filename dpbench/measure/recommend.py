@@ -72,7 +72,7 @@ def run(trial: RecommendTrial) -> dict[str, Any]:
     """
     device = device_of(trial.device)
     with arithmetic(trial.precision, device), allocations_that_fail(device):
-        comparison = Comparison(trial, device)
+        comparison = _Comparison(trial, device)
         try:
             image_size, num_classes = sizes(trial)
             comparison.open(trial.replace(image_size=image_size, num_classes=num_classes))
@@ -83,7 +83,7 @@ def run(trial: RecommendTrial) -> dict[str, Any]:
         return comparison.result()
 
 
-class Comparison:
+class _Comparison:
     """One trial and its results so far.
 
     Args:
@@ -105,11 +105,7 @@ class Comparison:
         self.opening: str | None = None
 
     def batch(self, samples: int) -> tuple[Any, Any]:
-        """Inputs and targets.
-
-        Args:
-            samples: how many.
-        """
+        """Inputs and targets."""
         return self.workload.batch(samples)
 
     def open(self, trial: RecommendTrial) -> None:
@@ -272,11 +268,7 @@ class Comparison:
                 entry.take_memory()
 
     def note(self, words: str) -> None:
-        """Write down the progress and the results so far.
-
-        Args:
-            words: what begins now; "" for nothing new.
-        """
+        """Write down the progress and the results so far."""
         if not self.trial.notes:
             return
         notes = Path(self.trial.notes)

@@ -9,6 +9,7 @@ Functions take:
     dtype: one of `dpbench.conformance.sensitivity.DTYPES`.
     device: "cpu" or "cuda".
     place: of the record in its batch.
+    case, cases: of hard records.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Found:
     reason: str | None = None
 
 
-class Autocast(nn.Module):
+class _Autocast(nn.Module):
     """A model with only its forward pass under autocast, as PyTorch recommends."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -80,11 +81,7 @@ def run(trial: SensitivityTrial) -> dict[str, Any]:
 def sensitivity(
     backend: type[Backend], dtype: str = "float32", device: str = "cpu", cases: Iterable[HardRecord] = RECORDS
 ) -> Iterator[Found]:
-    """Results of all cases that apply to `dtype`.
-
-    Args:
-        cases: of hard records.
-    """
+    """Results of all cases that apply to `dtype`."""
     for case in cases:
         if dtype in case.dtypes:
             with torch.random.fork_rng(devices=[]):
@@ -93,23 +90,19 @@ def sensitivity(
 
 
 def measured(case: HardRecord, backend: type[Backend], dtype: str, device: str = "cpu") -> Found:
-    """The worst result among the records of a case.
-
-    Args:
-        case: of hard records.
-    """
+    """The worst result among the records of a case."""
     if backend.together > 1:
         return Found(case.name, "unsupported", reason="it clips means of several samples, which is another mechanism")
     own = torch.float32 if dtype.endswith(AUTOCAST) else getattr(torch, dtype)
     problem = case.make(torch.finfo(own))
     model = problem.model.to(device, own)
     if dtype.endswith(AUTOCAST):
-        model = Autocast(model, getattr(torch, dtype.removesuffix(AUTOCAST)))
+        model = _Autocast(model, getattr(torch, dtype.removesuffix(AUTOCAST)))
     try:
         with backend(model, weighted_sum, clip=problem.clip, verify=False, compile=False) as opened:
-            moves = list(each_move(opened, problem, own, device, LIMITS[dtype]))
-    except (UnsupportedModel, Unusable) as refused:
-        return Found(case.name, "unsupported", reason=one_line(refused))
+            moves = list(_each_move(opened, problem, own, device, LIMITS[dtype]))
+    except (UnsupportedModel, _Unusable) as refused:
+        return Found(case.name, "unsupported", reason=_one_line(refused))
     worst = min(moves, key=lambda move: (OUTCOMES.index(move.outcome), -(move.excess or 0.0)))
     excess = max((move.excess for move in moves if move.excess is not None), default=None)
     counts = {name: sum(move.outcome == name for move in moves) for name in OUTCOMES}
@@ -119,12 +112,12 @@ def measured(case: HardRecord, backend: type[Backend], dtype: str, device: str =
     )
 
 
-class Unusable(Exception):
+class _Unusable(Exception):
     """The ordinary batch has no valid sum to compare with."""
 
 
 @dataclass(frozen=True)
-class Move:
+class _Move:
     """The effect of one record; fields as those of `Found`."""
 
     record: Record
@@ -135,14 +128,8 @@ class Move:
     reason: str | None = None
 
 
-def each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: str, limit: float) -> Iterator[Move]:
-    """Yield the `Move` of each record.
-
-    Args:
-        backend: opened on the problem's model.
-        problem: batches, and records to add to them.
-        dtype: of inputs and weights.
-        limit: the largest allowed excess, in units of C.
+def _each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: str, limit: float) -> Iterator[_Move]:
+    """Yield the `_Move` of each record.
 
     Raises:
         UnsupportedModel: the batch without any of the records is refused.
@@ -162,33 +149,31 @@ def each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: st
         except UnsupportedModel:
             raise
         except Exception as error:
-            raise Unusable(f"the ordinary batch raises {one_line(error)}") from error
-        if not finite(without):
-            raise Unusable("the sum of the ordinary batch is no number")
+            raise _Unusable(f"the ordinary batch raises {_one_line(error)}") from error
+        if not _finite(without):
+            raise _Unusable("the sum of the ordinary batch is no number")
         for record in batch.records:
             size, place = len(inputs) + 1, record.place
-            allowed = min(limit, stated(backend, size) / unit)
-            with_record = between(inputs, placed(record.inputs), place), between(weights, placed(record.weights), place)
+            allowed = min(limit, _stated(backend, size) / unit)
+            with_record = (
+                _between(inputs, placed(record.inputs), place),
+                _between(weights, placed(record.weights), place),
+            )
             try:
                 grads = backend(*with_record).grads
             except Exception as error:
                 refused = isinstance(error, UnsupportedModel) or names_place(str(error), place)
-                yield Move(record, size, allowed, "refused" if refused else "error", reason=one_line(error))
+                yield _Move(record, size, allowed, "refused" if refused else "error", reason=_one_line(error))
                 continue
-            if finite(grads):
-                excess = distance(grads, without) / unit
-                yield Move(record, size, allowed, "exceeds" if excess > allowed else "within", excess)
+            if _finite(grads):
+                excess = _distance(grads, without) / unit
+                yield _Move(record, size, allowed, "exceeds" if excess > allowed else "within", excess)
             else:
-                yield Move(record, size, allowed, "not a number")
+                yield _Move(record, size, allowed, "not a number")
 
 
-def stated(backend: Backend, batch_size: int) -> float:
-    """The backend's claimed sensitivity; infinite for other libraries, which claim none.
-
-    Args:
-        backend: of ours, or another library's.
-        batch_size: B.
-    """
+def _stated(backend: Backend, batch_size: int) -> float:
+    """The backend's claimed sensitivity; infinite for other libraries, which claim none."""
     bound = getattr(backend, "sensitivity_bound", None)
     return math.inf if bound is None else float(bound(batch_size))
 
@@ -202,40 +187,23 @@ def names_place(said: str, place: int) -> bool:
     return re.search(rf"\b(record|sample)s?\b.*\b{place}\b", said, re.DOTALL) is not None
 
 
-def between(batch: Tensor, one: Tensor, place: int) -> Tensor:
-    """Insert one sample into the batch at `place`.
-
-    Args:
-        batch: [B, ...].
-        one: [1, ...].
-    """
+def _between(batch: Tensor, one: Tensor, place: int) -> Tensor:
+    """Insert one sample into the batch at `place`."""
     return torch.cat([batch[:place], one, batch[place:]])
 
 
-def finite(grads: Grads) -> bool:
-    """True if the whole sum is finite.
-
-    Args:
-        grads: parameter name -> its part of the sum.
-    """
+def _finite(grads: Grads) -> bool:
+    """True if the whole sum is finite."""
     return all(bool(torch.isfinite(grad).all()) for grad in grads.values())
 
 
-def distance(first: Grads, second: Grads) -> float:
-    """L2 distance in float64, over all parameters together.
-
-    Args:
-        first, second: parameter name -> its part of the sum.
-    """
+def _distance(first: Grads, second: Grads) -> float:
+    """L2 distance in float64, over all parameters together."""
     apart = [torch.linalg.vector_norm(grad.double() - second[name].double()) for name, grad in first.items()]
     return float(torch.linalg.vector_norm(torch.stack(apart)))
 
 
-def one_line(error: Exception) -> str:
-    """An error's message, with its type unless it is a refusal.
-
-    Args:
-        error: of any kind.
-    """
+def _one_line(error: Exception) -> str:
+    """An error's message, with its type unless it is a refusal."""
     said = " ".join(str(error).split())
-    return said if isinstance(error, (UnsupportedModel, Unusable)) else f"{type(error).__name__}: {said}"[:300]
+    return said if isinstance(error, (UnsupportedModel, _Unusable)) else f"{type(error).__name__}: {said}"[:300]

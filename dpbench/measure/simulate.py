@@ -53,7 +53,7 @@ from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 _WRAPPERS = {torch._dynamo.eval_frame.__file__, torch._compile.__file__}
 
 
-class SimulatedStep(Protocol):
+class _SimulatedStep(Protocol):
     """A step to simulate, and the tensors that live before and after it (`dpbench.measure.bench.Step`)."""
 
     def __call__(self) -> object: ...
@@ -62,7 +62,7 @@ class SimulatedStep(Protocol):
         """Tensors that live before and after the step."""
 
 
-OpenStep = Callable[[], AbstractContextManager[SimulatedStep]]
+OpenStep = Callable[[], AbstractContextManager[_SimulatedStep]]
 
 
 class StorageLifetimes(TorchDispatchMode):
@@ -93,7 +93,7 @@ class StorageLifetimes(TorchDispatchMode):
             self._accumulated(args[0], result)
             return result
         if self._temporaries:
-            self.peak = max(self.peak, before + at_once(func, args, result))
+            self.peak = max(self.peak, before + _at_once(func, args, result))
         if isinstance(result, Tensor):
             self.watch(result)
         elif isinstance(result, (tuple, list)):
@@ -208,11 +208,7 @@ class LastForAll(InTurn):
 
 
 def _the_engine_adds(frame: FrameType | None) -> bool:
-    """True if autograd itself adds two gradients: then no function of a backward pass called the addition.
-
-    Args:
-        frame: the Python frame of the call, perhaps a mode's wrapper.
-    """
+    """True if autograd itself adds two gradients: then no function of a backward pass called the addition."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     while frame is not None and frame.f_code.co_filename in _WRAPPERS:
@@ -220,14 +216,8 @@ def _the_engine_adds(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code is _engine_run_backward.__code__
 
 
-def at_once(func: Any, args: Any, result: Any) -> int:
-    """Peak bytes that a CPU's kernel allocates inside one operation, results included; 0 if only the results.
-
-    Args:
-        func: the dispatched overload.
-        args: its positional arguments.
-        result: what it returned, or its shapes on fake tensors.
-    """
+def _at_once(func: Any, args: Any, result: Any) -> int:
+    """Peak bytes that a CPU's kernel allocates inside one operation, results included; 0 if only the results."""
     aten = torch.ops.aten
     if func is aten.convolution.default and not args[6]:
         x, weight, _, stride, *_, groups = args

@@ -78,10 +78,10 @@ def warm_up(step: Callable[[], object], *, stopwatch: Stopwatch, max_seconds: fl
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
     """The clock of a device."""
-    return cuda_stopwatch if device.type == "cuda" else cpu_stopwatch
+    return cuda_stopwatch if device.type == "cuda" else _cpu_stopwatch
 
 
-def cpu_stopwatch(step: Callable[[], object], count: int, max_seconds: float) -> list[float]:
+def _cpu_stopwatch(step: Callable[[], object], count: int, max_seconds: float) -> list[float]:
     """Seconds of each step, on the host's clock."""
     seconds: list[float] = []
     begin = time.perf_counter()

@@ -130,9 +130,6 @@ class Trace:
 def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trace:
     """Trace `steps` steps and all their kernels; on CUDA, an untraced step first starts the profiler.
 
-    Args:
-        steps: how many.
-
     Raises:
         NotHere: on CUDA, if the profiler saw nothing of the device.
     """

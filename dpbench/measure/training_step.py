@@ -55,7 +55,7 @@ def run(trial: TrainingStepTrial) -> dict[str, Any]:
 
 
 @dataclass
-class TrainingStep:
+class _TrainingStep:
     """One whole step, ready to run.
 
     Attributes:
@@ -107,7 +107,7 @@ class _Engine(Entry):
         take, undo, self._compiled = opened(self.name, own, optimizer, inputs, targets)
         keep_to(self.trial.way, self._compiled)
         self._batch_bytes = storage_bytes(tensors_in(inputs, targets))
-        self._step = TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
+        self._step = _TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
 
     def turn(self, number: int, position: int) -> None:
         """As for a backend's entry. Our engine checks every optimizer's step; only ours pays for that."""
@@ -125,7 +125,7 @@ class _Engine(Entry):
         return torch.cuda.memory_allocated(self.device) - self._batch_bytes
 
 
-class Opened(NamedTuple):
+class _Opened(NamedTuple):
     """An engine on a model.
 
     Attributes:
@@ -165,11 +165,11 @@ def _by_backward(
     return take
 
 
-def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
-    return Opened(_by_backward(workload, workload.model, optimizer, inputs, targets), _nothing)
+def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
+    return _Opened(_by_backward(workload, workload.model, optimizer, inputs, targets), _nothing)
 
 
-def _plain_compiled(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+def _plain_compiled(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
     """Ordinary training as a graph."""
     size, named = len(targets), dict(workload.model.named_parameters())
     backend = load_backend("nonprivate")(
@@ -184,7 +184,7 @@ def _plain_compiled(_: str, workload: Workload, optimizer: torch.optim.Optimizer
         optimizer.zero_grad()
         return found.losses * size
 
-    return Opened(take, backend.close, backend.graphs)
+    return _Opened(take, backend.close, backend.graphs)
 
 
 def _attached(name: str, workload: Workload, optimizer: torch.optim.Optimizer, targets: Any) -> PrivacyEngine:
@@ -199,7 +199,7 @@ def _attached(name: str, workload: Workload, optimizer: torch.optim.Optimizer, t
 
 def _ours_compiled(
     name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any
-) -> Opened:
+) -> _Opened:
     engine = _attached(name, workload, optimizer, targets)
     step = engine.make_step(workload.loss_fn, compile=True)
 
@@ -208,10 +208,10 @@ def _ours_compiled(
         optimizer.zero_grad()
         return losses
 
-    return Opened(take, engine.detach, step.graphs)
+    return _Opened(take, engine.detach, step.graphs)
 
 
-def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
     engine = _attached(name, workload, optimizer, targets)
     step: Any = optimizer.step
 
@@ -221,7 +221,7 @@ def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, input
         optimizer.zero_grad()
         return losses.detach()
 
-    return Opened(take, engine.detach)
+    return _Opened(take, engine.detach)
 
 
 def _not_in_place(model: nn.Module) -> nn.Module:
@@ -232,17 +232,17 @@ def _not_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-def _opacus_hooks(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+def _opacus_hooks(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
     model = GradSampleModule(_not_in_place(workload.model), loss_reduction="mean")
     private = DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(targets))
 
-    return Opened(_by_backward(workload, model, private, inputs, targets), model.to_standard_module)
+    return _Opened(_by_backward(workload, model, private, inputs, targets), model.to_standard_module)
 
 
-def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
@@ -261,10 +261,10 @@ def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, 
         private.zero_grad()
         return losses.detach()
 
-    return Opened(take, model.to_standard_module)
+    return _Opened(take, model.to_standard_module)
 
 
-def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
     size, library = len(targets), importlib.import_module("private_CNN")
     hooks = importlib.import_module("private_CNN.privacy_utils.autograd_grad_sample")
     engine = library.PrivacyEngine(
@@ -287,10 +287,10 @@ def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, i
         optimizer.zero_grad()
         return losses.detach()
 
-    return Opened(take, engine.detach)
+    return _Opened(take, engine.detach)
 
 
-def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
     size = len(targets)
     engine = importlib.import_module("fastDP").PrivacyEngine(
         workload.model,
@@ -306,7 +306,7 @@ def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs
     )
     engine.attach(optimizer)
 
-    return Opened(_by_backward(workload, workload.model, optimizer, inputs, targets), engine.detach)
+    return _Opened(_by_backward(workload, workload.model, optimizer, inputs, targets), engine.detach)
 
 
 def _nothing() -> None:

@@ -35,11 +35,7 @@ SAMPLES = 2
 
 
 def oracle(workload: Workload, inputs: Any, targets: Any, clip: ClipFunction) -> ClippedGradient:
-    """The result of processing one sample at a time.
-
-    Args:
-        clip: norms [B] -> factors [B].
-    """
+    """The result of processing one sample at a time."""
     with tf32(False), load_backend("microbatch")(workload.model, workload.loss_fn, clip=clip) as microbatch:
         return microbatch(inputs, targets)
 
@@ -78,11 +74,7 @@ def agreement(backend: Backend, inputs: Any, targets: Any, reference: ClippedGra
 
 
 def verification_record(found: Agreement, limit: Limit, samples: int) -> dict[str, Any]:
-    """The record of a verification; raises nothing.
-
-    Args:
-        samples: how many were compared.
-    """
+    """The record of a verification; raises nothing."""
     return {
         "samples": samples,
         "max_norm_error": found.norm_error,
@@ -93,11 +85,7 @@ def verification_record(found: Agreement, limit: Limit, samples: int) -> dict[st
 
 
 def mismatch(backend: str, found: Agreement, limit: Limit, result: dict[str, Any], where: str = "") -> Mismatch:
-    """The exception for a wrong result: by how much, and at which parameter.
-
-    Args:
-        result: of the trial.
-    """
+    """The exception for a wrong result: by how much, and at which parameter."""
     return Mismatch(result, difference(backend, found, limit, where))
 
 

@@ -28,6 +28,9 @@ Functions take:
     dtype: of parameters and floating-point inputs.
     seed: of random numbers.
     outputs: of the model.
+    ref: of a model.
+    model: the module, changed in place.
+    package: its name to import.
     spec: the data, KIND or KIND:ROOT (see `dpbench.models.data`).
 """
 

@@ -40,9 +40,6 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     at 1 and 0, never at the old values: a BatchNorm that starts at zero, as the last one of a residual branch often
     does, gives that branch zero gradients, which no check could find wrong. A subclass that includes dropout and
     activation (timm's BatchNormAct2d) keeps both. A module used twice stays one module.
-
-    Args:
-        model: any module.
     """
     replaced: dict[int, nn.Module] = {}
 
@@ -76,13 +73,10 @@ def _as_group_norm(old: nn.modules.batchnorm._BatchNorm) -> nn.Module:
     return new.train(old.training)
 
 
-def remove_dropout(model: nn.Module) -> None:
+def _remove_dropout(model: nn.Module) -> None:
     """Set the probability of every dropout and stochastic-depth module to 0, in place.
 
     Handles torch's Dropout* and MultiheadAttention, and modules of timm, torchvision and transformers with F.dropout.
-
-    Args:
-        model: any module.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ == "StochasticDepth":
@@ -95,9 +89,6 @@ def remove_dropout(model: nn.Module) -> None:
 def adapt(model: nn.Module) -> nn.Module:
     """Apply both changes, and set train mode, for all referenced models; the built-in ones need no change.
 
-    Args:
-        model: any module, changed in place.
-
     Raises:
         ModelError: a lazy module, with parameters that do not exist yet.
     """
@@ -105,7 +96,7 @@ def adapt(model: nn.Module) -> nn.Module:
     if lazy:
         raise ModelError("a model whose parameters have shapes", f"{lazy[0]}, which is not initialised")
     model = replace_batch_norm(model)
-    remove_dropout(model)
+    _remove_dropout(model)
     return model.train()
 
 

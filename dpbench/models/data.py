@@ -39,7 +39,7 @@ CIFAR10_STATISTICS: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2
 
 
 @dataclass(frozen=True)
-class ImageSet:
+class _ImageSet:
     """Images read on demand.
 
     read: (indices, S) -> pixels [n, C, S, S] in [0, 1], float32, with one or three channels, and labels [n], int64.
@@ -167,7 +167,7 @@ def _split(spec: str) -> tuple[str, Path | None]:
     return kind, Path(os.path.expanduser(root)) if root else None
 
 
-def _normalised(source: ImageSet, rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:
+def _normalised(source: _ImageSet, rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:
     import torch
 
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in source.statistics)
@@ -183,7 +183,7 @@ def _resized(pixels: Tensor, image_size: int) -> Tensor:
     return F.interpolate(pixels, (image_size, image_size), mode="bilinear", antialias=True)
 
 
-def _digits(root: Path | None) -> ImageSet:
+def _digits(root: Path | None) -> _ImageSet:
     import numpy as np
     import torch
 
@@ -201,10 +201,10 @@ def _digits(root: Path | None) -> ImageSet:
         values, labels = load_digits(return_X_y=True)
     pixels = torch.from_numpy(np.asarray(values, dtype=np.float32)).view(-1, 1, 8, 8) / 16  # grey values are 0 .. 16
     classes = torch.from_numpy(np.asarray(labels, dtype=np.int64))
-    return ImageSet(len(classes), DIGITS_STATISTICS, lambda rows, size: (_resized(pixels[rows], size), classes[rows]))
+    return _ImageSet(len(classes), DIGITS_STATISTICS, lambda rows, size: (_resized(pixels[rows], size), classes[rows]))
 
 
-def _cifar(root: Path | None, train: bool = True) -> ImageSet:
+def _cifar(root: Path | None, train: bool = True) -> _ImageSet:
     import torch
     from torchvision import datasets
 
@@ -222,7 +222,7 @@ def _cifar(root: Path | None, train: bool = True) -> ImageSet:
         pixels = torch.from_numpy(data.data[rows]).permute(0, 3, 1, 2).float() / 255
         return _resized(pixels, image_size), labels[rows]
 
-    return ImageSet(len(labels), CIFAR10_STATISTICS, read)
+    return _ImageSet(len(labels), CIFAR10_STATISTICS, read)
 
 
 def _cifar_fault(form: Any, root: Path) -> str | None:
@@ -241,4 +241,4 @@ def _cifar_fault(form: Any, root: Path) -> str | None:
     return None
 
 
-_READERS: dict[str, Callable[[Path | None], ImageSet]] = {"digits": _digits, "cifar10": _cifar}
+_READERS: dict[str, Callable[[Path | None], _ImageSet]] = {"digits": _digits, "cifar10": _cifar}

@@ -180,11 +180,7 @@ def _count_logits(ref: str, model: nn.Module, image_size: int) -> int:
 
 @contextmanager
 def needs(package: str) -> Iterator[None]:
-    """If the body cannot import `package`, raise an error of one line that says how to install it.
-
-    Args:
-        package: its name to import.
-    """
+    """If the body cannot import `package`, raise an error of one line that says how to install it."""
     try:
         yield
     except ImportError as error:

@@ -33,9 +33,6 @@ _FORMS = f"timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or {FA
 def split_reference(ref: str) -> tuple[str, str]:
     """(scheme, name) of a reference: scheme is "builtin", "timm", "torchvision", "transformers" or "file".
 
-    Args:
-        ref: of a model.
-
     Raises:
         UsageError: an unknown built-in or scheme, with the nearest known name.
     """
@@ -59,9 +56,6 @@ def validate_reference(ref: str) -> None:
 
     Building the model (`dpbench.models.loading.load_workload`) checks whether timm, torchvision or transformers know
     the name and the options, and whether the file has such a function.
-
-    Args:
-        ref: of a model.
 
     Raises:
         UsageError: with the nearest known name, if any.

@@ -92,30 +92,27 @@ def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload
         if count > MAX_PARAMETERS:
             raise ModelError(f"at most {MAX_PARAMETERS:,} parameters once it is made small", f"{count:,}")
         model = adapt(make.from_config(config))
-        batch = taken(reference, head, model)
-    return Workload(to_fake(model, mode), loss_of(head), batch)
+        batch = _taken(reference, head, model)
+    return Workload(to_fake(model, mode), _loss_of(head), batch)
 
 
-def taken(reference: str, head: str, model: nn.Module) -> Callable[[int], tuple[Any, Any]]:
+def _taken(reference: str, head: str, model: nn.Module) -> Callable[[int], tuple[Any, Any]]:
     """batch(B) with the first form of inputs that the model accepts.
-
-    Args:
-        reference: of the model, for the error.
 
     Raises:
         ModelError: it accepts none; the reason is that of the first form.
     """
     reasons: list[str] = []
-    for inputs in forms(head, model):
+    for inputs in _forms(head, model):
 
         def batch(batch_size: int, inputs: Any = inputs) -> tuple[Any, Any]:
             generator = torch.Generator().manual_seed(1)
-            return inputs(batch_size, generator), targets(head, batch_size, generator)
+            return inputs(batch_size, generator), _targets(head, batch_size, generator)
 
         try:
             with torch.no_grad():
                 given, wanted = batch(2)
-                losses = loss_of(head)(model(**given), wanted)
+                losses = _loss_of(head)(model(**given), wanted)
             if losses.shape == (2,):
                 return batch
             reasons.append(f"losses of shape {list(losses.shape)}")
@@ -128,45 +125,45 @@ Inputs = Callable[[int, torch.Generator], dict[str, Tensor]]
 """(B, generator) -> keyword arguments of the model."""
 
 
-def forms(head: str, model: nn.Module) -> Iterator[Inputs]:
+def _forms(head: str, model: nn.Module) -> Iterator[Inputs]:
     """Possible forms of a model's inputs, the likeliest first."""
     if head == "image":
-        yield from of_images(model)
+        yield from _of_images(model)
     elif head in ("audio", "ctc"):
-        yield from of_sound(model)
+        yield from _of_sound(model)
     else:
-        yield of_text(head, model)
+        yield _of_text(head, model)
 
 
-def of_text(head: str, model: nn.Module) -> Inputs:
+def _of_text(head: str, model: nn.Module) -> Inputs:
     """Tokens; if a label is read from the last one, it is the end token; the decoder gets as many."""
-    name = "input_ids" if "input_ids" in parameters_of(model) else "inputs"
+    name = "input_ids" if "input_ids" in _parameters_of(model) else "inputs"
 
     def inputs(b: int, generator: torch.Generator) -> dict[str, Tensor]:
-        given = {name: tokens(b, generator)}
+        given = {name: _tokens(b, generator)}
         if head == "sequence":
             given[name][:, -1] = END
         if head == "seq2seq":
-            given["decoder_input_ids"] = tokens(b, generator)
+            given["decoder_input_ids"] = _tokens(b, generator)
         return given
 
     return inputs
 
 
-def of_images(model: nn.Module) -> Iterator[Inputs]:
+def _of_images(model: nn.Module) -> Iterator[Inputs]:
     """Pixels; patches, for models that do not cut them; or a token for each pixel."""
-    taken: Any = parameters_of(model)
+    taken: Any = _parameters_of(model)
     vision = getattr(model.config, "vision_config", model.config)
     name = next((name for name in ("pixel_values", "inputs") if name in taken), "input_ids")
     channels, size = getattr(vision, "num_channels", 3), getattr(vision, "image_size", IMAGE)
     patch = getattr(vision, "patch_size", None)
     if name == "input_ids":
-        yield lambda b, generator: {name: tokens(b, generator)}
+        yield lambda b, generator: {name: _tokens(b, generator)}
         return
-    yield noise(name, channels, *((size, size) if isinstance(size, int) else size))
+    yield _noise(name, channels, *((size, size) if isinstance(size, int) else size))
     if "spatial_shapes" in taken and isinstance(patch, int):
         side = IMAGE // patch
-        patches = noise(name, side * side, channels * patch**2)
+        patches = _noise(name, side * side, channels * patch**2)
         yield lambda b, generator: {
             **patches(b, generator),
             "pixel_attention_mask": torch.ones(b, side * side, dtype=torch.long),
@@ -174,58 +171,43 @@ def of_images(model: nn.Module) -> Iterator[Inputs]:
         }
 
 
-def of_sound(model: nn.Module) -> Iterator[Inputs]:
+def _of_sound(model: nn.Module) -> Iterator[Inputs]:
     """A wave, or a spectrum in one of three shapes."""
     config: Any = model.config
     name = str(model.main_input_name)
     bands = getattr(config, "num_mel_bins", getattr(getattr(config, "encoder_config", config), "num_mel_bins", 80))
     wide = getattr(config, "feature_projection_input_dim", None) or bands
     if name == "input_values":
-        yield noise(name, WAVE)
-    yield noise(name, FRAMES, wide)
-    yield noise(name, wide, FRAMES)
-    yield noise(name, wide, 2 * getattr(config, "max_source_positions", FRAMES))
+        yield _noise(name, WAVE)
+    yield _noise(name, FRAMES, wide)
+    yield _noise(name, wide, FRAMES)
+    yield _noise(name, wide, 2 * getattr(config, "max_source_positions", FRAMES))
 
 
-def noise(name: str, *shape: int) -> Inputs:
-    """Normal values [B, *shape].
-
-    Args:
-        name: of the argument.
-        shape: of one sample.
-    """
+def _noise(name: str, *shape: int) -> Inputs:
+    """Normal values [B, *shape]."""
     return lambda b, generator: {name: torch.randn(b, *shape, generator=generator)}
 
 
-def tokens(b: int, generator: torch.Generator) -> Tensor:
-    """Ids [b, LENGTH] without special tokens.
-
-    Args:
-        b: number of sequences.
-        generator: of the ids.
-    """
+def _tokens(b: int, generator: torch.Generator) -> Tensor:
+    """Ids [b, LENGTH] without special tokens."""
     return torch.randint(FIRST_TOKEN, VOCABULARY, (b, LENGTH), generator=generator)
 
 
-def parameters_of(model: nn.Module) -> Container[str]:
+def _parameters_of(model: nn.Module) -> Container[str]:
     """The argument names of its forward method."""
     return inspect.signature(model.forward).parameters
 
 
-def targets(head: str, batch_size: int, generator: torch.Generator) -> Tensor:
-    """Tokens [B, T], labels [B] of `CLASSES`, or two labels [B, 2] without the blank (0).
-
-    Args:
-        batch_size: B.
-        generator: of the labels.
-    """
+def _targets(head: str, batch_size: int, generator: torch.Generator) -> Tensor:
+    """Tokens [B, T], labels [B] of `CLASSES`, or two labels [B, 2] without the blank (0)."""
     if head in OF_TOKENS:
-        return tokens(batch_size, generator)
+        return _tokens(batch_size, generator)
     if head == "ctc":
         return torch.randint(1, 4, (batch_size, 2), generator=generator)
     return torch.randint(CLASSES, (batch_size,), generator=generator)
 
 
-def loss_of(head: str) -> Callable[[Any, Any], Tensor]:
+def _loss_of(head: str) -> Callable[[Any, Any], Tensor]:
     """loss_fn(outputs, targets) -> [B] of the head; see the module's docstring."""
     return token_loss if head in OF_TOKENS else alignment_loss if head == "ctc" else classification_loss

@@ -200,10 +200,10 @@ def shrunk(default: Any, **fixed: Any) -> Any:
     Args:
         fixed: field -> value, used as given.
     """
-    return type(default)(**changes(default) | fixed)
+    return type(default)(**_changes(default) | fixed)
 
 
-def changes(default: Any) -> dict[str, Any]:
+def _changes(default: Any) -> dict[str, Any]:
     """Changes to `default`: field -> value."""
     from transformers.configuration_utils import PreTrainedConfig
 

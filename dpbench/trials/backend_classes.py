@@ -26,9 +26,6 @@ class UnavailableBackend(NotHere):
 def backend_class(ref: str) -> type[Backend]:
     """Return the class of a reference, if it can run here.
 
-    Args:
-        ref: a name, or ``path/file.py:Class``.
-
     Raises:
         UsageError: the file cannot be imported or lacks the class, or the class is not a backend.
         UnavailableBackend: a package that it needs is missing.
@@ -40,11 +37,7 @@ def backend_class(ref: str) -> type[Backend]:
 
 
 def run(trial: ResolveTrial) -> dict[str, Any]:
-    """{"usage": None, or what is wrong with the reference in one line}.
-
-    Args:
-        trial: its `backend` is a class in a file.
-    """
+    """{"usage": None, or what is wrong with the reference in one line}."""
     try:
         _from_file(trial.backend)
     except UsageError as error:

@@ -22,9 +22,6 @@ from dpbench.trials.reference import load_object, reference_to
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal values give equal texts.
 
-    Args:
-        value: of dicts, lists, strings, numbers, bools and None.
-
     Raises:
         ValueError: a float that is not finite.
     """

@@ -33,11 +33,7 @@ _OTHER = 3.0
 
 
 def expected_seconds(trial: Trial) -> float | None:
-    """Seconds of a trial on a GPU; None on a CPU, and for an unknown kind.
-
-    Args:
-        trial: to be run.
-    """
+    """Seconds of a trial on a GPU; None on a CPU, and for an unknown kind."""
     if getattr(trial, "device", None) != "cuda":
         return None
     model = str(getattr(trial, "model", ""))

@@ -16,9 +16,6 @@ def to_json(value: Any) -> str:
     """One line of strict JSON; floats that are not finite become the strings "inf", "-inf" and "nan".
 
     A lone surrogate, as of a path's byte that is not UTF-8, becomes a readable escape.
-
-    Args:
-        value: of dicts, lists, strings, numbers, bools and None.
     """
     text = json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
     return text if text.isascii() else _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text)

@@ -41,9 +41,6 @@ def to_be_installed(package: str) -> str:
     """An error's text for a missing package: "to be installed", with the command.
 
     The command installs an extra from this module's checkout; without a checkout, the package by name.
-
-    Args:
-        package: its name to import.
     """
     from_checkout = package in EXTRAS and (ROOT / "pyproject.toml").is_file()
     what = f"-e '{ROOT}[{EXTRAS[package]}]'" if from_checkout else package
@@ -51,11 +48,7 @@ def to_be_installed(package: str) -> str:
 
 
 def is_missing(package: str) -> bool:
-    """Returns whether a package is not installed, without importing it.
-
-    Args:
-        package: its name to import.
-    """
+    """Returns whether a package is not installed, without importing it."""
     return importlib.util.find_spec(package) is None
 
 
@@ -81,20 +74,13 @@ def needed(package: str, module: str) -> Iterator[None]:
 
 
 def required_modules(ref: str) -> tuple[str, ...]:
-    """Modules to import before forking a trial of this model; () for built-ins and files.
-
-    Args:
-        ref: of a model.
-    """
+    """Modules to import before forking a trial of this model; () for built-ins and files."""
     is_file = (ref.rpartition(":")[0] or ref).endswith(".py")
     return () if is_file else SCHEMES.get(ref.partition(":")[0], ())
 
 
 def refuse_missing(ref: str) -> None:
     """Say which package a model needs where it is not installed. Imports nothing.
-
-    Args:
-        ref: of a model.
 
     Raises:
         UsageError: it is not installed; with the command that does it.

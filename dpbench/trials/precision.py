@@ -68,9 +68,6 @@ def with_profile(trial: Mapping[str, Any]) -> Mapping[str, Any]:
     """A trial's fields with its profile, if an old record names a dtype instead.
 
     On CUDA float32 then used TF32 in convolutions alone, torch's default, which is no profile.
-
-    Args:
-        trial: as a record describes it.
     """
     if trial["kind"] not in STEPS or "dtype" not in trial:
         return trial

@@ -183,11 +183,7 @@ def _difference(value: Any, shape: Shape) -> tuple[str, str, Any] | None:
 
 
 def too_deep(value: Any) -> bool:
-    """Returns whether lists and objects are nested more than `DEPTH` deep.
-
-    Args:
-        value: as read from JSON.
-    """
+    """Returns whether lists and objects are nested more than `DEPTH` deep."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(DEPTH):
         inside = (each.values() if isinstance(each, dict) else each for each in level)

@@ -129,11 +129,7 @@ class OverheadTrial(ModelTrial):
 
 
 def with_way(trial: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A trial's fields with its way, if an old record says only whether steps were compiled, or nothing.
-
-    Args:
-        trial: as a record describes it.
-    """
+    """A trial's fields with its way, if an old record says only whether steps were compiled, or nothing."""
     if trial["kind"] not in ("overhead", "training_step", "recommend"):
         return trial
     compiled = bool(trial.get("compiled"))

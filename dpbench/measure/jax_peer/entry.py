@@ -126,10 +126,6 @@ class JaxEntry(Entry):
 def settings_of(trial: TrainingStepTrial, workload: Workload) -> dict[str, Any]:
     """The settings of the process.
 
-    Args:
-        trial: with the model, the optimizer and the precision.
-        workload: with the model in torch.
-
     Raises:
         UnsupportedModel: there is no such model in jax here, or no such precision.
     """

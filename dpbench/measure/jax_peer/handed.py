@@ -88,11 +88,7 @@ class Process:
         return self._answer()
 
     def clipped(self, samples: int) -> ClippedGradient:
-        """The clipped sum of the first samples, by PyTorch's names and layouts.
-
-        Args:
-            samples: how many.
-        """
+        """The clipped sum of the first samples, by PyTorch's names and layouts."""
         path = Path(self._folder.name) / "clipped.npz"
         self.ask("clip", samples=samples, to=str(path))
         with np.load(path) as arrays:

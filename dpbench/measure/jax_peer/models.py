@@ -7,6 +7,7 @@ gradients.
 
 Functions take:
     p: name -> array, the parameters.
+    array: a parameter, or its gradient.
     name: of a layer; its parameters are NAME.weight and NAME.bias.
     x: its input.
     images: [B, H, W, 3].
@@ -33,34 +34,22 @@ Parameters = dict[str, Any]
 
 
 def to_jax(array: np.ndarray) -> np.ndarray:
-    """PyTorch's layout to jax's: kernels [out, in, H, W] to [H, W, in, out]; other arrays unchanged.
-
-    Args:
-        array: a parameter.
-    """
+    """PyTorch's layout to jax's: kernels [out, in, H, W] to [H, W, in, out]; other arrays unchanged."""
     return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array
 
 
 def to_torch(array: np.ndarray) -> np.ndarray:
-    """The inverse of `to_jax`.
-
-    Args:
-        array: a parameter's gradient.
-    """
+    """The inverse of `to_jax`."""
     return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
-def linear(p: Parameters, name: str, x: Any) -> Any:
+def _linear(p: Parameters, name: str, x: Any) -> Any:
     """nn.Linear."""
     return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
 
 
-def convolution(p: Parameters, name: str, x: Any, stride: int = 1) -> Any:
-    """nn.Conv2d with padding of half the kernel; its bias is optional.
-
-    Args:
-        stride: in both directions.
-    """
+def _convolution(p: Parameters, name: str, x: Any, stride: int = 1) -> Any:
+    """nn.Conv2d with padding of half the kernel; its bias is optional."""
     kernel = p[f"{name}.weight"]
     half = kernel.shape[0] // 2
     layout = ("NHWC", "HWIO", "NHWC")
@@ -68,7 +57,7 @@ def convolution(p: Parameters, name: str, x: Any, stride: int = 1) -> Any:
     return out + p[f"{name}.bias"] if f"{name}.bias" in p else out
 
 
-def group_norm(p: Parameters, name: str, x: Any) -> Any:
+def _group_norm(p: Parameters, name: str, x: Any) -> Any:
     """nn.GroupNorm in min(32, C) groups, as `dpbench.models.adapt.group_norm`."""
     size, *_, channels = x.shape
     groups = min(GROUPS, channels)
@@ -77,7 +66,7 @@ def group_norm(p: Parameters, name: str, x: Any) -> Any:
     return normal * p[f"{name}.weight"] + p[f"{name}.bias"]
 
 
-def layer_norm(p: Parameters, name: str, x: Any) -> Any:
+def _layer_norm(p: Parameters, name: str, x: Any) -> Any:
     """nn.LayerNorm over the last dimension."""
     return _normalised(x, (-1,)) * p[f"{name}.weight"] + p[f"{name}.bias"]
 
@@ -102,8 +91,8 @@ def mlp(p: Parameters, images: Any) -> Any:
     """`dpbench.models.mlp`: logits [B, classes]."""
     x = _flat(images)
     for name in ("1", "3"):
-        x = jax.nn.relu(linear(p, name, x))
-    return linear(p, "5", x)
+        x = jax.nn.relu(_linear(p, name, x))
+    return _linear(p, "5", x)
 
 
 def cnn(p: Parameters, images: Any) -> Any:
@@ -111,25 +100,25 @@ def cnn(p: Parameters, images: Any) -> Any:
     x = images
     for first, second in (("0", "2"), ("5", "7"), ("10", "12")):
         for name in (first, second):
-            x = jnp.tanh(convolution(p, name, x))
+            x = jnp.tanh(_convolution(p, name, x))
         x = _halved(x)
-    return linear(p, "18", jnp.tanh(linear(p, "16", _flat(x))))
+    return _linear(p, "18", jnp.tanh(_linear(p, "16", _flat(x))))
 
 
 def resnet(p: Parameters, images: Any) -> Any:
     """`dpbench.models.resnet` with basic blocks: logits [B, classes]. Blocks with a projection halve the image."""
-    x = jax.nn.relu(group_norm(p, "stem.1", convolution(p, "stem.0", images)))
+    x = jax.nn.relu(_group_norm(p, "stem.1", _convolution(p, "stem.0", images)))
     number = 0
     while f"blocks.{number}.conv1.weight" in p:
         at = f"blocks.{number}"
         halves = f"{at}.shortcut.0.weight" in p
         stride = 2 if halves else 1
-        out = jax.nn.relu(group_norm(p, f"{at}.norm1", convolution(p, f"{at}.conv1", x, stride)))
-        out = group_norm(p, f"{at}.norm2", convolution(p, f"{at}.conv2", out))
-        shortcut = group_norm(p, f"{at}.shortcut.1", convolution(p, f"{at}.shortcut.0", x, stride)) if halves else x
+        out = jax.nn.relu(_group_norm(p, f"{at}.norm1", _convolution(p, f"{at}.conv1", x, stride)))
+        out = _group_norm(p, f"{at}.norm2", _convolution(p, f"{at}.conv2", out))
+        shortcut = _group_norm(p, f"{at}.shortcut.1", _convolution(p, f"{at}.shortcut.0", x, stride)) if halves else x
         x = jax.nn.relu(out + shortcut)
         number += 1
-    return linear(p, "classifier", x.mean((1, 2)))
+    return _linear(p, "classifier", x.mean((1, 2)))
 
 
 def gpt2(p: Parameters, tokens: Any, *, heads: int) -> Any:
@@ -144,11 +133,11 @@ def gpt2(p: Parameters, tokens: Any, *, heads: int) -> Any:
     number = 0
     while f"transformer.h.{number}.ln_1.weight" in p:
         at = f"transformer.h.{number}"
-        x = x + _attention(p, f"{at}.attn", layer_norm(p, f"{at}.ln_1", x), heads)
-        inner = jax.nn.gelu(_conv1d(p, f"{at}.mlp.c_fc", layer_norm(p, f"{at}.ln_2", x)), approximate=True)
+        x = x + _attention(p, f"{at}.attn", _layer_norm(p, f"{at}.ln_1", x), heads)
+        inner = jax.nn.gelu(_conv1d(p, f"{at}.mlp.c_fc", _layer_norm(p, f"{at}.ln_2", x)), approximate=True)
         x = x + _conv1d(p, f"{at}.mlp.c_proj", inner)
         number += 1
-    return layer_norm(p, "transformer.ln_f", x) @ embedding.T
+    return _layer_norm(p, "transformer.ln_f", x) @ embedding.T
 
 
 def _conv1d(p: Parameters, name: str, x: Any) -> Any:
