@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from marks import name_of, slow_unless
-from test_measure_simulate import SIMULATED, Residual, built_in, opened, plain, skip_if_unavailable
+from test_measure_simulate import SIMULATED, Residual, opened, plain, skip_if_unavailable
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,12 +124,3 @@ def test_a_step_has_the_same_operations_whatever_the_batch(backend, monkeypatch)
     tighten(monkeypatch)
     few, many = (operations(lambda size=size: opened(Wide, backend, size)) for size in (32, 4096))
     assert many == pytest.approx(few, rel=0.25)
-
-
-@pytest.mark.parametrize("backend", COUNTED)
-@pytest.mark.slow
-def test_a_built_in_model_has_few_operations_at_any_batch(backend):
-    """A large batch differs only in what a small one does at once: gradients that are joined, a sum of one portion."""
-    skip_if_unavailable(backend)
-    few, many, huge = (operations(lambda size=size: built_in("resnet18", backend, size)) for size in (32, 4096, 32768))
-    assert few <= 3000 and many <= 1.6 * few and huge <= 1.2 * many

@@ -64,11 +64,6 @@ def driver(monkeypatch):
     gpu._handle.cache_clear()
 
 
-def test_what_the_driver_says(driver):
-    driver(Driver())
-    assert gpu.sample(CUDA) == {"sm_mhz": 1980, "memory_mhz": 2619, "watts": 412.345, "celsius": 61}
-
-
 def test_what_it_does_not_say_is_none_and_the_rest_is_there(driver):
     driver(Driver(fails=("power",)))
     assert gpu.sample(CUDA) == {"sm_mhz": 1980, "memory_mhz": 2619, "watts": None, "celsius": 61}
@@ -83,10 +78,6 @@ def test_without_a_driver_that_answers_everything_is_none(driver, silent):
 def test_a_gpu_that_the_driver_does_not_know_is_not_taken_for_another(driver):
     driver(Driver(), uuid="ffffffff-89ab-cdef-0123-456789abcdef")
     assert gpu.sample(CUDA) == NOTHING
-
-
-def test_a_cpu_has_none():
-    assert gpu.sample(torch.device("cpu")) is None
 
 
 def test_a_turn_on_cuda_says_them_and_asks_when_its_time_is_taken(monkeypatch):

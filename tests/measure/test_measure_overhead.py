@@ -13,10 +13,9 @@ import torch
 import clipping
 from clipping.backends.microbatch import Microbatch, NonPrivate
 from dpbench.measure import memory, overhead
-from dpbench.process.parent import Isolation
 from dpbench.trials import OverheadTrial, PeakTrial
 from dpbench.trials.json_text import to_json
-from dpbench.trials.outcome import RETRYABLE, Outcome, PartlyFailed, classify
+from dpbench.trials.outcome import Outcome, PartlyFailed, classify
 
 TRIAL = OverheadTrial(
     model="cnn", backends=["nonprivate", "mixed_ghost"], batch_size=4, image_size=16, rounds=3, max_seconds=0.1
@@ -161,13 +160,6 @@ def test_every_round_has_an_order_of_its_own(one_step_a_turn):
         assert positions == [one.index(name) for one in rounds]
 
 
-def test_the_orders_are_the_seed_s():
-    entries = list(range(10))
-    assert overhead.order(entries, 0, 3) == overhead.order(entries, 0, 3)
-    assert overhead.order(entries, 0, 3) != overhead.order(entries, 1, 3)
-    assert sorted(overhead.order(entries, 0, 4)) == entries
-
-
 @pytest.mark.parametrize(
     ("turn", "rounds", "most", "expected"),
     [
@@ -244,23 +236,6 @@ def test_peers_on_one_model_do_not_meet():
     assert {entry["outcome"] for entry in entries.values()} == {"ok"}
     losses = [entry["loss"] for entry in entries.values()]
     assert losses == pytest.approx([losses[0]] * len(losses))
-
-
-@pytest.mark.slow
-def test_a_backend_of_one_s_own_that_is_wrong_leaves_the_record_of_the_others(tmp_path):
-    """In a process of its own, as a run has it: the outcome can be retried, and the result is kept."""
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from clipping.backends.microbatch import NonPrivate\n"
-        "class Unclipped(NonPrivate):\n    name, private = 'unclipped', True\n"
-    )
-    mine = f"{file}:Unclipped"
-    with Isolation({}) as isolation:
-        answer = isolation.run(TRIAL.replace(backends=[mine, "nonprivate", "bk_mixed"], max_grad_norm=0.01))
-    assert answer.outcome == Outcome.MISMATCH and answer.outcome in RETRYABLE
-    assert answer.result is not None
-    outcomes = {name: entry["outcome"] for name, entry in answer.result["backends"].items()}
-    assert outcomes == {mine: "mismatch", "nonprivate": "ok", "bk_mixed": "ok"}
 
 
 @pytest.mark.gpu

@@ -81,10 +81,6 @@ def test_the_record_of_a_step():
     to_json(result)
 
 
-def test_a_batch_of_one_is_verified_on_one_sample():
-    assert step.run(TRIAL.replace(batch_size=1))["verification"]["samples"] == 1
-
-
 @pytest.mark.parametrize("backend", ["nonprivate", "mixed_ghost"])
 def test_verification_and_timing_leave_no_trace_in_the_peak(backend):
     """It is that of a step alone, in a process that did nothing else."""

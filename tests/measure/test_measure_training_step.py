@@ -102,12 +102,6 @@ def test_an_ordinary_step_does_not_pay_for_our_engine_s_checks():
     handle.remove()
 
 
-@pytest.mark.slow
-def test_of_text():
-    found = training_step.run(trial(model=TEXT, image_size=None, data="synthetic", backends=("nonprivate", "bk_mixed")))
-    assert {entry["outcome"] for entry in found["backends"].values()} == {"ok"}
-
-
 @pytest.mark.parametrize("name", ["nonprivate", "bk_mixed", "opacus_hooks", "opacus_ghost"])
 def test_a_step_moves_the_parameters_and_ends_without_gradients(name):
     if name.startswith("opacus"):

@@ -45,12 +45,6 @@ def test_float32_is_compared_in_float64(name):
     assert all(p.dtype == torch.float32 and torch.equal(p, before[n]) for n, p in work.model.named_parameters())
 
 
-def test_one_sample_is_all_there_is():
-    work = workload()
-    with load_backend("ghost")(work.model, work.loss_fn, verify=False) as backend:
-        assert verify.against_oracle(backend, *work.batch(1))[2] == 1
-
-
 def test_the_oracle_leaves_the_model_as_it_was():
     work = workload()
     before = {name: p.clone() for name, p in work.model.named_parameters()}
@@ -66,9 +60,3 @@ def test_a_mismatch_names_the_parameter_and_the_numbers():
         "gradient of 'head.weight', expected at most 1e-09"
     )
     assert error.result == {"kept": 1}
-
-
-def test_tolerances_go_by_dtype():
-    limits = [verify.tolerance_of(name) for name in ("float64", "float32", "float16", "bfloat16")]
-    for each in zip(*limits, strict=True):
-        assert list(each) == sorted(each) and each[0] == 1e-9 and each[-1] < 0.5

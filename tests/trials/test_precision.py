@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import sys
 from typing import Any
 
 import pytest
 import torch
-from report_records import CUDA, RunFile, save_no_pictures
+from report_records import RunFile
 from torch import nn
 
 import clipping
@@ -28,16 +27,14 @@ from clipping.checks.verification import (
     agreement_with_oracle,
     limit_of,
 )
-from clipping.core.dtypes import coarsest, formats
 from dpbench.cli import main
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import Agenda, Question
 from dpbench.execution.selection import select
 from dpbench.experiment import load_experiment
-from dpbench.measure import largest, memory, overhead, parts, precision, profile, recommend, step
+from dpbench.measure import largest, memory, overhead, parts, precision, recommend, step
 from dpbench.measure.bench import open_workload
 from dpbench.models.workload import Workload
-from dpbench.report import write_report
 from dpbench.trials import LargestTrial, OverheadTrial, PeakTrial, RecommendTrial, StepTrial
 from dpbench.trials.evidence import PartsTrial, ProfileTrial
 from dpbench.trials.not_here import NotHere
@@ -72,12 +69,6 @@ def rounded(monkeypatch):
 
 
 # ---- what a trial says
-
-
-@pytest.mark.parametrize("kind", [StepTrial, OverheadTrial, RecommendTrial, PeakTrial, LargestTrial])
-def test_every_trial_of_a_step_has_a_precision_and_no_second_way_to_say_it(kind):
-    names = {field.name for field in dataclasses.fields(kind)}
-    assert "precision" in names and "dtype" not in names
 
 
 @pytest.mark.parametrize(
@@ -183,14 +174,6 @@ def test_what_the_environment_overrules_is_not_measured_under_a_false_name(monke
         pass
 
 
-def test_an_older_gpu_has_no_tf32(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-    with pytest.raises(NotHere, match="Test GPU has less"):
-        precision.arithmetic("tf32", torch.device("cuda")).__enter__()
-
-
 # ---- what runs, and what is read back
 
 
@@ -282,13 +265,6 @@ def test_a_forward_that_lies_on_the_object_is_cast_too():
     assert model(torch.ones(2, 3)).dtype == torch.bfloat16
 
 
-def test_parts_and_profile_of_a_step_run_in_the_profile():
-    fields = {"model": "cnn", "batch_size": 4, "image_size": 16, "steps": 1, "precision": "bfloat16-autocast"}
-    assert parts.run(PartsTrial(**fields))["steps"]["private"]["step_seconds"]
-    top = profile.run(ProfileTrial(backends=["nonprivate"], **fields))["backends"]["nonprivate"]["top"]
-    assert any("copy" in operation["name"] for operation in top)  # the casts
-
-
 # ---- simulated peaks
 
 
@@ -327,19 +303,6 @@ def test_a_simulated_peak_has_the_copies_that_autocast_makes(tmp_path, backend):
 
 
 # ---- what rounding explains
-
-
-def test_formats_are_those_of_what_was_computed_wherever_autocast_was_entered():
-    linear = nn.Linear(3, 2)
-    x = torch.randn(4, 3)
-    assert formats(linear(x).sum(1)) == {torch.float32}
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = linear(x).float().sum(1)
-        assert coarsest([x], {torch.float32: 1.0, torch.bfloat16: 2.0}) == 2.0
-    assert losses.dtype == torch.float32 and formats(losses) == {torch.float32, torch.bfloat16}
-    assert coarsest([losses], {torch.float32: 1.0, torch.bfloat16: 2.0}) == 2.0
-    assert coarsest([losses.detach()], {torch.float32: 1.0, torch.bfloat16: 2.0}) == 1.0
-    assert formats(torch.arange(3)) == set()
 
 
 def test_limits_go_by_the_coarsest_format():
@@ -386,23 +349,6 @@ def test_a_fault_of_5_percent_in_one_samples_norm_is_found_under_autocast(name):
         with load_backend(backend)(workload.model, workload.loss_fn, clip=Flat(1e6), verify=False) as exact:
             found, limit = agreement_in_own_arithmetic(exact, x, y)
             assert found.within(limit) and found.grad_error < 0.05, (found, limit)
-
-
-@pytest.mark.parametrize("backend", ["bk_mixed", "rounded"])
-def test_autocast_around_the_call_counts_as_well_where_float64_is_not_to_be_had(backend, monkeypatch):
-    """The parameters are of float32, and the products of bfloat16: the limit is that of the products."""
-    model, shape = small_models()["dense"]
-    x, y = torch.randn(2, *shape), torch.tensor([0, 2])
-
-    def losses(outputs, targets):  # of float32 whatever comes: there is no float64 to be compared in
-        return nn.functional.cross_entropy(outputs.float(), targets, reduction="none")
-
-    with load_backend(backend)(model, losses, clip=Flat(1e6), verify=False) as opened:
-        with torch.autocast("cpu", torch.bfloat16):
-            found, limit = agreement_with_oracle(opened, x, y)
-        assert limit == limit_of([torch.bfloat16])
-        assert found.within(limit) == (backend == "bk_mixed")
-        assert agreement_with_oracle(opened, x, y)[1] == limit_of([torch.float32])
 
 
 class Astray(BkMixed):
@@ -478,20 +424,6 @@ def test_records_of_before_and_of_now_are_compared_and_other_profiles_are_not(tm
     assert all(row["setting"]["precision"] == "float32" for row in rows)
     assert main(["compare", str(tmp_path / "b"), str(tmp_path / "c")]) == 2
     assert "expected cells that both measured" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("figure", ["memory_speed_table", "max_batch_throughput"])
-def test_each_profile_has_a_figure_whose_caption_says_it(tmp_path, figure, monkeypatch):
-    save_no_pictures(monkeypatch)
-    run = RunFile(tmp_path / "records" / "a.jsonl", CUDA)
-    for name in ("float32", "bfloat16-autocast", "tf32"):
-        run.step("cnn", "nonprivate", [1.0], device="cuda", precision=name, memory_budget=2**30)
-        run.step("cnn", "ghost", [2.0], device="cuda", precision=name, memory_budget=2**30)
-    write_report(tmp_path / "records", tmp_path / "out", [figure])
-    folder = tmp_path / "out" / "cuda-test-gpu"
-    for name in ("float32", "bfloat16-autocast", "tf32"):
-        caption = (folder / f"{figure}-precision-{name}.md").read_text()
-        assert f"; {name}; 32×32 inputs" in caption
 
 
 def test_recommend_takes_a_precision_and_refuses_one_that_the_device_has_not(capsys):

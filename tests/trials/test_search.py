@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.trials import ConfirmTrial, PeakTrial, StepTrial
+from dpbench.trials import ConfirmTrial, PeakTrial
 from dpbench.trials.max_batch import MaxBatch, Probe, probes_of
 
 MIB = 2**20
@@ -115,13 +115,6 @@ def test_what_fits_above_what_did_not_does_not_count():
     assert search().answer(seen) == 8
 
 
-@given(st.permutations([8, 16, 1222, 1246]))
-def test_the_order_of_what_was_seen_does_not_matter(order):
-    seen = {size: Probe(size <= 1222, (500 + 13 * size) * MIB) for size in order}
-    assert search().next_batch_size(seen) is None
-    assert search().answer(seen) == 1222
-
-
 def curve(generator: random.Random):
     """(memory as training takes it, what is held before the step), in bytes, for a model drawn at random.
 
@@ -185,10 +178,3 @@ def test_what_confirms_it_is_a_step_of_the_search_to_the_side_that_tells(size, f
     if second is not None:  # the two end a search
         seen = {size: Probe(fits), second: Probe(not fits)}
         assert search().next_batch_size(seen) is None
-
-
-def test_probes_and_what_follows_carry_the_batch_size():
-    step = StepTrial(model="cnn", backend="ghost", batch_size=1)
-    assert search().probe_at(77).batch_size == 77
-    assert search().then_at(77) is None
-    assert search(then=step).then_at(77) == step.replace(batch_size=77)
