@@ -48,7 +48,7 @@ from dpbench.measure.flops import of_convolution_backward
 from dpbench.models.loading import load_workload
 from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.launches import LaunchesTrial
-from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
+from dpbench.trials.outcome import Outcome, noted, refuse_failed
 
 #: Tensors of a list per launch by torch: 64 for pairs (110 for single tensors, 128 for concatenation).
 AT_ONCE = 64
@@ -82,16 +82,11 @@ def run(trial: LaunchesTrial) -> dict[str, Any]:
         workload = load_workload(trial.model, data="synthetic", device="meta", dtype=trial.dtype, **sizes)
         batch = workload.batch(trial.batch_size)
         for name in trial.backends:
-            try:
-                with backend_class(name)(workload.model, workload.loss_fn, verify=False) as backend:
-                    found[name] = counted(backend, *batch)
-            except Exception as error:
-                outcome, evidence, _ = classify(error)
-                found[name] = {"outcome": outcome, "evidence": evidence}
+            found[name] = {}
+            with noted(found[name]), backend_class(name)(workload.model, workload.loss_fn, verify=False) as backend:
+                found[name] |= counted(backend, *batch)
         result = {"parameters": parameter_count(workload.model), "backends": found}
-    for name, entry in found.items():
-        if entry["outcome"] not in FINAL:
-            raise PartlyFailed(entry["outcome"], result, f"{name}: {entry['evidence']}")
+    refuse_failed(found, result)
     return result
 
 

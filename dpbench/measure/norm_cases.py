@@ -68,7 +68,7 @@ def cases(family: str, small: bool) -> list[Case]:
     """The cases of a family; the same operations for `small` sizes.
 
     Args:
-        family: one of `dpbench.trials.evidence.FAMILIES`, but "group_norm" and "kernels".
+        family: one of `dpbench.trials.evidence.FAMILIES`, but "group_norm".
         small: in miniature.
     """
     return {

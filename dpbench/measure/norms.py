@@ -6,7 +6,6 @@ to the profile's dtype). So a row's error comes from the arithmetic of the way a
 - A *ghost* or *instantiated* row is one way of one rule of `clipping.rules`, including the Triton programs if they run:
   max_i |n_i - ‖g_i‖| / ‖g_i‖.
 - A *sum* row is the weighted gradient Σ_i c_i g_i: ‖Δ‖ / ‖reference‖.
-- A *kernel* row calls a Triton program directly, on various strides.
 - A *group norm* row is a backend's step, at batch sizes around the limit of 65,535 groups (over all samples) of CUDA's
   backward pass.
 
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
-from clipping.accel import cuda
 from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.core.dtypes import norm_dtype
 from clipping.rules.base import Route, Rule, made
@@ -33,8 +31,7 @@ from dpbench.measure.bench import device_of
 from dpbench.measure.norm_cases import Case, cases
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.trials.evidence import NormsTrial
-from dpbench.trials.not_here import NotHere
-from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, classify
+from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, noted
 
 LIMITS = {"float32": 2e-5, "tf32": 2.0**-9, "bfloat16": 2.0**-6}
 KERNEL_LIMITS = {"float32": 1e-5, "tf32": 1e-5, "bfloat16": 1e-4}
@@ -50,7 +47,7 @@ def run(trial: NormsTrial) -> dict[str, Any]:
     Raises:
         Mismatch: an error is beyond its limit; with all rows.
         PartlyFailed: a way raised an error; with all rows.
-        NotHere: no Triton program runs here; TF32 on a device without it.
+        NotHere: TF32 on a device without it.
     """
     device = device_of(trial.device)
     if trial.precision not in LIMITS:
@@ -74,9 +71,7 @@ def run(trial: NormsTrial) -> dict[str, Any]:
 
 def _rows(trial: NormsTrial, device: torch.device) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(trial.seed)
-    if trial.family == "kernels":
-        yield from _kernel_rows(trial, generator, device)
-    elif trial.family == "group_norm":
+    if trial.family == "group_norm":
         for batch_size in GROUP_NORM_BATCHES:
             yield from _group_norm_rows(trial, batch_size, generator, device)
     else:
@@ -132,62 +127,6 @@ def _per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Ten
     return [torch.stack(each) for each in zip(*found, strict=True)]
 
 
-def _kernel_rows(trial: NormsTrial, generator: torch.Generator, device: torch.device) -> Iterator[Row]:
-    """The Triton programs themselves: features or positions last in memory, odd sizes, and several tiles."""
-    dtype = dtype_of(trial.precision)
-    if not cuda.supported(torch.empty(1, dtype=dtype, device=device)):
-        needs = "it needs Triton and a CUDA device of capability {}.{} (or TRITON_INTERPRET=1)".format(*cuda.CAPABILITY)
-        why = cuda.trouble(device) if device.type == "cuda" else None
-        raise NotHere(f"no Triton program runs on {device.type} here: {why or needs}")
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    limit = KERNEL_LIMITS[trial.precision]
-    sizes = [(2, 17, 5, 33)] if trial.small else [(4, 1024, 768, 768), (32, 128, 384, 1536), (2, 131, 5, 70)]
-    for n, t, d, p in sizes:
-        a, g = draw(n, t, d), draw(n, t, p)
-        norms = torch.einsum("ntp,ntd->npd", g.double(), a.double()).flatten(1).norm(dim=1)
-        ids = torch.randint(0, max(2, t // 2), (n, t), generator=generator).to(device)
-        hot = torch.zeros(n, t, int(ids.max()) + 1, dtype=torch.float64, device=device).scatter_(2, ids[..., None], 1)
-        read = torch.einsum("ntp,ntv->npv", g.double(), hot).flatten(1).norm(dim=1)
-        del hot
-        columns = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, g)]
-        for layout, (left, right) in {"features last": (a, g), "positions last": columns}.items():
-            said = {"operation": layout, "sizes": f"{n}×{t}, {d} to {p}", "parameter": "weight", "route": "kernel"}
-            for name, given, expected in (
-                ("gram_norm", left, norms),
-                ("instantiated_norm", left, norms),
-                ("embedding_gram_norm", ids, read),
-            ):
-                norm = getattr(cuda, f"{name}_and_reach")
-                yield _judged(
-                    said | {"way": name},
-                    lambda n=norm, a=given, g=right, r=expected: _relative(_root(n(a, g, (0.0, 0.0))[:, 0]), r),  # type: ignore[misc]
-                    limit,
-                )
-    for case in cases("convolution", trial.small):
-        if "transposed" not in case.operation and case.parameters[0][1] > 1:
-            yield _convolution_kernel_row(case, generator, device, dtype, limit)
-
-
-def _convolution_kernel_row(
-    case: Case, generator: torch.Generator, device: torch.device, dtype: torch.dtype, limit: float
-) -> Row:
-    x, *parameters = case.tensors(generator, device, dtype)
-    output, found = case.handler(x, *parameters)
-    g = torch.randn(output.shape, generator=generator).to(device, dtype)
-    rule: Any = made(found[0])
-    norms = _per_sample(case.function, x, parameters, g)[0].flatten(1).norm(dim=1)
-
-    def error() -> float:
-        found = cuda.convolution_norm(x, g, rule.kernel, rule.stride, rule.padding, rule.dilation, rule.groups)
-        return _relative(_root(found), norms)
-
-    said = {"operation": case.operation, "sizes": case.sizes, "parameter": "weight", "route": "kernel"}
-    return _judged(said | {"way": "convolution_norm"}, error, limit)
-
-
 def _group_norm_rows(
     trial: NormsTrial, batch_size: int, generator: torch.Generator, device: torch.device
 ) -> Iterator[Row]:
@@ -229,19 +168,11 @@ def _relative(found: Tensor, norms: Tensor) -> float:
     return float(((found.double() - norms).abs() / norms.clamp(min=1e-30)).max())
 
 
-def _root(squares: Tensor) -> Tensor:
-    return squares.clamp(min=0).sqrt()
-
-
 def _judged(said: Row, error: Callable[[], float], limit: float) -> Row:
     """A row with its outcome; an error ends only this way."""
     row = said | {"error": None, "limit": limit, "outcome": Outcome.OK, "evidence": None}
-    try:
+    with noted(row):
         row["error"] = error()
         if not row["error"] <= limit:
             row["outcome"] = Outcome.MISMATCH
-    except Exception as raised:
-        outcome, evidence, _ = classify(raised)
-        row |= {"outcome": outcome, "evidence": evidence}
-        raised.__traceback__ = None  # its frames keep tensors alive
     return row

@@ -51,7 +51,7 @@ from dpbench.measure.timing import WINDOW, Stopwatch, stopwatch_for, warm_up
 from dpbench.models.workload import Workload
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backend_classes import backend_class
-from dpbench.trials.outcome import FINAL, Mismatch, Outcome, PartlyFailed, classify
+from dpbench.trials.outcome import Mismatch, Outcome, noted, refuse_failed
 
 FEWEST_ROUNDS = 3
 #: A turn of short steps lasts TURN_SECONDS, with at most MOST_IN_A_TURN steps.
@@ -96,16 +96,12 @@ def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry
     for entry in entries:
         if flops is not None and entry.record["outcome"] == Outcome.OK:
             entry.record["model_flops"] = flops
-    result = {
+    result: dict[str, Any] = {
         "parameters": parameter_count(workload.model),
         "precision": told,
         "backends": {entry.name: entry.record for entry in entries},
     }
-    failed = {entry.name: entry.record["outcome"] for entry in entries if entry.record["outcome"] not in FINAL}
-    if failed:
-        worst = max(failed.values(), key=list(Outcome).index)
-        said = ", ".join(f"{name} ({outcome})" for name, outcome in failed.items())
-        raise PartlyFailed(worst, result, f"{len(failed)} of {len(entries)} backends without a result: {said}")
+    refuse_failed(result["backends"], result)
     return result
 
 
@@ -242,12 +238,8 @@ class Entry:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Record an error as this entry's outcome, and end this entry."""
-        try:
+        with noted(self.record):
             yield
-        except Exception as error:
-            outcome, evidence, _ = classify(error)
-            self.record |= {"outcome": outcome, "evidence": evidence}
-            error.__traceback__ = None  # its frames keep the step's tensors alive
         if self.record["outcome"] != Outcome.OK:
             self.rounds = ()
             self._close()

@@ -37,6 +37,7 @@ from dpbench.engine import engine as engine_module
 from dpbench.measure.bench import device_of, open_workload, parameter_count
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.traces import traced, within
+from dpbench.measure.training_step import engine_for
 from dpbench.trials.evidence import PartsTrial
 from dpbench.trials.not_here import NotHere
 
@@ -115,8 +116,8 @@ def run(trial: PartsTrial) -> dict[str, Any]:
     device = device_of(trial.device)
     steps: dict[str, Any] = {}
     counted = "kernel launches" if device.type == "cuda" else "operations that torch dispatches"
-    for name, opened in (("plain", _plain), ("private", _private)):
-        with arithmetic(trial.precision, device), opened(trial, device) as whole:
+    for name in PARTS:
+        with arithmetic(trial.precision, device), _opened(trial, name == "private") as whole:
             for _ in range(WARM):
                 whole.step()
             gc.collect()
@@ -137,8 +138,8 @@ def run(trial: PartsTrial) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
-    """The ordinary step: the mean of the losses, backward pass, optimizer."""
+def _opened(trial: PartsTrial, private: bool) -> Iterator[Whole]:
+    """The engine's step on the caller's batches, without the loader; or the ordinary step, of the losses' mean."""
     workload, parts = open_workload(trial), Parts()
     inputs, targets = workload.batch(trial.batch_size)
     optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
@@ -146,40 +147,21 @@ def _plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
     def step() -> None:
         with parts.part("forward"):
             losses = workload.loss_fn(forward(workload.model, inputs), targets)
-        with parts.part("backward"):
-            losses.mean().backward()
-        with parts.part("optimizer"):
-            optimizer.step()
+        if private:
+            optimizer.step(loss=losses)
+        else:
+            with parts.part("backward"):
+                losses.mean().backward()
+            with parts.part("optimizer"):
+                optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    yield Whole(step, parts)
-
-
-@contextlib.contextmanager
-def _private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
-    """The engine's step, on the caller's batches: excludes the loader."""
-    workload, parts = open_workload(trial), Parts()
-    inputs, targets = workload.batch(trial.batch_size)
-    optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
-    engine = PrivacyEngine(
-        workload.model,
-        batch_size=trial.batch_size,
-        sample_size=100 * trial.batch_size,
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        backend=trial.backend,
-        sampling="shuffled",
-    )
-
-    def step() -> None:
-        with parts.part("forward"):
-            losses = workload.loss_fn(forward(workload.model, inputs), targets)
-        optimizer.step(loss=losses)
-        optimizer.zero_grad(set_to_none=True)
-
+    if not private:
+        yield Whole(step, parts)
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
-        with _told(parts, engine, optimizer):
+        with _told(parts, engine_for(trial.backend, workload, trial.batch_size), optimizer):
             yield Whole(step, parts)
 
 

@@ -22,7 +22,7 @@ from dpbench.measure.traces import Trace, traced
 from dpbench.models.workload import Workload
 from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.evidence import ProfileTrial
-from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
+from dpbench.trials.outcome import Outcome, noted, refuse_failed
 
 TOP = 15
 #: Steps before the trace: the first pays for kernels, the second may time a planner's routes, the third settles.
@@ -39,15 +39,13 @@ def run(trial: ProfileTrial) -> dict[str, Any]:
     workload = open_workload(trial)
     files: dict[str, str] = {}
     entries = {name: _entry(name, trial, workload, device, files) for name in trial.backends}
-    result = {
+    result: dict[str, Any] = {
         "parameters": parameter_count(workload.model),
         "counted": "kernels, by their time on the device" if device.type == "cuda" else "operations, by their own time",
         "backends": entries,
         "files": files,
     }
-    for name, entry in entries.items():
-        if entry["outcome"] not in FINAL:
-            raise PartlyFailed(entry["outcome"], result, f"{name}: {entry['evidence']}")
+    refuse_failed(entries, result)
     return result
 
 
@@ -55,7 +53,7 @@ def _entry(
     name: str, trial: ProfileTrial, workload: Workload, device: torch.device, files: dict[str, str]
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"outcome": Outcome.OK, "evidence": None}
-    try:
+    with noted(entry):
         with backend_class(name)(
             workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False, compile=False
         ) as backend:
@@ -68,10 +66,6 @@ def _entry(
         entry |= summary(trace, trial.steps, device)
         if len(trace.compressed) <= trial.most_bytes:
             files[f"{name.replace(':', '-')}.json.gz"] = base64.b64encode(trace.compressed).decode()
-    except Exception as error:
-        outcome, evidence, _ = classify(error)
-        entry |= {"outcome": outcome, "evidence": evidence}
-        error.__traceback__ = None  # its frames keep the step's tensors alive
     gc.collect()
     return entry
 

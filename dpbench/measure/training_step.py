@@ -187,12 +187,20 @@ def _plain_compiled(_: str, workload: Workload, optimizer: torch.optim.Optimizer
     return _Opened(take, backend.close, backend.graphs)
 
 
+def engine_for(backend: str, workload: Workload, batch_size: int) -> PrivacyEngine:
+    """Our engine, not attached yet.
+
+    Args:
+        backend: its name.
+    """
+    options: dict[str, Any] = {"batch_size": batch_size, "sample_size": STEPS * batch_size, "max_grad_norm": 1.0}
+    return PrivacyEngine(workload.model, noise_multiplier=1.0, backend=backend, sampling="shuffled", **options)
+
+
 def _attached(name: str, workload: Workload, optimizer: torch.optim.Optimizer, targets: Any) -> PrivacyEngine:
-    size = len(targets)
-    options: dict[str, Any] = {"batch_size": size, "sample_size": STEPS * size, "max_grad_norm": 1.0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
-        engine = PrivacyEngine(workload.model, noise_multiplier=1.0, backend=name, sampling="shuffled", **options)
+        engine = engine_for(name, workload, len(targets))
         engine.attach(optimizer)
     return engine
 

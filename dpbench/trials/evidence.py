@@ -16,8 +16,8 @@ from dpbench.trials.steps import STEP_SOURCES, ModelTrial
 
 __all__ = ["FAMILIES", "DeviceTrial", "NormsTrial", "PartsTrial", "ProfileTrial"]
 
-#: Families of a `NormsTrial`: the uses of a parameter, group norm, and the Triton programs, called directly.
-FAMILIES = ("linear", "convolution", "embedding", "normalisation", "group_norm", "kernels")
+#: Families of a `NormsTrial`: the uses of a parameter, and group norm.
+FAMILIES = ("linear", "convolution", "embedding", "normalisation", "group_norm")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,10 @@ All of them count as done when a run is continued; the ones that are not final c
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -75,6 +77,34 @@ class PartlyFailed(TrialFailure):
     def __init__(self, outcome: Outcome, result: dict[str, Any], message: str) -> None:
         super().__init__(result, message)
         self.outcome = outcome
+
+
+@contextlib.contextmanager
+def noted(entry: dict[str, Any]) -> Iterator[None]:
+    """Note an error raised in the body as the entry's `outcome` and `evidence`.
+
+    Args:
+        entry: of one backend.
+    """
+    try:
+        yield
+    except Exception as error:
+        entry["outcome"], entry["evidence"], _ = classify(error)
+        error.__traceback__ = None  # its frames keep tensors alive
+
+
+def refuse_failed(entries: Mapping[str, Mapping[str, Any]], result: dict[str, Any]) -> None:
+    """Raise `PartlyFailed` if an entry's outcome is not final, with the worst outcome.
+
+    Args:
+        entries: name of a backend -> its entry.
+        result: of the trial.
+    """
+    failed = {name: entry["outcome"] for name, entry in entries.items() if entry["outcome"] not in FINAL}
+    if failed:
+        worst = max(failed.values(), key=list(Outcome).index)
+        said = ", ".join(f"{name} ({outcome})" for name, outcome in failed.items())
+        raise PartlyFailed(worst, result, f"{len(failed)} of {len(entries)} backends without a result: {said}")
 
 
 def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]:

@@ -1,9 +1,6 @@
-"""Launches, bytes and operations of a step, counted without a GPU: rules of counting, and the counts on record."""
+"""Launches, bytes and operations of a step, counted without a GPU: rules of counting, and predicted times."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,43 +9,14 @@ from torch import nn
 
 from clipping import load_backend
 from clipping.accel import cuda, fused
-from clipping.numerics import chunked_sums as portions
-from clipping.rules import weight
 from dpbench.experiment import load_experiment
 from dpbench.measure.launches import Launches, as_on_a_gpu, counted, run
-from dpbench.records.store import read_records
 from dpbench.trials.launches import LaunchesTrial
 from dpbench.trials.outcome import PartlyFailed
-
-RESULTS = Path(__file__).resolve().parents[2] / "results/launches"
-#: (model, dtype) -> the most launches, bytes, operations and predicted seconds of `bk_mixed`, of ordinary training's.
-MOST = {
-    ("resnet18", "float32"): (2.6, 1.5, 1.1, 1.4),
-    ("resnet50", "float32"): (2.6, 1.4, 1.1, 1.4),
-    ("transformers:gpt2@1024", "float32"): (1.7, 1.2, 1.2, 1.2),
-    ("timm:vit_base_patch16_224", "float32"): (2.0, 1.3, 1.15, 1.15),
-    ("transformers:roberta@128", "float32"): (2.1, 1.4, 1.1, 1.1),
-    ("resnet18", "bfloat16"): (2.8, 1.9, 1.2, 1.8),
-    ("resnet50", "bfloat16"): (2.5, 1.45, 1.15, 1.4),
-    ("transformers:gpt2@1024", "bfloat16"): (1.7, 1.3, 1.2, 1.15),
-    ("timm:vit_base_patch16_224", "bfloat16"): (2.0, 1.35, 1.15, 1.4),
-    ("transformers:roberta@128", "bfloat16"): (1.9, 1.4, 1.1, 1.45),
-}
 
 
 def meta(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta", requires_grad=True)
-
-
-def ratios(backends: dict[str, Any], name: str = "bk_mixed") -> tuple[float, ...]:
-    def of(entry: dict[str, Any]) -> tuple[float, ...]:
-        return entry["launches"], entry["bytes_read"] + entry["bytes_written"], entry["flops"], entry["seconds"]
-
-    return tuple(x / y for x, y in zip(of(backends[name]), of(backends["nonprivate"]), strict=True))
-
-
-def beyond(found: tuple[float, ...], most: tuple[float, ...]) -> bool:
-    return any(x > y for x, y in zip(found, most, strict=True))
 
 
 def test_a_linear_layer_by_hand():
@@ -150,23 +118,10 @@ def test_a_small_model_is_counted(place):
 def test_a_backend_that_fails_does_not_end_the_others(monkeypatch):
     monkeypatch.setattr("clipping.backends.tape.BkMixed.__call__", lambda *given: 1 / 0)
     trial = LaunchesTrial(model="cnn", backends=["bk_mixed", "nonprivate"], batch_size=2)
-    with pytest.raises(PartlyFailed, match=r"(?s)^bk_mixed: .*ZeroDivisionError") as raised:
+    with pytest.raises(PartlyFailed, match=r"bk_mixed \(error\)") as raised:
         run(trial)
     entries = raised.value.result["backends"]
-    assert entries["nonprivate"]["outcome"] == "ok" and entries["bk_mixed"]["outcome"] == "error"
-
-
-@pytest.fixture(scope="module")
-def recorded() -> dict[tuple[str, str], dict[str, Any]]:
-    """(model, dtype) -> the counts on record."""
-    lines = read_records(RESULTS)
-    return {(r["trial"]["model"], r["trial"]["dtype"]): r["result"]["backends"] for r in lines if r["outcome"] == "ok"}
-
-
-@pytest.mark.parametrize(("model", "dtype"), MOST)
-def test_committed_counts_are_within_their_limits(model, dtype, recorded):
-    found = ratios(recorded[model, dtype])
-    assert not beyond(found, MOST[model, dtype]), found
+    assert entries["nonprivate"]["outcome"] == "ok" and "ZeroDivisionError" in entries["bk_mixed"]["evidence"]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -189,16 +144,3 @@ def test_a_predicted_time_by_hand(kind):
         with as_on_a_gpu(Launches()) as launches:
             operation()
         assert launches.seconds == pytest.approx(seconds, rel=1e-3)
-
-
-def test_today_s_code_takes_no_more_than_is_on_record_and_a_regression_is_seen(recorded, monkeypatch):
-    """One portion after the other, as on a CPU: what `bk_mixed` would launch is beyond the limit, and the record."""
-    trial = next(t for t in load_experiment("launches").cells("cpu") if (t.model, t.dtype) == ("resnet18", "float32"))
-    trial = trial.replace(backends=("nonprivate", "bk_mixed"))
-    known = ratios(recorded["resnet18", "float32"])
-    slack = tuple(1.05 * ratio for ratio in known)
-    assert not beyond(ratios(run(trial)["backends"]), slack)
-    for module in (weight, portions):
-        monkeypatch.setattr(module, "at_once", lambda x: False)
-    found = ratios(run(trial)["backends"])
-    assert beyond(found, slack) and found[0] > MOST["resnet18", "float32"][0]

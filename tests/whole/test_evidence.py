@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import subprocess
 import sys
@@ -13,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from report_records import CUDA, RunFile
-from torch._subclasses.fake_tensor import FakeTensorMode
 from waiting import PATIENCE
 
 from clipping.rules import linear
@@ -85,16 +82,11 @@ def test_a_device_says_what_it_can_do():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "kernels"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_way_to_a_norm_holds_its_limit_on_a_cpu(family, precision):
     rows = norms.run(NormsTrial(family=family, precision=precision, small=True))["rows"]
     assert rows and all(row["outcome"] == Outcome.OK and row["error"] <= row["limit"] for row in rows)
     assert {row["limit"] for row in rows} == {norms.LIMITS[precision]}
-
-
-def test_all_ways_that_the_rules_know_are_tried():
-    ways = {row["way"] for row in norms.run(NormsTrial(family="convolution", small=True))["rows"]}
-    assert {"unfold", "grouped", "pixels", "patches", "shifts", "pairs"} <= ways
 
 
 def test_a_wrong_way_is_a_mismatch_that_names_it(monkeypatch):
@@ -121,22 +113,10 @@ def test_a_way_that_raises_is_an_error_and_the_others_go_on(monkeypatch):
     assert {row["way"] for row in raised.value.result["rows"] if row["outcome"] == Outcome.ERROR} == {"gram"}
 
 
-@pytest.mark.parametrize(
-    ("trial", "reason"),
-    [
-        (NormsTrial(family="linear", precision="tf32", small=True), "TF32 is a format of CUDA's tensor cores"),
-        (NormsTrial(family="kernels", small=True), "no Triton program runs on cpu here"),
-    ],
-)
-def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(trial, reason):
-    with pytest.raises(norms.NotHere, match=reason) as raised:
-        norms.run(trial)
+def test_tf32_is_unsupported_on_a_cpu_with_the_reason():
+    with pytest.raises(NotHere, match="TF32 is a format of CUDA's tensor cores") as raised:
+        norms.run(NormsTrial(family="linear", precision="tf32", small=True))
     assert classify(raised.value)[:2] == (Outcome.UNSUPPORTED, str(raised.value))
-
-
-def test_a_family_that_nobody_knows_is_refused():
-    with pytest.raises(ValueError, match=r"expected a family, one of linear, .* got 'linea'"):
-        NormsTrial(family="linea")
 
 
 def test_parts_add_up_to_the_step_and_leave_the_engine_as_it_was():
@@ -195,16 +175,12 @@ def test_a_trace_of_a_gpu_tells_kernels_launches_and_waits():
 
 def test_a_gpu_on_which_no_program_of_tritons_runs_says_why(monkeypatch):
     why = "RuntimeError: Failed to find C compiler"
-    monkeypatch.setattr(norms.cuda, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(norms.cuda, "trouble", lambda device: why)
-    trial = NormsTrial(family="kernels", device="cuda")
-    with FakeTensorMode(), pytest.raises(NotHere, match=f"no Triton program runs on cuda here: {why}"):
-        list(norms._kernel_rows(trial, torch.Generator(), torch.device("cuda")))
+    monkeypatch.setattr(device.cuda, "trouble", lambda device: why)
     card = {"name": "A card", "major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 2**36}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**card))
     monkeypatch.setattr(device.gpu, "sample", lambda device: None)
     assert device.facts(torch.device("cuda"))["triton_programs"] == why
-    monkeypatch.setattr(norms.cuda, "trouble", lambda device: None)
+    monkeypatch.setattr(device.cuda, "trouble", lambda device: None)
     assert device.facts(torch.device("cuda"))["triton_programs"] == "run"
 
 
@@ -225,14 +201,14 @@ def test_tables_of_a_gpus_records_say_what_does_not_hold(tmp_path):
     good |= {"error": 1e-7, "limit": 2e-5, "outcome": "ok", "evidence": None}
     wrong = good | {"way": "gram kernel", "error": "inf", "outcome": "mismatch"}
     run.add(NormsTrial(family="linear", device="cuda"), {"rows": [good, wrong]}, "mismatch", evidence="1 of 2 differ")
-    run.add(NormsTrial(family="kernels", device="cuda"), None, "unsupported", evidence="no Triton")
+    run.add(NormsTrial(family="group_norm", device="cuda"), None, "unsupported", evidence="no Triton")
     left_out = LeftOut()
     frame = tables.norms_table(read(tmp_path), left_out)
     assert list(tables.norms_text(frame).Holds) == ["yes", "**mismatch: wrong gradient**"]
     assert list(tables.norms_text(frame)["Largest error"]) == ["1.0e-07", "inf"]
     assert tables.norms_finding(frame).startswith("1 of 2 hold their limit; the nearest to it, or furthest beyond: ")
     assert "ghost gram kernel" in tables.norms_finding(frame)
-    assert left_out == {"kernels in float32: unsupported": 1}
+    assert left_out == {"group_norm in float32: unsupported": 1}
 
 
 @pytest.fixture(scope="module")
@@ -260,18 +236,11 @@ def test_the_smoke_run_has_a_typed_record_of_every_stage(smoke):
 
 
 @pytest.mark.slow
-def test_the_traces_of_the_smoke_run_can_be_opened(smoke):
-    (record,) = (record for record in read_records(smoke) if record["trial"]["kind"] == "profile")
-    for name in record["result"]["files"].values():
-        assert json.loads(gzip.decompress((smoke / name).read_bytes()))["traceEvents"]
-
-
-@pytest.mark.slow
 def test_the_page_has_a_table_for_each_stage(smoke, tmp_path):
     paths = write_report(smoke, tmp_path, EVIDENCE.figures)
     stems = {path.stem for path in paths if path.suffix == ".csv"}
     for figure in EVIDENCE.figures:
         assert any(stem.startswith(figure) for stem in stems), figure
     page = paths[-1].read_text()
-    for words in ("aten::", "are the sums finite", "ghost gram", "copy on the device", "no Triton program runs on cpu"):
+    for words in ("aten::", "are the sums finite", "ghost gram", "copy on the device"):
         assert words in page, words
