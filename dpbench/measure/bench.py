@@ -70,9 +70,7 @@ class Memory:
     peak_bytes: the most alive at once, including the baseline and, on CUDA, the pools of CUDA graphs.
     baseline_bytes: parameters, buffers and the batch.
     allocated_bytes, pool_bytes: on CUDA, the allocator's peak of allocated bytes, and the size of graphs' pools.
-    active_bytes, reserved_bytes: CUDA's peaks of blocks in use or awaited by a stream, and of memory reserved from the
-        card.
-    alloc_retries: how often CUDA's allocator has emptied its cache since the process began; 0 unless memory ran short.
+    reserved_bytes: CUDA's peak of memory reserved from the card.
     phases: the peak of each part of the step (`dpbench.measure.phases`), if recorded.
     """
 
@@ -81,9 +79,7 @@ class Memory:
     baseline_bytes: int
     allocated_bytes: int | None = None
     pool_bytes: int | None = None
-    active_bytes: int | None = None
     reserved_bytes: int | None = None
-    alloc_retries: int | None = None
     phases: dict[str, int] | None = None
 
     def as_record(self) -> dict[str, Any]:

@@ -7,15 +7,13 @@
 `single`    B = 1, clipped to half its norm
 ==========  =====================================================================================================
 
-The oracle gives g_i and ‖g_i‖ of each sample by itself. The expected result of a batch then follows from the
-definition, Σ_i c(w_i‖g_i‖) w_i g_i with loss weights w_i ∈ {0, 1}. So the `microbatch` backend is checked like any
-other. A backend that clips the means of several samples, which is another mechanism, is compared with that mechanism
-(`clipping.backends.microbatch.of_means`). Ordinary training is compared with the plain sum, Σ_i w_i g_i. Errors are
-those of `dpbench.measure.verify`.
+The oracle gives g_i and ‖g_i‖ of each sample by itself. The expected result then follows from the definition,
+Σ_i c(w_i‖g_i‖) w_i g_i with loss weights w_i ∈ {0, 1}. A backend that clips the means of several samples is compared
+with that mechanism, ordinary training with Σ_i w_i g_i. Errors are those of `dpbench.measure.verify`.
 
-A model may cast to a narrower dtype itself (the RMSNorm of Llama always computes in float32). Rounding in *that* dtype
-then limits how closely the gradient of c·ℓ is c times that of ℓ, in the oracle too. So before reporting a mismatch,
-compare the oracle's gradient of ℓ/3 with a third of its gradient of ℓ; if they differ, use the tolerance for casts.
+A model may cast to a narrower dtype itself (Llama's RMSNorm computes in float32). Rounding in *that* dtype then limits
+how closely the gradient of c·ℓ is c times that of ℓ, in the oracle too. So before reporting a mismatch, compare the
+oracle's gradient of ℓ/3 with a third of its gradient of ℓ; if they differ, use the tolerance for casts.
 
 Functions take:
     case: samples and weights.

@@ -1,8 +1,7 @@
 """Run a `ConfirmTrial`: check by real steps that the predicted largest batch fits and a larger one does not.
 
-First verify the backend on a few samples: this takes about a second, whatever the batch. Then run two real steps, each
-with a fresh backend and within the budget, measured as by a `PeakTrial`: one at the predicted batch, and one a search
-step away, larger if the first fitted, else smaller.
+Verify the backend on a few samples, then run two real steps, each with a fresh backend and within the budget, measured
+as by a `PeakTrial`: one at the predicted batch, and one a search step away, larger if the first fitted, else smaller.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Run a `CoverageTrial`: compare several backends on one model with autograd's per-sample gradients.
 
-The model is in train mode, in float64, with dropout off. There are two references. They agree on a model that treats
-each sample by itself and draws no random numbers:
-
-- *alone*: the gradient of each sample in a batch of its own, which is the definition;
-- *together*: the gradients of ℓ_0 ... ℓ_{B-1} of one forward pass over the whole batch.
-
-If they differ, there are two cases. Either the model draws random numbers in train mode (two passes from different
-seeds differ): then the seed is set before every pass, and a backend must give *together*. Or the model mixes samples
-(routing with a capacity, statistics of the batch): then no per-sample gradient exists, refusing is right, and every
-result is wrong.
+The model is in train mode, in float64, with dropout off. Two references agree on a model that treats each sample by
+itself and draws no random numbers: *alone*, the gradient of each sample in a batch of its own, which is the definition;
+and *together*, the gradients of ℓ_0 ... ℓ_{B-1} of one forward pass over the whole batch. If they differ, either the
+model draws random numbers (two passes from different seeds differ): then the seed is set before every pass, and a
+backend must give *together*. Or the model mixes samples: then no per-sample gradient exists, refusing is right, and
+every result is wrong.
 
 Each backend computes two batches: all samples, then the last and the first alone, which reveals state kept from the
 first batch. The threshold lies between two norms, so some samples are clipped. The backend's own verification is off,

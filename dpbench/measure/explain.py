@@ -1,9 +1,8 @@
 """Run an `ExplainTrial`: the route of every use of every parameter, and the plan of `bk_mixed`.
 
-The step runs under fake tensors, which have a shape and no data, so any resolution takes seconds. A model whose Python
-code reads a value, or an operation without a fake form, runs on real tensors; the result says so. A trial that measures
-runs on real tensors on its device and times the routes of each use. It then measures time and memory of a step by the
-resulting plan, and of ordinary training.
+The step runs under fake tensors. A model whose Python code reads a value, or an operation without a fake form, runs on
+real tensors; the result says so. A trial that measures runs on real tensors on its device, times the routes of each use,
+and then a step by the resulting plan, and of ordinary training.
 
 Weights do not matter, so the sizes default to the model's own: 224x224 images and 1000 classes for timm and torchvision
 (or timm's own resolution), 32x32 and 10 for the built-in CIFAR models and for files.

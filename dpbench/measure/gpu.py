@@ -1,8 +1,7 @@
 """Reads a GPU's clocks, power and temperature from its driver (NVML).
 
-A step's time means little without the clock: a card at its power limit slows down from turn to turn. This module calls
-the driver's library directly, since torch's own functions need another package, and nvidia-smi takes longer than a
-turn. Read between turns, never while something is timed.
+A step's time means little without the clock: a card at its power limit slows down. This module calls the driver's
+library directly, since torch's own functions need another package, and nvidia-smi takes longer than a turn.
 """
 
 from __future__ import annotations

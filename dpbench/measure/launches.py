@@ -1,26 +1,21 @@
 """Run a `LaunchesTrial`: count launches, bytes and operations of a GPU's step, and predict its time, without a GPU.
 
-The step runs under fake tensors on the device "meta", which have shapes and neither values nor memory. (For a fake
-tensor on CUDA autograd would call the driver.) The backend sees a GPU of 80 GiB on which Triton programs run, so it
-takes the same path as there, in float32 or all in bfloat16: autocast does not support meta tensors. Routes are chosen
-by formula, since nothing can be timed.
+The step runs under fake tensors on the device "meta". (For a fake tensor on CUDA autograd would call the driver.) The
+backend sees a GPU of 80 GiB on which Triton programs run, so it takes the same path as there, in float32 or all in
+bfloat16: autocast does not support meta tensors. Routes are chosen by formula. Attention is torch's memory-efficient
+kernel, which CUDA uses for float32.
 
-**A launch** is a torch operation that computes or copies, or a Triton program. Each counts once; an operation on a list
-of tensors counts as many launches as torch's list kernels take. A GPU launches several kernels for some operations (the
-backward pass of a convolution, copies into cuDNN's layout), so a profiler counts more, for ordinary training too. A
-CUDA graph replays the same operations, without Python between them.
+**A launch** is a torch operation that computes or copies, or a Triton program; an operation on a list of tensors counts
+as many launches as torch's list kernels take. A GPU launches several kernels for some operations, so a profiler counts
+more, for ordinary training too.
 
 **Bytes** count each operand and each result once: the least an operation moves, with no cache between two of them.
-**Operations** are those of matrix products, convolutions and attention, by torch's counter
-(`torch.utils.flop_counter`), and of the products in Triton programs.
+**Operations** are those of matrix products, convolutions and attention, by `torch.utils.flop_counter`, and of the
+products in Triton programs.
 
-**Predicted seconds** are a floor, not a measurement. Each operation takes as long as its bytes or its operations, by
-the rates that copies and large products reached on an H100 (`RATES`, `BANDWIDTH`); programs of Triton are taken to
-reach half of a product's rate. Kernels of real shapes reach less, of ordinary training too. A step replayed as a CUDA
-graph takes their sum; an eager one waits for Python.
-
-transformers builds its causal mask as during capture of a step: whether sequences are packed depends on values, which
-do not exist here. Attention is torch's memory-efficient kernel, which CUDA uses for float32.
+**Predicted seconds** are a floor: each operation takes as long as its bytes or its operations, by the rates that copies
+and large products reached on an H100 (`RATES`, `BANDWIDTH`), half of a product's rate for Triton. A step replayed as a
+CUDA graph takes their sum; an eager one waits for Python.
 """
 
 from __future__ import annotations

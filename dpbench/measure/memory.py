@@ -1,23 +1,18 @@
 """Measures the peak memory of one step from the allocator's statistics or events.
 
-``peak_bytes`` is everything alive at the worst moment: the *baseline* (parameters, buffers and the batch, which live
-before and after the step) and the step's own allocations. It is never the resident set, which includes the interpreter,
-the libraries, and freed pages.
+``peak_bytes`` is everything alive at the worst moment: the *baseline* (parameters, buffers and the batch) and the
+step's own allocations. It is never the resident set, which includes the interpreter and the libraries.
 
 On CUDA: the caching allocator's own peaks, plus the private pools of CUDA graphs. The tensors of a captured step live
-in a pool of the graph. When the capture ends, the allocator counts them as free, although each replay uses them and no
-other tensor can. With P the bytes of all pools before the step, and F the part that the allocator counts as free,
-``peak = peak(allocated) + F`` for every step; without graphs F is 0. A record also has ``allocated_bytes`` (the
-allocator's peak), ``pool_bytes`` (P) and ``reserved_bytes``. A budget is `set_per_process_memory_fraction`: the
-allocator refuses to reserve more. That is *an allocator budget on that card* and not a smaller GPU: it excludes
-libraries' workspaces, the context and other processes.
+in such a pool; the allocator counts them as free, although each replay uses them. With F the part of all pools that the
+allocator counts as free, ``peak = peak(allocated) + F``. A budget is `set_per_process_memory_fraction`: *an allocator
+budget on that card*, not a smaller GPU, as it excludes libraries' workspaces, the context and other processes.
 
 On a CPU: the profiler's memory hook sees every allocation and release as a signed number of bytes, in order. With the
-running sum R_t = Σ_{s≤t} Δ_s, the peak is baseline + max(0, max_t R_t). It includes kernels' temporaries (copies of a
-convolution's operands in oneDNN's layout, the unfolded input in float64), which come from the same allocator. Releases
-of memory allocated before the step are not seen; a step must own what it frees. The profiler slows the step down, so it
-watches a step of its own, never a timed one. No CPU allocator enforces a budget: a step that exceeds it raises
-`OverBudget`.
+running sum R_t = Σ_{s≤t} Δ_s, the peak is baseline + max(0, max_t R_t). It includes kernels' temporaries, which come
+from the same allocator. Releases of memory allocated before the step are not seen; a step must own what it frees. The
+profiler slows the step down, so it watches a step of its own, never a timed one. No CPU allocator enforces a budget: a
+step that exceeds it raises `OverBudget`.
 
 Functions take:
     budget: bytes, or None.
@@ -81,16 +76,14 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
     torch.cuda.reset_peak_memory_stats(device)
     pools = graph_pools(device)
     peaks = {FORWARD: 0, BACKWARD: 0}
-    highest = {"active": 0, "reserved": 0}
-    now = FORWARD
+    reserved, now = 0, FORWARD
 
     def entered(phase: str) -> None:
         """The allocator counts when the host requests memory: no need to wait for the device."""
-        nonlocal now
+        nonlocal now, reserved
         stats = torch.cuda.memory_stats(device)
         peaks[now] = max(peaks[now], stats["allocated_bytes.all.peak"])
-        for kind, peak in highest.items():
-            highest[kind] = max(peak, stats[f"{kind}_bytes.all.peak"])
+        reserved = max(reserved, stats["reserved_bytes.all.peak"])
         torch.cuda.reset_peak_memory_stats(device)
         now = phase
 
@@ -105,9 +98,7 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
         baseline_bytes=baseline,
         allocated_bytes=max(peaks.values()),
         pool_bytes=pools.all,
-        active_bytes=highest["active"],
-        reserved_bytes=highest["reserved"],
-        alloc_retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
+        reserved_bytes=reserved,
         phases={part: peak + pools.free for part, peak in peaks.items()} if phases is not None else None,
     )
 

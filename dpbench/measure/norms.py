@@ -6,8 +6,7 @@ to the profile's dtype). So a row's error comes from the arithmetic of the way a
 - A *ghost* or *instantiated* row is one way of one rule of `clipping.rules`, including the Triton programs if they run:
   max_i |n_i - ‖g_i‖| / ‖g_i‖.
 - A *sum* row is the weighted gradient Σ_i c_i g_i: ‖Δ‖ / ‖reference‖.
-- A *group norm* row is a backend's step, at batch sizes around the limit of 65,535 groups (over all samples) of CUDA's
-  backward pass.
+- A *group norm* row is a backend's step, at batch sizes around the limit of 65,535 groups of CUDA's backward pass.
 
 `limit` is the error due to rounding: four units of the coarsest number involved (2⁻¹¹ for TF32, 2⁻⁸ for bfloat16), and
 2e-5 in float32, where summation dominates. A Triton program sums in float32 and multiplies float32 in full in every

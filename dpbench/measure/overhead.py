@@ -1,26 +1,21 @@
 """Run an `OverheadTrial`: one model, many backends, interleaved, so that ratios share one time and place.
 
 A ratio between two processes includes all that differs between them: frequency, neighbours, the allocator's state.
-Here every backend, ordinary training among them, takes a turn in every round, in a fresh order, and ratios are taken
-within a round. In order:
+Here every backend, ordinary training among them, takes a turn in every round, in a fresh order:
 
-1. Open each backend on the one model, verify it, and warm it up until it settles, for at least two steps: the first
-   pays for kernels, the second may calibrate a planner.
-2. Run rounds of turns. A turn is one step, or as many as fill a fifth of a second. Reference cycles of an earlier turn
-   are collected between turns, untimed. Caches are not emptied: training does not empty them between steps either, and
-   a step moves many times the largest cache of a GPU (60 MB), so it evicts an earlier turn's data at once.
-3. Measure the memory of one more step of each timed backend, then close it.
+1. Open each backend on the one model, verify it, and warm it up until it settles. The first step pays for kernels, the
+   second may calibrate a planner.
+2. Run rounds of turns. A turn is one step, or as many as fill a fifth of a second. Reference cycles are collected
+   between turns, untimed. Caches are not emptied: training does not empty them either.
+3. Measure the memory of one more step of each backend, then close it. State that a backend keeps from step to step
+   counts towards its own peak only (see `Entry.take_memory`).
 
-The backends share the model: each removes its hooks between two calls (`clipping.Peer`), and none holds a copy. State
-that a backend keeps from step to step counts towards its own peak only (see `Entry.take_memory`).
-
-The result is ``{"parameters", "precision", "backends": {name: entry}}``, entries in the order of the trial;
-``precision`` has torch's switches (`dpbench.measure.precision.facts`). An entry has ``outcome`` and ``evidence``, and,
-as far as the backend came, ``verification``, ``coverage``, ``warmup_seconds``, ``way`` (how its steps ran, see
-`clipping.program.graphs`), ``turns``, ``loss`` and ``memory``. A turn is ``{"round", "position", "step_seconds"}``,
-with the position within the round; on CUDA also ``gpu``, its clocks, power and temperature after the turn
-(`dpbench.measure.gpu`). A backend that is refused, wrong, out of memory or broken stops; the others continue. An
-outcome that is not final becomes the record's too (`PartlyFailed`), so that ``--retry`` finds it.
+The result is ``{"parameters", "precision", "backends": {name: entry}}``; ``precision`` has torch's switches
+(`dpbench.measure.precision.facts`). An entry has ``outcome`` and ``evidence``, and, as far as the backend came,
+``verification``, ``coverage``, ``warmup_seconds``, ``way`` (see `clipping.program.graphs`), ``turns``, ``loss`` and
+``memory``. A turn is ``{"round", "position", "step_seconds"}``; on CUDA also ``gpu`` (`dpbench.measure.gpu`). A backend
+that is refused, wrong, out of memory or broken stops; the others continue. An outcome that is not final becomes the
+record's too (`PartlyFailed`), so that ``--retry`` finds it.
 """
 
 from __future__ import annotations
@@ -285,7 +280,7 @@ def without(others: int, pools: Pools, memory: Memory) -> Memory:
         memory: as the device's allocator has it.
     """
     held = {"peak_bytes": others + pools.free, "reserved_bytes": others + pools.free, "pool_bytes": pools.all}
-    held |= dict.fromkeys(("allocated_bytes", "active_bytes"), others)
+    held["allocated_bytes"] = others
     own = {kind: size - held[kind] for kind in held if (size := getattr(memory, kind)) is not None}
     return dataclasses.replace(memory, **own)
 

@@ -1,16 +1,12 @@
 """Run a `PartsTrial`: measure each part of a `PrivacyEngine` step, and of a plain step of the same optimizer.
 
-The parts of a private step: ``forward`` (model and losses), ``clip`` (backward pass, norms, clipped sum), ``finite``
-(are the sums finite), ``noise`` (noise, division, writing to `.grad`), ``optimizer``, and ``rest`` (the engine's other
-work). Those of a plain step: ``forward``, ``backward``, ``optimizer``, ``rest``. A part's time excludes the parts
-inside it, so the parts add up to the step.
+Parts of a private step: ``forward`` (model and losses), ``clip`` (backward pass, norms, clipped sum), ``finite`` (are
+the sums finite), ``noise`` (noise, division, writing to `.grad`), ``optimizer``, and ``rest`` (other work).
+A part's time excludes the parts inside it, so the parts add up to the step. Separate passes measure
 
-Warm steps run in separate passes, since each measurement would disturb the others:
-
-- seconds: on CUDA an event at every border, on the device's clock; on a CPU the host's.
-- launches and waits: on CUDA from a trace of torch.profiler. On a CPU, the operations that torch dispatches, and the
-  numbers that the host reads from tensors (`item`), which would be waits on CUDA; `counted` names what was counted. (A
-  library's own kernel, such as that of the noise, is no torch operation.)
+- seconds: on CUDA an event at every border; on a CPU the host's clock.
+- launches and waits: on CUDA from a trace of torch.profiler; on a CPU, the operations that torch dispatches, and the
+  numbers that the host reads from tensors, which would be waits on CUDA. `counted` names what was counted.
 
 The result is ``{"tensors", "parameters", "counted", "steps": {"plain": entry, "private": entry}}``; an entry is
 ``{"parts": {name: {"seconds": [one a step], "launches", "waits"}}, "step_seconds": [...]}``.

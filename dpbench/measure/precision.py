@@ -1,8 +1,7 @@
 """Applies a precision profile (`dpbench.trials.precision`) to torch, and reads torch's switches.
 
 TF32 is switched for cuBLAS and cuDNN alike: torch's default has it on in cuDNN and off in cuBLAS, which is neither
-profile. Autocast wraps the model's forward pass and the losses, as in training scripts. It does not wrap the backward
-pass, which runs in the formats of the forward pass by itself.
+profile. Autocast wraps the forward pass and the losses, not the backward pass, which runs in the same formats anyway.
 """
 
 from __future__ import annotations

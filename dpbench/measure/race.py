@@ -2,12 +2,8 @@
 
 In a round every backend, ordinary training among them, takes turns in a fresh order. Short steps have many short turns
 in a round, so that load from other programs falls on all alike. A round gives one ratio for each: the median of its
-steps over the median of ordinary training's steps.
-
-1. `heats`: TURNS rounds of all backends. Slow ones (see `finalists`) take no further turns.
-2. `finals`: at least ROUNDS rounds of the others, until each interval is narrow or the time is up.
-
-If a ratio is in doubt (`dpbench.execution.recommend.findings.doubt`), new rounds of `finals` replace the old.
+steps over the median of ordinary training's. `heats` are TURNS rounds of all; `finals` are at least ROUNDS rounds of
+the fast ones (`finalists`), until each interval is narrow or the time is up.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
 """Predicts the peak memory of a step by running it on fake tensors.
 
 Under `FakeTensorMode` a tensor has a shape, a dtype and a device, and no data: a step through model, autograd and
-clipping takes about a second, whatever the batch size. Its storages are empty but real objects. A storage is born when
-an operation returns a tensor with a new one, and dies when the last tensor, view or saved tensor of the graph frees it.
-Hence the peak: let s range over storages, alive at time t if born(s) ≤ t < dead(s). Then
+clipping takes about a second, whatever the batch size. A storage is born when an operation returns a tensor with a new
+one, and dies when the last tensor, view or saved tensor of the graph frees it. Hence
 
     peak = baseline + max_t Σ_{s alive at t} bytes(s) − Σ_{s alive before the step} bytes(s)
 
-with the baseline as in `dpbench.measure.memory`. Views, aliases and in-place results are no new storages; tensors saved
-by autograd count because their storages live. The backward pass runs on the calling thread, which has the modes
-(`set_multithreading_enabled(False)`).
+with the baseline as in `dpbench.measure.memory`. The backward pass runs on the calling thread, which has the modes.
 
-**Inside an operation** a kernel allocates and frees memory that no mode sees. For a CPU, formulas add it
-(`temporaries`): copies of a convolution's operands in oneDNN's layout (`numerics.convolution_memory`), a softmax's
-dense copy of its input, a group norm's sums, a wide copy of a term added to a wider sum. Workspaces of cuDNN and
-cuBLAS, rounding by the allocator and fragmentation are unknown: nothing is added on CUDA, or for a device that this
-machine lacks. The experiment `memory_accuracy` compares.
+**Inside an operation** a kernel allocates and frees memory that no mode sees. For a CPU, formulas add it (`_at_once`).
+Workspaces of cuDNN and cuBLAS, rounding by the allocator and fragmentation are unknown: nothing is added on CUDA, or
+for a device that this machine lacks. The experiment `memory_accuracy` compares.
 
 **Where branches join** (a residual connection) autograd adds one gradient to the other in place if it holds the only
 reference, but never under a mode. The tracker subtracts the difference: a sum made by the autograd engine that directly
@@ -23,7 +18,6 @@ outlives its first summand counts as that summand.
 
 **A loop over blocks of a batch**, or over its samples (`clipping.core.microbatching`), runs its last block alone. That
 is one of the largest, and the results of the other blocks exist while it runs, so their bytes are added (`LastForAll`).
-So a step has about the same operations, and takes the same time, at any batch size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Run a `StepTrial`: verify one training step, time it, then measure its memory.
 
 The order keeps each part from disturbing the next: the oracle's memory is freed before the allocator's budget is set,
-the timing is warm, and the profiler of the CPU's memory, which slows everything down, comes last. The starter of this
-process sets the number of threads (`dpbench.process.child`).
+the timing is warm, and the profiler of the CPU's memory, which slows everything down, comes last.
 """
 
 from __future__ import annotations

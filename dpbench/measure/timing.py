@@ -1,16 +1,13 @@
 """Measures seconds per step: warms up until times settle, then records each step, raw and in order.
 
-The first step pays for one-time work (allocator pools, oneDNN's and cuDNN's choice of kernels) and stands alone. Then
-follow windows of two steps, until the means of two successive windows agree within 10 %, or half of `max_seconds` is
-spent. Later steps are recorded as measured: the report summarises them and treats outliers.
+The first step pays for one-time work and stands alone. Then follow windows of two steps, until the means of two
+successive windows agree within 10 %, or half of `max_seconds` is spent.
 
 On a CPU: `time.perf_counter` around each step; the caller sets the number of threads. On CUDA: an event before the
-first step and after each one, and one synchronisation at either end, so that the host runs ahead of the device as in
-training.
+first step and after each one, and one synchronisation at either end, so that the host runs ahead as in training.
 
 Functions take:
     stopwatch: of the device.
-    count: number of steps.
     max_seconds: no step begins later.
 """
 

@@ -1,17 +1,13 @@
 """Run a `TrainingStepTrial`: time whole training steps of engines as their libraries ship them, interleaved.
 
 A step is forward pass, losses, backward, clipping, noise (σ = 1) and the optimizer's update; it frees the gradients at
-its end. Unless steps run eagerly, our engine runs them in one call (`PrivacyEngine.make_step`), and the plain step is a
-graph too, made, warmed up and fed alike; our noise and the unchanged optimizer run after the graph. Each engine has its
-own copy of the model, of the same seed, and its own optimizer; all share the batch. Otherwise engines are opened, timed
-in turns and measured as backends are by `dpbench.measure.overhead`, which first compares an engine's clipping with the
-oracle. The loader is excluded. Three steps at least run first, since the second may still time routes, and one untimed
-step before each turn: in training, a step follows one of the same engine, not one of an engine that has just freed
-per-sample gradients.
+its end. The loader is excluded. Unless steps run eagerly, our engine runs them in one call (`PrivacyEngine.make_step`),
+and the plain step is a graph too. Each engine has its own copy of the model, of the same seed, and its own optimizer;
+all share the batch. Otherwise engines are opened, timed in turns and measured as backends are by
+`dpbench.measure.overhead`, with the same result. One untimed step begins each turn: in training, a step follows one of
+the same engine, not one of an engine that has just freed per-sample gradients.
 
 jax_privacy's steps run in a process of their own (`dpbench.measure.jax_peer.entry`).
-
-The result is that of an `OverheadTrial`.
 """
 
 from __future__ import annotations
@@ -272,20 +268,20 @@ def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, 
     return _Opened(take, model.to_standard_module)
 
 
-def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
-    size, library = len(targets), importlib.import_module("private_CNN")
-    hooks = importlib.import_module("private_CNN.privacy_utils.autograd_grad_sample")
-    engine = library.PrivacyEngine(
-        workload.model,
-        batch_size=size,
-        sample_size=STEPS * size,
-        epochs=1,
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        ghost_clipping=True,
-        mixed=True,
+def _theirs(package: str, workload: Workload, optimizer: torch.optim.Optimizer, targets: Any, **options: Any) -> Any:
+    """The attached engine of a library whose engine is like ours."""
+    size = len(targets)
+    options |= {"batch_size": size, "sample_size": STEPS * size, "epochs": 1}
+    engine = importlib.import_module(package).PrivacyEngine(
+        workload.model, max_grad_norm=1.0, noise_multiplier=1.0, **options
     )
     engine.attach(optimizer)
+    return engine
+
+
+def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
+    hooks = importlib.import_module("private_CNN.privacy_utils.autograd_grad_sample")
+    engine = _theirs("private_CNN", workload, optimizer, targets, ghost_clipping=True, mixed=True)
     step: Any = optimizer.step
 
     def take() -> Tensor:
@@ -299,21 +295,8 @@ def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, i
 
 
 def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
-    size = len(targets)
-    engine = importlib.import_module("fastDP").PrivacyEngine(
-        workload.model,
-        batch_size=size,
-        sample_size=STEPS * size,
-        epochs=1,
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        clipping_mode="MixOpt",
-        clipping_fn="Abadi",
-        clipping_style="all-layer",
-        loss_reduction="mean",
-    )
-    engine.attach(optimizer)
-
+    options = {"clipping_mode": "MixOpt", "clipping_fn": "Abadi", "clipping_style": "all-layer"}
+    engine = _theirs("fastDP", workload, optimizer, targets, loss_reduction="mean", **options)
     return _Opened(_by_backward(workload, workload.model, optimizer, inputs, targets), engine.detach)
 
 

@@ -1,20 +1,17 @@
 """Compares a step's norms and clipped sums with the oracle's, on a few samples of the batch.
 
-The errors are those of `clipping.checks.verification.compare`: for a parameter ‖Δ‖ / max(‖reference‖, 10⁻³ ‖all
-references‖), the largest over parameters; so a gradient that vanishes except for rounding (a bias before a
-normalisation) is compared with the whole gradient. For norms max_i |Δ_i| / max(‖g_i‖, 10⁻³ max ‖g‖).
-
-A trial's step is checked twice. First in float64, to which its model is cast and back: is the method exact? (In float32
-a pre-activation near zero may pass a ReLU in a batch of one and not in a batch of two, and an exact backend then
-differs by 10⁻².) Then in the trial's own precision, which runs other kernels: is it as exact as that arithmetic allows?
-The limits are those of `clipping.checks.verification`, by the formats in which the losses are computed. Ordinary
-training is compared with an oracle that does not clip. With an explicit dtype (`dpbench check --dtype`), limits depend
-on it. On CUDA, TF32 is off except in the check in the trial's own precision.
+The errors are those of `clipping.checks.verification.compare`. A trial's step is checked twice. First in float64, to
+which its model is cast and back: is the method exact? (In float32 a pre-activation near zero may pass a ReLU in a batch
+of one and not in a batch of two, and an exact backend then differs by 10⁻².) Then in the trial's own precision, which
+runs other kernels: is it as exact as that arithmetic allows? Limits depend on the formats in which the losses are
+computed, or on an explicit dtype (`dpbench check --dtype`). Ordinary training is compared with an oracle that does not
+clip. On CUDA, TF32 is off except in the check in the trial's own precision.
 
 Functions take:
     backend: to be verified, or its name.
     found: its errors.
     limit: the largest errors due to rounding.
+    reference: the oracle's result on the batch.
     where: on which batch, in words.
 """
 

@@ -98,16 +98,16 @@ def test_a_turn_on_cuda_says_them_and_asks_when_its_time_is_taken(monkeypatch):
 
 
 def test_what_the_others_hold_is_in_no_peak_of_a_backend():
-    memory = Memory("cuda_allocator", 100, 10, active_bytes=110, reserved_bytes=160, alloc_retries=2)
+    memory = Memory("cuda_allocator", 100, 10, reserved_bytes=160)
     own = overhead.without(40, Pools(0, 0), memory)
-    assert own == Memory("cuda_allocator", 60, 10, active_bytes=70, reserved_bytes=120, alloc_retries=2)
+    assert own == Memory("cuda_allocator", 60, 10, reserved_bytes=120)
     assert overhead.without(40, Pools(0, 0), Memory("cuda_allocator", 100, 10)) == Memory("cuda_allocator", 60, 10)
 
 
 def test_nor_are_the_pools_of_the_others_graphs():
-    memory = Memory("cuda_allocator", 100, 10, allocated_bytes=60, pool_bytes=50, active_bytes=62, reserved_bytes=160)
+    memory = Memory("cuda_allocator", 100, 10, allocated_bytes=60, pool_bytes=50, reserved_bytes=160)
     own = overhead.without(15, Pools(all=30, free=25), memory)
-    expected = {"allocated_bytes": 45, "pool_bytes": 20, "active_bytes": 47, "reserved_bytes": 120}
+    expected = {"allocated_bytes": 45, "pool_bytes": 20, "reserved_bytes": 120}
     assert own == Memory("cuda_allocator", 60, 10, **expected)
 
 

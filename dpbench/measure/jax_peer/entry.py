@@ -1,12 +1,11 @@
 """jax_privacy's entry in a `TrainingStepTrial`: another framework's engine, beside that framework's own plain step.
 
-The model of the trial is a function in jax with the same parameters (`dpbench.measure.jax_peer.models`). First it is
-compared in float64 with the oracle, on the same samples as every backend: norms, and the clipped sum of each parameter.
-Then a process that imports no torch compiles both steps, and takes turns: some private steps and some plain ones, in
-changing order. Compiling is not part of a turn; ``compile_seconds`` has it.
+The model is a function in jax with the same parameters (`dpbench.measure.jax_peer.models`). It is compared with the
+oracle on the same samples as every backend. Then a process that imports no torch compiles both steps, and takes turns:
+some private steps and some plain ones, in changing order. Compiling is not part of a turn; ``compile_seconds`` has it.
 
-A ratio to torch's plain step would mix two libraries of kernels, so the entry has its own ``plain`` turns and memory,
-and its ratios are to these. Memory is what XLA plans for the compiled step: arguments, results and temporaries.
+A ratio to torch's plain step would mix two libraries of kernels, so the entry has its own ``plain`` turns and memory.
+Memory is what XLA plans for the compiled step: arguments, results and temporaries.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Settings:
     room: float
 
 
-class Steps:
+class _Steps:
     """The model and the batch, and the private and the plain step of one optimizer on them.
 
     Args:
@@ -88,12 +88,7 @@ class Steps:
         self._microbatch: int | None = None
 
     def clip(self, samples: int, to: str) -> dict[str, Any]:
-        """Write the clipped sum of the first samples, ``p/NAME``, with their ``norms`` and ``losses``.
-
-        Args:
-            samples: how many.
-            to: path of the file.
-        """
+        """Write the clipped sum of the first samples, ``p/NAME``, with their ``norms`` and ``losses``."""
         microbatch = self._microbatch
         clipped = self._clipped(1.0, microbatch, return_grad_norms=True)
         grads, aux = jax.jit(clipped)(self._params, *(x[:samples] for x in self._batch))
@@ -129,12 +124,7 @@ class Steps:
         return {"microbatch": self._microbatch, "compile_seconds": seconds, "memory": memory}
 
     def steps(self, which: str, count: int) -> dict[str, Any]:
-        """Run steps one after the other; returns the seconds of each, until its results exist, and the last loss.
-
-        Args:
-            which: "private" or "plain".
-            count: how many.
-        """
+        """Run steps one after the other; returns the seconds of each, until its results exist, and the last loss."""
         step, seconds, value = self._compiled[which], [], float("nan")
         for _ in range(count):
             state = self._states.pop(which)
@@ -231,11 +221,11 @@ def main(arguments: Sequence[str]) -> None:
             told = {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
         print(json.dumps(told), file=answers, flush=True)
 
-    steps: list[Steps] = []
+    steps: list[_Steps] = []
 
     def start() -> dict[str, Any]:
         with np.load(path) as arrays:
-            steps.append(Steps(settings, dict(arrays)))
+            steps.append(_Steps(settings, dict(arrays)))
         return {"versions": {"jax": jax.__version__, "jax_privacy": jax_privacy.__version__}}
 
     answer(start)
