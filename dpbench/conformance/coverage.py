@@ -61,6 +61,7 @@ class CoverageTrial(Trial):
     kind: ClassVar[str] = "coverage"
     body: ClassVar[str] = "dpbench.measure.coverage:run"
     sources: ClassVar[tuple[str, ...]] = (*STEP_SOURCES, "dpbench/conformance/**/*.py")
+    alone: ClassVar[bool] = False
     model: str
     task: str
     backends: Sequence[str]
@@ -69,10 +70,6 @@ class CoverageTrial(Trial):
     device: str = "cpu"
     seed: int = 0
     timeout: float = 300.0
-
-    @property
-    def alone(self) -> bool:
-        return False
 
     def modules(self) -> tuple[str, ...]:
         return (

@@ -1,7 +1,7 @@
 """Run an `ExplainTrial`: the route of every use of every parameter, and the plan of `bk_mixed`.
 
 The step runs under fake tensors. A model whose Python code reads a value, or an operation without a fake form, runs on
-real tensors; the result says so. A trial that measures runs on real tensors on its device, times the routes of each use,
+real tensors; the result says so. A trial that measures runs on real tensors on its device, times each route,
 and then a step by the resulting plan, and of ordinary training.
 
 Weights do not matter, so the sizes default to the model's own: 224x224 images and 1000 classes for timm and torchvision

@@ -76,10 +76,6 @@ class UtilityTrial(Trial):
     def __post_init__(self) -> None:
         validate_data(self.data)
 
-    @property
-    def alone(self) -> bool:
-        return self.kind == "utility"  # it measures seconds
-
     def modules(self) -> tuple[str, ...]:
         return ("torch", "torch._dynamo", "numpy", "scipy")  # an optimizer's first step imports them
 
@@ -94,6 +90,7 @@ class CorrelatedTrial(UtilityTrial):
     """A point in a comparison of kinds of `noise`."""
 
     kind: ClassVar[str] = "correlated"
+    alone: ClassVar[bool] = False  # its seconds do not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +98,7 @@ class AdamTrial(UtilityTrial):
     """A point in a comparison of optimizers."""
 
     kind: ClassVar[str] = "adam_bias"
+    alone: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +111,7 @@ class AuditTrial(Trial):
     kind: ClassVar[str] = "audit"
     body: ClassVar[str] = "dpbench.training.audit:run"
     sources: ClassVar[tuple[str, ...]] = (*UtilityTrial.sources,)
+    alone: ClassVar[bool] = False
     fault: str = ""
     form: str = "whole"
     canaries: int = 4000
@@ -123,10 +122,6 @@ class AuditTrial(Trial):
     backend: str = "bk_mixed"
     seed: int = 0
     device: str = "cpu"
-
-    @property
-    def alone(self) -> bool:
-        return False
 
     def modules(self) -> tuple[str, ...]:
         return ("torch", "torch._dynamo", "numpy", "scipy")
@@ -150,6 +145,7 @@ class MemorisationTrial(Trial):
         "dpbench/integrations/*.py",
         "dpbench/integrations/tutorials/*.py",
     )
+    alone: ClassVar[bool] = False
     target_epsilon: float | None
     seed: int
     records: int = 4000
@@ -159,10 +155,6 @@ class MemorisationTrial(Trial):
     device: str = "cpu"
     threads: int = 1  # more gain little for small steps, and trials run side by side
     timeout: float = 1800.0
-
-    @property
-    def alone(self) -> bool:
-        return False
 
     def modules(self) -> tuple[str, ...]:
         return ("torch", "torch._dynamo", "numpy", "scipy", "transformers", "peft")

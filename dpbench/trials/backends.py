@@ -32,11 +32,9 @@ CLASS = "path/file.py:Class"
 class BackendTrial(Trial):
     """A trial of one backend, by reference."""
 
-    backend: str
+    alone: ClassVar[bool] = False
 
-    @property
-    def alone(self) -> bool:
-        return False
+    backend: str
 
     def modules(self) -> tuple[str, ...]:
         return ("torch", *modules_of_backends((self.backend,)))

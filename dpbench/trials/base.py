@@ -39,12 +39,16 @@ def _as_text(value: Any) -> Any:
 class Trial:
     """One measurement, in a process of its own.
 
-    `timeout` (seconds) bounds the whole trial and is not part of its identity.
+    `alone`: whether a concurrent trial would change this measurement. `beside`: if so, true if the trial needs only its
+    device, so that others that are not `alone` may run meanwhile. `timeout` (seconds) bounds the whole trial and is not
+    part of its identity.
     """
 
     kind: ClassVar[str]
     body: ClassVar[str]
     sources: ClassVar[tuple[str, ...]] = ()
+    alone: ClassVar[bool] = True
+    beside: ClassVar[bool] = False
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
@@ -61,16 +65,6 @@ class Trial:
         """16 hex digits: the hash of the canonical JSON of `kind` and all fields but `timeout`."""
         identity = {name: value for name, value in self.describe().items() if name != "timeout"}
         return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
-
-    @property
-    def alone(self) -> bool:
-        """Whether a concurrent trial would change this measurement."""
-        return True
-
-    @property
-    def beside(self) -> bool:
-        """True if a trial that runs `alone` needs only its device: others that are not `alone` may run meanwhile."""
-        return False
 
     def modules(self) -> tuple[str, ...]:
         """Third-party modules that the trial uses: imported before the fork, with their versions in the fingerprint."""

@@ -20,6 +20,7 @@ class LaunchesTrial(Trial):
     kind: ClassVar[str] = "launches"
     body: ClassVar[str] = "dpbench.measure.launches:run"
     sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
+    alone: ClassVar[bool] = False
     model: str
     backends: Sequence[str]
     batch_size: int
@@ -27,10 +28,6 @@ class LaunchesTrial(Trial):
     num_classes: int | None = 10
     dtype: str = "float32"
     timeout: float = 300.0
-
-    @property
-    def alone(self) -> bool:
-        return False
 
     def modules(self) -> tuple[str, ...]:
         return ("torch._dynamo", *modules_of_step(self))

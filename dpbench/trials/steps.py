@@ -167,7 +167,7 @@ class PeakTrial(BatchTrial):
     timeout: float = 300.0
 
     @property
-    def alone(self) -> bool:
+    def alone(self) -> bool:  # type: ignore[override]
         return not self.simulated
 
 
@@ -182,15 +182,12 @@ class LargestTrial(BatchTrial):
 
     kind: ClassVar[str] = "largest"
     body: ClassVar[str] = "dpbench.measure.largest:run"
+    alone: ClassVar[bool] = False
     max_batch_size: int = 16384
     tolerance: float = 0.02
     unused: float = 0.0
     max_seconds: float = 300.0
     timeout: float = 600.0
-
-    @property
-    def alone(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,14 +200,11 @@ class ConfirmTrial(BatchTrial):
 
     kind: ClassVar[str] = "confirm"
     body: ClassVar[str] = "dpbench.measure.confirm:run"
+    beside: ClassVar[bool] = True
     data: str = "synthetic"
     max_batch_size: int = 16384
     tolerance: float = 0.02
     timeout: float = 120.0
-
-    @property
-    def beside(self) -> bool:
-        return True
 
     def second(self, *, fits: bool) -> int | None:
         """The batch size of the second step; None if the limit fits, or if not even one sample does.
