@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import clipping
 from clipping import ClippedGradient, Problem, UnsupportedModel
@@ -18,60 +20,23 @@ from dpbench.trials.outcome import Mismatch
 TRIAL = CheckTrial(model="cnn", backend="mixed_ghost", image_size=8)
 
 
-class DividesByTheNorm(Microbatch):
-    """C/‖g‖ of a gradient that is zero."""
+def wrong(name: str, change: Callable[[ClippedGradient, Tensor], ClippedGradient]) -> type[Microbatch]:
+    """A backend that changes the right result; `change` takes it and its norms."""
 
-    name = "divides_by_the_norm"
+    class Wrong(Microbatch):
+        def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
+            if name == "never_clips":
+                self.clip = clipping.Flat(max_grad_norm=float("inf"))
+            out = super()._clipped(*args, **kwargs)
+            assert out.norms is not None
+            return change(out, out.norms)
 
-    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
-        out = super()._clipped(*args, **kwargs)
-        assert out.norms is not None
-        nothing = 0 * (1 / out.norms - 1 / out.norms).sum()
-        return ClippedGradient({n: g + nothing for n, g in out.grads.items()}, out.norms, out.losses)
-
-
-class MergesTwins(Microbatch):
-    """Counts samples with the same norm once."""
-
-    name = "merges_twins"
-
-    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
-        out = super()._clipped(*args, **kwargs)
-        assert out.norms is not None
-        share = len(out.norms.unique()) / len(out.norms)
-        return ClippedGradient({n: g * share for n, g in out.grads.items()}, out.norms, out.losses)
+    Wrong.name = name
+    return Wrong
 
 
-class SqueezesTheBatch(Microbatch):
-    """Loses the batch dimension when there is one sample, and takes a norm over the wrong one."""
-
-    name = "squeezes_the_batch"
-
-    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
-        out = super()._clipped(*args, **kwargs)
-        assert out.norms is not None
-        return ClippedGradient(out.grads, out.norms * (2 if len(out.norms) == 1 else 1), out.losses)
-
-
-class NeverClips(Microbatch):
-    """Σ g_i."""
-
-    name = "never_clips"
-
-    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
-        self.clip = clipping.Flat(max_grad_norm=float("inf"))
-        return super()._clipped(*args, **kwargs)
-
-
-class RoundsTo32Bits(Microbatch):
-    """Norms in float32 are good for 1e-7, not for 1e-9."""
-
-    name = "rounds_to_32_bits"
-
-    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
-        out = super()._clipped(*args, **kwargs)
-        assert out.norms is not None
-        return ClippedGradient(out.grads, out.norms.float().double(), out.losses)
+def scaled(out: ClippedGradient, by: Any, norms: Tensor) -> ClippedGradient:
+    return ClippedGradient({n: g * by for n, g in out.grads.items()}, norms, out.losses)
 
 
 class Refuses(Microbatch):
@@ -83,15 +48,23 @@ class Refuses(Microbatch):
         return [Problem("model", "no reason", "none")]
 
 
-WRONG = [DividesByTheNorm, MergesTwins, SqueezesTheBatch, NeverClips, RoundsTo32Bits]
+WRONG = {
+    "divides_by_the_norm": lambda out, norms: scaled(out, 1 + 0 * (1 / norms - 1 / norms).sum(), norms),
+    "merges_twins": lambda out, norms: scaled(out, len(norms.unique()) / len(norms), norms),
+    "squeezes_the_batch": lambda out, norms: scaled(out, 1, norms * (2 if len(norms) == 1 else 1)),
+    "never_clips": lambda out, norms: out,
+    "rounds_to_32_bits": lambda out, norms: scaled(out, 1, norms.float().double()),
+}
+BACKENDS = {name: wrong(name, change) for name, change in WRONG.items()} | {"refuses": Refuses}
 
 
 @pytest.fixture(autouse=True)
 def backends(monkeypatch):
     monkeypatch.setitem(sys.modules, "backends_of_test_measure_check", sys.modules[__name__])
-    for backend in [*WRONG, Refuses]:
-        info = clipping.BackendInfo(f"backends_of_test_measure_check:{backend.__name__}", "for a test")
-        monkeypatch.setitem(clipping.BACKENDS, backend.name, info)
+    for name, backend in BACKENDS.items():
+        monkeypatch.setitem(globals(), name, backend)
+        info = clipping.BackendInfo(f"backends_of_test_measure_check:{name}", "for a test")
+        monkeypatch.setitem(clipping.BACKENDS, name, info)
 
 
 def failing(backend: str) -> tuple[Mismatch, set[str]]:

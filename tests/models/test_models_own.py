@@ -31,34 +31,6 @@ class Table(nn.Module):
 def build():
     return Table(), ((torch.randint(0, 50, (6,)), torch.randn(6, 5)), torch.randint(0, 2, (6,)))
 """,
-    "U-Net": """
-class UNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down, self.middle = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)
-        self.up, self.out = nn.ConvTranspose2d(16, 8, 2, stride=2), nn.Conv2d(16, 3, 1)
-
-    def forward(self, x):
-        skip = torch.relu(self.down(x))
-        return self.out(torch.cat([skip, torch.relu(self.up(torch.relu(self.middle(skip))))], 1))
-
-
-def build():
-    return UNet(), (torch.randn(4, 1, 16, 16), torch.randint(0, 3, (4, 16, 16)))
-""",
-    "LSTM": """
-class Forecast(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.out = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.out(self.layer(x)[0][:, -1])
-
-
-def build():
-    return Forecast(), (torch.randn(5, 7, 3), torch.randn(5))
-""",
     "T5": """
 from transformers import T5Config, T5ForConditionalGeneration
 

@@ -29,7 +29,6 @@ from clipping.checks.verification import (
 )
 from dpbench.cli import main
 from dpbench.errors import UsageError
-from dpbench.execution.recommend.agenda import Agenda, Question
 from dpbench.execution.selection import select
 from dpbench.experiment import load_experiment
 from dpbench.measure import largest, memory, overhead, parts, precision, recommend, step
@@ -426,19 +425,6 @@ def test_records_of_before_and_of_now_are_compared_and_other_profiles_are_not(tm
     assert "expected cells that both measured" in capsys.readouterr().err
 
 
-def test_recommend_takes_a_precision_and_refuses_one_that_the_device_has_not(capsys):
+def test_recommend_refuses_a_precision_that_the_device_has_not(capsys):
     assert main(["recommend", "cnn", "--device", "cpu", "--precision", "tf32"]) == 2
     assert capsys.readouterr().err == "dpbench: expected a precision that cpu has, as float32, got 'tf32'\n"
-    said = {}
-
-    class Machine:
-        """Takes the first trial, and has no time for a second."""
-
-        def submit(self, trial, until):
-            said.setdefault(trial.kind, trial.precision)
-            raise KeyError
-
-    asked = Question(model="cnn", batch_size=4, memory_budget=2**30, precision="bfloat16", seconds=60.0)
-    with pytest.raises(KeyError):
-        Agenda(asked, Machine(), lambda line: None).carry_out()
-    assert said == {"recommend": "bfloat16"}

@@ -115,51 +115,6 @@ def test_what_fits_above_what_did_not_does_not_count():
     assert search().answer(seen) == 8
 
 
-def curve(generator: random.Random):
-    """(memory as training takes it, what is held before the step), in bytes, for a model drawn at random.
-
-    Affine in the batch; at up to three sizes the slope changes by up to 6 %, at up to two the memory jumps by up to 3 %
-    of the budget (another kernel, another workspace, another plan).
-    """
-    parameters = 10 ** generator.uniform(0.3, 3.0) * MIB
-    slope = 10 ** generator.uniform(-0.3, 2.3) * MIB
-    gradients = generator.uniform(0, 3) * parameters
-    bends = [(10 ** generator.uniform(1, 4.5), generator.uniform(-0.04, 0.06) * slope) for _ in range(3)]
-    bends = bends[: generator.choice([0, 1, 2, 3])]
-    jumps = [(10 ** generator.uniform(1, 4.5), generator.uniform(0, 0.03) * BUDGET) for _ in range(2)]
-    jumps = jumps[: generator.choice([0, 0, 1, 2])]
-
-    def memory(size: int) -> int:
-        grown = parameters + gradients + slope * size
-        grown += sum(more * (size - at) for at, more in bends if size > at)
-        return int(grown + sum(min(by, slope * size / 2) for at, by in jumps if size >= at))
-
-    return memory, int(parameters)
-
-
-def limit_of(memory, high: int = 65536) -> int:
-    """The largest batch that fits, by bisection."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if memory(middle) <= BUDGET else (low, middle - 1)
-    return low
-
-
-def test_memory_as_training_takes_it_is_found_in_five_probes():
-    """Simulated searches begin at 32."""
-    generator, counts = random.Random(0), []
-    for _ in range(400):
-        memory, baseline = curve(generator)
-        truth = limit_of(memory)
-        answer, probed = carry_out(search(start=32, max_batch_size=65536), memory, baseline=baseline)
-        assert within_tolerance(answer, truth) and (answer == 0 or answer in probed)
-        assert answer == 0 or memory(answer) <= BUDGET
-        counts.append(len(probed))
-    assert sum(count <= 5 for count in counts) >= 0.99 * len(counts)
-    assert max(counts) <= 7 and sum(counts) / len(counts) <= 4.1
-
-
 def test_a_whole_search_in_one_trial_tells_all_its_probes():
     one = {"outcome": "over_budget", "trial": {"batch_size": 7}, "result": {"memory": {"peak_bytes": 5}}}
     assert probes_of(one) == {7: Probe(False, 5)}

@@ -1,16 +1,12 @@
 """The first command: what it runs, how much of that, and that it does not grow."""
 
-from collections import Counter
-
 import pytest
 import torch
 
-from dpbench.execution.schedule import History, Schedule
 from dpbench.experiment import MaxBatch
 from dpbench.measure import largest, simulate
 from dpbench.measure.memory import UnsupportedSimulation
 from dpbench.trials import OverheadTrial
-from dpbench.trials.expected import expected_seconds
 from experiments import stress_test
 from experiments.stress_test import BACKENDS, LARGE, RESNETS, TEXTS, VGGS
 
@@ -42,37 +38,6 @@ def test_on_a_gpu_two_real_steps_confirm_what_was_foretold():
         for name in ("model", "backend", "device", "precision", "memory_budget", "max_batch_size", "tolerance"):
             assert getattr(search.probe, name) == getattr(search.then, name), name
         assert search.probe.tolerance == search.tolerance and search.probe.batch_size == search.start
-
-
-def on_a_gpu(cells, in_order: bool = False) -> tuple[float, list]:
-    """(seconds, runs) of a whole run whose trials take as long as on an H100, each in its place as a loop has them."""
-    history = History((), lambda trial: "f", ())
-    schedule = Schedule("e", cells, 1, history, in_order=in_order)
-    now, ran, running = 0.0, [], {}
-    while True:
-        while len(running) < WORKERS and (run := schedule.next(list(running))) is not None:
-            running[run] = now + expected_seconds(run.trial)
-            ran.append(run.trial)
-        if not running:
-            return now, ran
-        run = min(running, key=running.get)
-        now = running.pop(run)
-        result = {}
-        if run.trial.kind == "largest":
-            probes = [(256, True), (261, False)] if run.trial.backend != "microbatch" else [(64, True)]
-            result = {"probes": [{"batch_size": b, "peak_bytes": b, "fits": fits} for b, fits in probes]}
-        record = {"id": run.trial.id, "round": 0, "fingerprint": "f", "trial": run.trial.describe(), "outcome": "ok"}
-        history.add(record | {"utc": f"{now:09.1f}", "seconds": 1.0, "result": result})
-
-
-def test_on_a_gpu_it_is_done_within_ten_minutes():
-    """504 trials and 30 to 65 minutes once, of fewer models: seeds, probes by trial and error, a verified step each."""
-    seconds, ran = on_a_gpu(stress_test.cells("cuda"))
-    kinds = Counter(trial.kind for trial in ran)
-    assert kinds == {"largest": 96, "confirm": 96, "overhead": 2}
-    assert STARTING + seconds <= 600, f"{seconds:.0f} s"
-    confirmed = [(trial.model, trial.backend) for trial in ran if trial.kind == "confirm"]
-    assert len(set(confirmed)) == len(confirmed) == 96  # each pair is verified once
 
 
 @pytest.mark.slow
