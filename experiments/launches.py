@@ -7,7 +7,7 @@ launches is not counted; `evidence` and `overhead` measure it.
 from __future__ import annotations
 
 from dpbench.experiment import Excerpt, Experiment
-from dpbench.trials.launches import LaunchesTrial
+from dpbench.trials.evidence import LaunchesTrial
 
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost")
 #: Of parameters and activations.

@@ -42,7 +42,7 @@ from dpbench.measure.bench import parameter_count, tensors_in
 from dpbench.measure.flops import of_convolution_backward
 from dpbench.models.loading import load_workload
 from dpbench.trials.backend_classes import backend_class
-from dpbench.trials.launches import LaunchesTrial
+from dpbench.trials.evidence import LaunchesTrial
 from dpbench.trials.outcome import Outcome, noted, refuse_failed
 
 #: Tensors of a list per launch by torch: 64 for pairs (110 for single tensors, 128 for concatenation).

@@ -14,23 +14,25 @@ outcome, never the trial's. Ordinary training clips nothing and is not verified.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from clipping.core.batches import leading_dimension
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.findings import LEFT_OUT, ORDINARY, ROUNDS
-from dpbench.measure.bench import device_of, open_workload, parameter_count, tensors_in
-from dpbench.measure.contestant import Contestant
+from dpbench.measure.bench import Step, device_of, open_workload, parameter_count, tensors_in
 from dpbench.measure.explain import sizes
-from dpbench.measure.overhead import allocations_that_fail
+from dpbench.measure.overhead import Entry, allocations_that_fail
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.race import KEPT, KNOWN, TURNS, Race, doubtful, finalists
+from dpbench.measure.timing import cuda_stopwatch
 from dpbench.models.workload import ModelError, Workload
 from dpbench.process.linux import available_cpus, busy_cpus
 from dpbench.trials import RecommendTrial
@@ -97,7 +99,7 @@ class _Comparison:
         self.trial, self.device, self.begin = trial, device, time.monotonic()
         self.until = self.begin + WITHIN if trial.until is None else trial.until
         self.race = Race(tell=self.note, seed=trial.seed)
-        self.entries = {name: Contestant(name, trial, device, verified=name != ORDINARY) for name in trial.backends}
+        self.entries = {name: _Contestant(name, trial, device, verified=name != ORDINARY) for name in trial.backends}
         for name, entry in self.entries.items():
             if name != ORDINARY:
                 entry.record |= {"outcome": Outcome.TIMEOUT, "evidence": LEFT_OUT}
@@ -169,7 +171,7 @@ class _Comparison:
         torch.set_num_threads(1)
         return True
 
-    def _race_samples(self, ordinary: Contestant) -> int:
+    def _race_samples(self, ordinary: _Contestant) -> int:
         """The number of samples for the race; sets "slow" if a race makes no sense."""
         samples = 1
         self.found["slow"] = {"samples": samples, "seconds": None}
@@ -186,7 +188,7 @@ class _Comparison:
             ordinary.move(self.batch(samples))
         return samples
 
-    def _opened(self, ordinary: Contestant, samples: int) -> list[Contestant]:
+    def _opened(self, ordinary: _Contestant, samples: int) -> list[_Contestant]:
         """The entries that are exact and have run, including ordinary training."""
         batch, longest = self.batch(samples), 0.0
         latest = time.monotonic() + OPEN_SHARE * self.left()
@@ -248,7 +250,7 @@ class _Comparison:
             again = [self.entries[name] for name in names if self.entries[name].samples == samples]
             self._compare([ordinary, *(entry for entry in again if entry is not ordinary)])
 
-    def _compare(self, racing: Sequence[Contestant]) -> None:
+    def _compare(self, racing: Sequence[_Contestant]) -> None:
         standing = [entry for entry in racing if entry.stands]
         self._keep(self.race.finals(standing, time.monotonic() + FINAL_SHARE * self.left(), self.until))
 
@@ -279,3 +281,70 @@ class _Comparison:
     def result(self) -> dict[str, Any]:
         """The results so far."""
         return self.found | {"backends": {name: entry.record for name, entry in self.entries.items()}}
+
+
+class _Contestant(Entry):
+    """An entry that can change its batch.
+
+    `seconds`: wall time of a step; `latest`: time of a step by the clock that gives the ratios; `setup`: wall time of
+    the first two steps, 0 after a single step; `samples`: the size of the batch.
+    """
+
+    seconds = 0.0
+    latest = 0.0
+    setup = 0.0
+    samples = 0
+
+    def enter(self, workload: Workload, batch: tuple[Any, Any], longest: float = math.inf) -> None:
+        """Open its step, verify it, and run it: once if that takes `longest`, else three times."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as fast for a few samples, and undisturbed by other programs
+        with self._guarded():
+            self._opened(workload, *batch)
+            self.record["way"] = self._way()
+        torch.set_num_threads(threads)
+        self.move(batch, longest)
+
+    def move(self, batch: tuple[Any, Any], longest: float = math.inf) -> None:
+        """Change the batch. The first step pays for kernels; a second may time a planner's routes."""
+        if self._step is None:
+            return
+        self._step = Step(self._step.backend, *batch)
+        self.samples = leading_dimension(*batch)
+        begin = time.perf_counter()
+        self.timed(1)
+        if self.stands and self.seconds < longest:
+            self.timed(1)
+            self.setup = time.perf_counter() - begin
+            self.timed(1)
+
+    @property
+    def stands(self) -> bool:
+        """True unless something has gone wrong."""
+        return self._step is not None
+
+    def timed(self, count: int) -> list[float]:
+        """The seconds of each step; [] if one failed."""
+        if self._step is None:
+            return []
+        begin, taken = time.perf_counter(), list[float]()
+        with self._guarded():
+            taken = _clock_of(self.device)(self._step, count)
+            self.seconds, self.latest = (time.perf_counter() - begin) / count, taken[-1]
+        return taken if self._step is not None else []
+
+
+def _clock_of(device: torch.device) -> Callable[[Step, int], list[float]]:
+    """Times each of several steps: by CPU time for a single thread on a CPU, else by wall time."""
+    if device.type == "cuda":
+        return lambda step, count: cuda_stopwatch(step, count, math.inf)
+    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def per_step(step: Step, count: int) -> list[float]:
+        marks = [now()]
+        for _ in range(count):
+            step()
+            marks.append(now())
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+    return per_step

@@ -23,9 +23,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dpbench.errors import nearest
 from dpbench.models.adapt import adapt, to_fake
-from dpbench.models.complaints import describe, hinting, one_line
 from dpbench.models.options import refuse_taken, refuse_unknown, split_options
-from dpbench.models.own import own_workload
+from dpbench.models.own import describe, hinting, one_line, own_workload
 from dpbench.models.references import FACTORY
 from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.packages import to_be_installed

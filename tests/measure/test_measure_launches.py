@@ -11,7 +11,7 @@ from clipping import load_backend
 from clipping.accel import cuda, fused
 from dpbench.experiment import load_experiment
 from dpbench.measure.launches import Launches, as_on_a_gpu, counted, run
-from dpbench.trials.launches import LaunchesTrial
+from dpbench.trials.evidence import LaunchesTrial
 from dpbench.trials.outcome import PartlyFailed
 
 

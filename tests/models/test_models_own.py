@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from dpbench.cli.command_line import main
-from dpbench.models.complaints import EXAMPLE
 from dpbench.models.loading import load_workload
-from dpbench.models.own import loss_of_targets, own_workload
+from dpbench.models.own import EXAMPLE, loss_of_targets, own_workload
 from dpbench.models.workload import ModelError
 
 pytestmark = pytest.mark.usefixtures("trials_here")

@@ -30,8 +30,7 @@ from dpbench.trials import (
     SweepTrial,
     TunedTrial,
 )
-from dpbench.trials.evidence import DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
-from dpbench.trials.launches import LaunchesTrial
+from dpbench.trials.evidence import DeviceTrial, LaunchesTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.whole_step import TrainingStepTrial
 
 HOSTILE = "<script>alert(1)</script>\"&'"
