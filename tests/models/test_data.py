@@ -34,6 +34,15 @@ def test_digits_are_scikit_learns_with_their_labels():
     assert labels.bincount().tolist() == np.bincount(truth.target).tolist()
 
 
+def test_digits_are_resized_and_normalised():
+    pixels, _ = batches("digits", image_size=8)(1797)
+    assert abs(pixels.mean()) < 1e-3
+    assert abs(pixels.std() - 1) < 1e-3
+    large, _ = batches("digits", image_size=32)(1797)
+    assert large.shape == (1797, 3, 32, 32)
+    torch.testing.assert_close(torch.nn.functional.avg_pool2d(large, 4).mean(0), pixels.mean(0), rtol=0.2, atol=0.2)
+
+
 def test_digits_are_read_without_importing_scikit_learn_and_also_where_the_file_has_moved(monkeypatch, tmp_path):
     expected = batches("digits", image_size=8)(20)
     monkeypatch.setattr(data.importlib.util, "find_spec", lambda _: type("Spec", (), {"origin": str(tmp_path / "x")}))

@@ -10,7 +10,7 @@ import pytest
 
 from dpbench.errors import UsageError
 from dpbench.experiment import experiment_names, grid, load_experiment
-from dpbench.trials import CheckTrial, EpsilonTrial, OverheadTrial, PeakTrial, StepTrial, Trial
+from dpbench.trials import CheckTrial, EpsilonTrial, OverheadTrial, PeakTrial, StepTrial, Trial, canonical_json
 from dpbench.trials.max_batch import MaxBatch
 
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
@@ -81,6 +81,12 @@ def test_every_model_is_measured_once_beside_ordinary_training_and_has_a_short_n
     for cell in cells:
         assert cell.backends[0] == "nonprivate" and "bk_mixed" in cell.backends
         assert len(style.model(cell.model)) <= 24 and "?" not in style.model(cell.model)
+
+
+def test_canonical_json_knows_no_infinity():
+    assert canonical_json({"b": 1, "a": [1.5]}) == '{"a":[1.5],"b":1}'
+    with pytest.raises(ValueError):
+        canonical_json(float("inf"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -173,6 +173,14 @@ def test_what_the_environment_overrules_is_not_measured_under_a_false_name(monke
         pass
 
 
+def test_an_older_gpu_has_no_tf32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    with pytest.raises(NotHere, match="Test GPU has less"):
+        precision.arithmetic("tf32", torch.device("cuda")).__enter__()
+
+
 # ---- what runs, and what is read back
 
 
