@@ -1,19 +1,5 @@
 """The bodies of trials and their instruments. They run in the trial's own process; most import torch.
 
-==========  ==========================================================================================
-`step`      one training step: verified, timed, its memory measured
-`overhead`  many backends on one model, interleaved: the cost of each beside ordinary training
-`recommend` every backend on one model, within a time limit
-`race`      finds the fastest backend: turns, rounds, finalists
-`largest`   the largest batch that fits, by a simulated search
-`memory`    the measured peak of a step: CUDA's allocator statistics, or the CPU allocator's events
-`simulate`  the peak of a simulated step: fake tensors and the lifetimes of their storages
-`timing`    warm-up and seconds per step
-`verify`    compares a step's result with the microbatch oracle's
-`check`     a backend on batches that are hard to get right
-`bench`     turns a trial into a step that can be run
-==========  ==========================================================================================
-
 **A step** is one call of a clipping backend: from a batch to the (clipped) summed gradient of every parameter. It
 excludes noise and the optimizer's update: they are the same for every backend, touch each parameter once whatever the
 batch size, and would only dilute the ratios. The result is freed when the step ends.

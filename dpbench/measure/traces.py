@@ -66,21 +66,17 @@ class Trace:
         """True if the profiler saw work on a GPU."""
         return any(event.get("cat") in _ON_DEVICE for event in self.events)
 
-    def times_of(self, pattern: re.Pattern[str]) -> list[float]:
-        """When the host called operations that match, in the trace's microseconds.
-
-        Args:
-            pattern: of the operation's name, from its beginning.
-        """
+    def _times_of(self, pattern: re.Pattern[str]) -> list[float]:
+        """When the host called operations that match, in the trace's microseconds."""
         return sorted(e["ts"] for e in self.events if e.get("cat") in _OF_HOST and pattern.match(e["name"]))
 
     def launches(self) -> list[float]:
         """When the host launched each kernel (or graph of kernels)."""
-        return self.times_of(_LAUNCH)
+        return self._times_of(_LAUNCH)
 
     def waits(self) -> list[float]:
         """When the host began to wait for the device."""
-        return self.times_of(_WAIT)
+        return self._times_of(_WAIT)
 
     def marks(self, prefix: str) -> list[tuple[float, str]]:
         """(time, rest of the name) of our own annotations that begin with `prefix`.
