@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
-from statistics import median
 from typing import Any
 
 from dpbench.records.reader import PAIRED, Record, from_line, grouped
@@ -47,51 +46,6 @@ _STAMP = re.compile(r"\d{8}T\d{6}Z")
 Difference = tuple[str, str, str]
 
 
-def overload(load: float | None, cpus: int | None) -> str | None:
-    """A warning if the load average exceeds the CPUs by a quarter; None if it does not, or is not known.
-
-    Args:
-        load, cpus: the load average, and the number of CPUs; None if not known.
-    """
-    if load is None or not cpus or load <= LOAD_MARGIN * cpus:
-        return None
-    return (
-        f"the load average is {load:.1f} on {cpus} CPU{'s' if cpus > 1 else ''}: other programs share them, and times "
-        "come out too long; stop those, or compare ratios within a round and nothing else"
-    )
-
-
-def theft(stolen: float | None) -> str | None:
-    """A warning if a host kept its CPUs from this virtual machine; None if it did not, or is not known.
-
-    Args:
-        stolen: a share of the CPUs' time, or None.
-    """
-    if stolen is None or stolen <= MUCH_STOLEN:
-        return None
-    return (
-        f"{stolen:.0%} of the CPUs' time went to other guests of this virtual machine's host, which the load average "
-        "does not show: times come out too long and uneven; take another machine or hour, or compare ratios within a "
-        "round and nothing else"
-    )
-
-
-def gpu_trouble(environment: Mapping[str, Any]) -> list[str]:
-    """Warnings if the GPU was throttled or shared at the beginning of the run."""
-    found = []
-    if reasons := _throttles(environment):
-        found.append(
-            f"the GPU is throttled ({', '.join(reasons)}): steps come out too long and uneven; let it cool, or lock "
-            "its clocks below that limit (nvidia-smi --lock-gpu-clocks)"
-        )
-    if others := _others(environment):
-        found.append(
-            f"{others} other process{'es are' if others > 1 else ' is'} on this machine's GPUs: on the same one, time "
-            "and memory are shared; end them, or choose another GPU (CUDA_VISIBLE_DEVICES)"
-        )
-    return found
-
-
 def _throttles(environment: Mapping[str, Any]) -> list[str]:
     """Reasons that slowed the GPU at the beginning of the run."""
     try:
@@ -106,13 +60,10 @@ def _others(environment: Mapping[str, Any]) -> int:
     return len(environment.get("gpu_processes") or []) // 2  # each is a pid and its memory
 
 
-def series_of(record: Record) -> dict[str, Series]:
+def _series_of(record: Record) -> dict[str, Series]:
     """Backend -> round -> seconds of its steps, for a `step` or `overhead` record with times.
 
     The rounds of an overhead record are (round of the run, round within the trial).
-
-    Args:
-        record: of any kind.
     """
     if record.kind == "step":
         seconds = record.result.get("step_seconds")
@@ -129,37 +80,22 @@ def series_of(record: Record) -> dict[str, Series]:
     return found
 
 
-def drift_of(records: Sequence[Record]) -> dict[Any, float]:
+def _drift_of(records: Sequence[Record]) -> dict[Any, float]:
     """Round -> factor by which its times exceed those of the other rounds, over all timed cells of one run."""
     cells: dict[tuple[str, str], dict[Any, Any]] = {}
     for record in records:
         if record.outcome == "ok" or record.kind in PAIRED:  # in a PAIRED record each backend has its own outcome
-            for backend, series in series_of(record).items():
+            for backend, series in _series_of(record).items():
                 cells.setdefault((record.id, backend), {}).update(series)
     return shared_drift(list(cells.values()))
 
 
 def _drift(records: Sequence[Record]) -> tuple[float, Any] | None:
     """(share by which the slowest round exceeds the fastest, the slowest round) if that is much."""
-    factors = drift_of(records)
+    factors = _drift_of(records)
     if not factors or (by := max(factors.values()) / min(factors.values()) - 1) <= MUCH_DRIFT:
         return None
     return by, max(factors, key=lambda number: factors[number])
-
-
-def drifting(seconds: Sequence[float]) -> str | None:
-    """A warning if the steps of one trial grow or shrink from its first half to its second; else None.
-
-    Args:
-        seconds: of its steps, in order.
-    """
-    if abs(by := trend(seconds)) <= MUCH_DRIFT:
-        return None
-    middle = len(seconds) // 2
-    return (
-        f"its steps drifted by {by:+.0%}, from {median(seconds[:middle]):.3g} s to {median(seconds[-middle:]):.3g} s: "
-        "the clock throttles or other programs came and went; let the machine cool, fix its clock, and run it again"
-    )
 
 
 def warnings(records: Sequence[Record]) -> list[str]:
@@ -167,8 +103,9 @@ def warnings(records: Sequence[Record]) -> list[str]:
 
     Each says how often and where it was worst, what still holds, and what to do.
     """
-    timed = [r for r in records if series_of(r)]
-    return [*shared_warnings(timed), *_gpu_warnings(timed), *_round_warnings(timed), *_turn_warnings(timed)]
+    timed = [r for r in records if _series_of(r)]
+    runs = {r.run: r.environment for r in timed}
+    return [*shared_warnings(timed), *_gpu_warnings(runs, timed), *_round_warnings(timed), *_turn_warnings(timed)]
 
 
 def shared_warnings(timed: Sequence[Record]) -> list[str]:
@@ -183,20 +120,20 @@ def shared_warnings(timed: Sequence[Record]) -> list[str]:
 def _load_warnings(timed: Sequence[Record]) -> list[str]:
     """A sentence if other programs used the CPUs."""
     loads = [(r, load, _cpus(r.environment)) for r in timed for load in (r.load, r.environment.get("load_average"))]
-    over = [(load / cpus, load, cpus, r) for r, load, cpus in loads if overload(load, cpus) and load and cpus]
+    over = [(load / cpus, load, cpus, r) for r, load, cpus in loads if load and cpus and load > LOAD_MARGIN * cpus]
     if not over:
         return []
     _, load, cpus, worst = max(over, key=lambda item: item[0])
     met = _of(len({id(r) for *_, r in over}), len(timed), "trial")
     return [
-        f"Warning: the load reached {load:.1f} on {cpus} CPU{'s' if cpus > 1 else ''}{_at(worst.run, timed)}, "
+        f"Warning: the load reached {load:.1f} on {_of_cpus(cpus)}{_at(worst.run, timed)}, "
         f"too high around {met}: ratios of a round hold better; run again when idle."
     ]
 
 
 def _theft_warnings(timed: Sequence[Record]) -> list[str]:
     """A sentence if the host kept its CPUs from the machine."""
-    shares = [(r.stolen, r) for r in timed if r.stolen is not None and theft(r.stolen)]
+    shares = [(r.stolen, r) for r in timed if r.stolen is not None and r.stolen > MUCH_STOLEN]
     if not shares:
         return []
     share, worst = max(shares, key=lambda item: item[0])
@@ -207,9 +144,8 @@ def _theft_warnings(timed: Sequence[Record]) -> list[str]:
     ]
 
 
-def _gpu_warnings(timed: Sequence[Record]) -> list[str]:
+def _gpu_warnings(runs: Mapping[str, Mapping[str, Any]], timed: Sequence[Record]) -> list[str]:
     """A sentence each if runs found the GPU throttled or shared."""
-    runs = {r.run: r.environment for r in timed}
     found = []
     if throttled := {run: reasons for run, facts in runs.items() if (reasons := _throttles(facts))}:
         worst = max(throttled, key=lambda run: len(throttled[run]))
@@ -248,7 +184,7 @@ def _turn_warnings(timed: Sequence[Record]) -> list[str]:
     turns = [
         (trend(seconds), r.run, number)
         for r in timed
-        for cell in series_of(r).values()
+        for cell in _series_of(r).values()
         for number, seconds in cell.items()
     ]
     unsteady = [turn for turn in turns if abs(turn[0]) > MUCH_DRIFT]
@@ -277,7 +213,7 @@ def _at(run: str, timed: Sequence[Record], number: Any = None) -> str:
     told = []
     if number is not None:
         own = [r for r in timed if r.run == run]
-        told.append(_round(number, {n for r in own for cell in series_of(r).values() for n in cell}))
+        told.append(_round(number, {n for r in own for cell in _series_of(r).values() for n in cell}))
     stamp = run.partition("-")[0]
     alone = sum(other.startswith(stamp) for other in {r.run for r in timed}) == 1
     told.append(stamp if alone and _STAMP.fullmatch(stamp) else run)
@@ -285,23 +221,29 @@ def _at(run: str, timed: Sequence[Record], number: Any = None) -> str:
 
 
 class Watch:
-    """Prints warnings during a run: the first of each kind in full, and at the end how often it occurred.
+    """Prints warnings during a run: the first of each kind with its trial, and at the end how often it occurred.
 
     Args:
         environment: of the run.
         say: receives a warning.
     """
 
+    _KINDS = (_load_warnings, _theft_warnings, _turn_warnings)
+
     def __init__(self, environment: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self._environment, self._say = environment, say
         self._records: list[Record] = []
-        self._troubles: Counter[str] = Counter()
+        self._troubles: Counter[Callable[[Sequence[Record]], list[str]]] = Counter()
 
     def begin(self) -> None:
-        """Check the load before the first trial."""
-        load = overload(self._environment.get("load_average"), _cpus(self._environment))
-        for wrong in [*([load] if load else []), *gpu_trouble(self._environment)]:
-            self._say(f"warning: before the first trial {wrong}")
+        """Check load and GPU before the first trial."""
+        load, cpus = self._environment.get("load_average"), _cpus(self._environment)
+        if load and cpus and load > LOAD_MARGIN * cpus:
+            self._say(
+                f"Warning: the load is {load:.1f} on {_of_cpus(cpus)} before the first trial: stop other programs."
+            )
+        for warning in _gpu_warnings({"": self._environment}, []):
+            self._say(warning)
 
     def ended(self, line: Mapping[str, Any], label: str) -> None:
         """Check the record of a trial that must run alone.
@@ -311,35 +253,27 @@ class Watch:
         """
         record = from_line(line, self._environment, "")
         self._records.append(record)
-        series = [seconds for cell in series_of(record).values() for seconds in cell.values()]
-        self._met("load", f"at the end of {label}", overload(record.load, _cpus(self._environment)))
-        self._met("theft", f"during {label}", theft(record.stolen) if series else None)
-        self._met("drift", f"{label}:", next(filter(None, map(drifting, series)), None))
-
-    def _met(self, kind: str, where: str, wrong: str | None) -> None:
-        if wrong is not None:
-            self._troubles[kind] += 1
-            if self._troubles[kind] == 1:
-                self._say(f"warning: {where} {wrong}")
+        for kind in self._KINDS:
+            for warning in kind([record]):
+                self._troubles[kind] += 1
+                if self._troubles[kind] == 1:
+                    self._say(warning.replace("Warning: ", f"Warning: {label}: ", 1))
 
     def end(self) -> None:
         """After the last trial, report how many were disturbed, and whether rounds drifted."""
-        met = self._troubles
-        if max(met.values(), default=0) > 1:
-            self._say(
-                f"warning: of {len(self._records)} trials that must run alone, {met['load']} ended under a load above "
-                f"the CPUs, {met['theft']} ran while the host gave time to others, and the steps of {met['drift']} "
-                "drifted; their records say so"
-            )
-        if drift := _drift(self._records):
-            self._say(
-                f"warning: times drifted by {drift[0]:.0%} between rounds: ratios within a round hold, seconds less "
-                "so; fix the clock, stop other programs, or run more rounds"
-            )
+        for kind in self._KINDS:
+            if self._troubles[kind] > 1:
+                self._say(kind(self._records)[0])
+        for warning in _round_warnings(self._records):
+            self._say(warning)
 
 
 def _cpus(environment: Mapping[str, Any]) -> int | None:
     return environment.get("cpus_available") or environment.get("cpu_count")
+
+
+def _of_cpus(count: int) -> str:
+    return f"{count} CPU{'s' if count > 1 else ''}"
 
 
 def _round(number: Any, numbers: Iterable[Any]) -> str:
