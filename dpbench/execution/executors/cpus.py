@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from clipping import cache
-
 
 @contextlib.contextmanager
 def own_cpus(count: int | None) -> Iterator[Collection[int] | None]:
@@ -49,16 +47,14 @@ def own_cpus(count: int | None) -> Iterator[Collection[int] | None]:
 
 
 def _folder() -> Path | None:
-    """The folder of this user's locks: among temporary files or in the cache; None if neither is private.
+    """The folder of this user's locks among temporary files; None if it is not private.
 
-    Anyone could create a folder or link of that name among temporary files, to hold every lock or redirect files.
+    Anyone could create a folder or link of that name there, to hold every lock or redirect files.
     """
-    kept = cache.folder()
-    named = f"dpbench-cpus-{os.getuid()}"
-    for folder in (Path(tempfile.gettempdir()) / named, *([kept / named] if kept is not None else [])):
-        with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
-                return folder
+    folder = Path(tempfile.gettempdir()) / f"dpbench-cpus-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            return folder
     return None
