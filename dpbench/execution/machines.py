@@ -155,29 +155,15 @@ class Machines:
         return known
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What the runs of one sweep share, as recorded in their environments (`executor`)."""
+def begin_sweep(name: str, cluster: str, trials: Iterable[Trial]) -> dict[str, Any]:
+    """What the runs of a sweep that this machine drives share, as recorded in their environments (`executor`).
 
-    name: str
-    cluster: str
-    driver: str
-    versions: Versions
-
-    @staticmethod
-    def begun_here(name: str, cluster: str, trials: Iterable[Trial]) -> Sweep:
-        """A sweep that this machine drives.
-
-        Args:
-            name: of the sweep.
-            cluster: its kind and address, in words.
-            trials: whose library versions are recorded.
-        """
-        return Sweep(name, cluster, host_name(), _versions(trials))
-
-    def describe(self) -> dict[str, Any]:
-        """As recorded."""
-        return {"name": self.name, "cluster": self.cluster, "driver": self.driver, "versions": dict(self.versions)}
+    Args:
+        name: of the executor.
+        cluster: its kind and address, in words.
+        trials: whose library versions are recorded.
+    """
+    return {"name": name, "cluster": cluster, "driver": host_name(), "versions": _versions(trials)}
 
 
 def machines_of(

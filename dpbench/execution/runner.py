@@ -118,15 +118,11 @@ class Plan:
 
     def trials(self) -> list[Trial]:
         """Every kind of trial that the cells may run, at any batch size."""
-        return trials_of(self.cells)
+        return _trials_of(self.cells)
 
 
-def trials_of(cells: Sequence[Cell]) -> list[Trial]:
-    """The declared trials, including the probe and the follow-up of a search.
-
-    Args:
-        cells: trials and searches.
-    """
+def _trials_of(cells: Sequence[Cell]) -> list[Trial]:
+    """The declared trials, including the probe and the follow-up of a search."""
     found: list[Trial] = []
     for cell in cells:
         found += [cell.probe, *([cell.then] if cell.then else [])] if isinstance(cell, MaxBatch) else [cell]
@@ -144,7 +140,7 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
     cells = request.cells(device)
     rounds = request.rounds or (1 if request.smoke else request.experiment.rounds)
     name = FolderName(request.results).read()
-    machines = machines_of(runs, device, trials_of(cells), sweep or request.sweep, name)
+    machines = machines_of(runs, device, _trials_of(cells), sweep or request.sweep, name)
     retry = request.retry
     if request.retry_before is not None:
         records = [r for r in records if r["outcome"] not in retry or r["utc"] >= request.retry_before]

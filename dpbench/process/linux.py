@@ -108,7 +108,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 @dataclass(frozen=True)
-class Process:
+class _Process:
     """A process as /proc shows it."""
 
     pid: int
@@ -117,7 +117,7 @@ class Process:
     zombie: bool
 
 
-def processes() -> list[Process]:
+def _processes() -> list[_Process]:
     """Every process in /proc; [] without /proc."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -126,7 +126,7 @@ def processes() -> list[Process]:
             state, parent, _, session = entry.read_text().rpartition(")")[2].split()[:4]
         except (OSError, ValueError):  # it ended while we looked
             continue
-        found.append(Process(int(entry.parent.name), int(parent), int(session), state == "Z"))
+        found.append(_Process(int(entry.parent.name), int(parent), int(session), state == "Z"))
     return found
 
 
@@ -166,7 +166,7 @@ def kill_session(leader: int, *, and_adopted_except: set[int] | None = None) -> 
     for _ in range(_SWEEPS):  # the next sweep finds processes forked during this one
         left = [
             p
-            for p in processes()
+            for p in _processes()
             if (p.session == leader and p.pid != leader)
             or (and_adopted_except is not None and p.parent == me and p.pid not in and_adopted_except)
         ]

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from dpbench.trials import Trial
 from dpbench.trials.outcome import Outcome
 
 _PATIENCE = 5.0
@@ -26,13 +27,6 @@ def our_path() -> str:
     """PYTHONPATH for the server: the running code first, not the working folder."""
     given = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(_ROOT), *([given] if given else []), os.getcwd()])
-
-
-class Sendable(Protocol):
-    """A trial, or its serialised form."""
-
-    def to_wire(self) -> dict[str, Any]:
-        """As `dpbench.trials.Trial.to_wire`."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +69,18 @@ class Isolation:
         self._unread: list[bytes] = []
         self._keys = 0
 
-    def submit(self, trial: Sendable, until: float | None = None) -> int:
+    def submit(self, trial: Trial | Mapping[str, Any], until: float | None = None) -> int:
         """Start `trial`; returns the key of its answer.
 
         Args:
-            trial: the trial.
+            trial: the trial, or its `Trial.to_wire`.
             until: when to end it at the latest, by `time.monotonic`; None for its own time limit alone.
         """
         server = self._server or self._start()
         self._keys += 1
         self._in_flight.add(self._keys)
-        request = json.dumps({"key": self._keys, "trial": trial.to_wire(), "until": until}) + "\n"
+        wire = trial.to_wire() if isinstance(trial, Trial) else trial
+        request = json.dumps({"key": self._keys, "trial": wire, "until": until}) + "\n"
         assert server.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the server has ended: `wait` reports it for every trial in flight
             server.stdin.write(request.encode())
@@ -128,11 +123,11 @@ class Isolation:
         self._unread = [rest]
         return [self._answered(**json.loads(line)) for line in lines]
 
-    def run(self, trial: Sendable) -> Answer:
+    def run(self, trial: Trial | Mapping[str, Any]) -> Answer:
         """Run one trial and wait for it.
 
         Args:
-            trial: the trial.
+            trial: as for `submit`.
         """
         key = self.submit(trial)
         while True:

@@ -45,7 +45,7 @@ _EVIDENCE_BYTES = 4096
 
 
 @dataclass
-class Running:
+class _Running:
     """A trial in flight."""
 
     key: int
@@ -73,14 +73,14 @@ class Running:
         return "\n".join(line for line in lines if line.strip())[-_EVIDENCE_BYTES:]
 
 
-class Server:
+class _Server:
     """The loop: requests in, forks, exits and deadlines, answers out."""
 
     def __init__(self, requests: int, answers: int) -> None:
         self._requests = requests
         self._answers = answers
         self._unread = b""
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, _Running] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
         # A trial ends with the exit of the child, not with the end of its pipe, which its descendants may hold open.
@@ -100,7 +100,7 @@ class Server:
                     return
                 if key.fd == self._woken:
                     os.read(self._woken, 4096)
-                if isinstance(key.data, Running):
+                if isinstance(key.data, _Running):
                     key.data.receive()
             for running in list(self._running.values()):
                 self._look_after(running)
@@ -120,7 +120,7 @@ class Server:
     def _start(self, request: dict[str, Any]) -> None:
         try:
             trial = Trial.from_wire(request["trial"])
-            preload(trial)
+            _preload(trial)
         except Exception as error:  # a class that cannot be imported is the trial's failure, not the server's
             outcome, evidence, result = classify(error)
             self._send(request["key"], outcome, evidence, result)
@@ -138,7 +138,7 @@ class Server:
         # the parent's clock is the same in all processes of a machine
         until = math.inf if request.get("until") is None else request["until"]
         timeout = max(0.0, min(trial.timeout, until - started))
-        running = Running(request["key"], pid, timeout, started, found, started + timeout, answer, log)
+        running = _Running(request["key"], pid, timeout, started, found, started + timeout, answer, log)
         self._running[pid] = running
         self._selector.register(answer, selectors.EVENT_READ, running)
 
@@ -148,7 +148,7 @@ class Server:
         for running in self._running.values():
             yield from (running.answer.fileno(), running.log.fileno())
 
-    def _look_after(self, running: Running) -> None:
+    def _look_after(self, running: _Running) -> None:
         if os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             self._finish(running)
         elif time.monotonic() >= running.deadline:
@@ -160,7 +160,7 @@ class Server:
                 running.deadline += GRACE
                 kill(running.pid, TELL_WHERE)
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, running: _Running) -> None:
         seconds, stolen = time.monotonic() - running.started, CpuTime.now().stolen_since(running.found)
         self._selector.unregister(running.answer)
         running.receive()
@@ -169,7 +169,7 @@ class Server:
         kill_session(running.pid, and_adopted_except=None if others else {running.pid})
         status = os.waitstatus_to_exitcode(os.waitpid(running.pid, 0)[1])
         del self._running[running.pid]
-        self._send(running.key, *verdict(running, status), seconds, stolen)
+        self._send(running.key, *_verdict(running, status), seconds, stolen)
         running.answer.close()
         running.log.close()
 
@@ -194,13 +194,8 @@ class Server:
             kill_session(pid, and_adopted_except=set(self._running))
 
 
-def verdict(running: Running, status: int) -> tuple[str, str | None, Any]:
-    """(outcome, evidence, result) of a trial that ended with exit `status` (negative: a signal).
-
-    Args:
-        running: the ended trial.
-        status: of its exit.
-    """
+def _verdict(running: _Running, status: int) -> tuple[str, str | None, Any]:
+    """(outcome, evidence, result) of a trial that ended with exit `status` (negative: a signal)."""
     if status == 0 and running.received:
         with contextlib.suppress(ValueError, RecursionError):
             answer = json.loads(running.received)
@@ -226,19 +221,15 @@ def _exit_in_words(status: int) -> str:
     return f"the process was killed by {name}{hint}"
 
 
-def preload(trial: Trial) -> None:
-    """Import the modules of the trial, so that later trials have them at once.
-
-    Args:
-        trial: the next one to fork.
-    """
+def _preload(trial: Trial) -> None:
+    """Import the modules of the trial, so that later trials have them at once."""
     for module in (*trial.modules(), trial.body.rpartition(":")[0]):
         with contextlib.suppress(Exception):  # the trial imports it again, and records the error
             load_module(module)
     gc.freeze()  # trials' garbage collections skip inherited objects
 
 
-def _end(server: Server) -> NoReturn:
+def _end(server: _Server) -> NoReturn:
     """End every trial and exit.
 
     When the parent dies, its end of the pipe closes just before the kernel signals its death, so a SIGTERM may arrive
@@ -259,7 +250,7 @@ def main(parent: int) -> None:
     """
     answers = os.dup(1)
     os.dup2(2, 1)  # output of an imported library must not mix with the answers
-    server = Server(0, answers)
+    server = _Server(0, answers)
     signal.signal(signal.SIGTERM, lambda *_: _end(server))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent, signal.SIGTERM)

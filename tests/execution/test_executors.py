@@ -22,7 +22,7 @@ from dpbench.execution.executors.cpus import own_cpus
 from dpbench.execution.executors.ray_cluster import cpus_of, device_of
 from dpbench.execution.executors.worker import different
 from dpbench.execution.loop import Loop
-from dpbench.execution.machines import Machine, Sweep, machines_of
+from dpbench.execution.machines import Machine, begin_sweep, machines_of
 from dpbench.execution.progress import Progress
 from dpbench.execution.schedule import Clock, History, Run, Schedule
 from dpbench.execution.shards import Shards
@@ -111,7 +111,7 @@ def run_of(environment_, trial=STEP, **record) -> RunRead:
     ],
 )
 def test_a_record_of_another_machine_counts_if_it_is_of_the_same_sweep(run, counts):
-    sweep = Sweep.begun_here("ray", "ours", [STEP]).describe()
+    sweep = begin_sweep("ray", "ours", [STEP])
     machines = machines_of([run], "cpu", [STEP], sweep)
     history = History(run.records, machines.fingerprint, (), machines.accepted)
     assert (history.of(Run(STEP, 0)) is not None) is counts
@@ -124,7 +124,7 @@ def test_a_search_goes_on_from_the_probes_of_one_device_on_whichever_node():
         run_of(where(host, device, executor=sweep), PROBE.replace(batch_size=size), utc=f"2026-01-{size:02d}")
         for size, (host, device) in sizes.items()
     ]
-    machines = machines_of(runs, "cpu", [PROBE], Sweep.begun_here("ray", "ours", [PROBE]).describe())
+    machines = machines_of(runs, "cpu", [PROBE], begin_sweep("ray", "ours", [PROBE]))
     history = History([r for run in runs for r in run.records], machines.fingerprint, (), machines.accepted)
     assert sorted(history.by_batch_size(PROBE)) == [32, 64]
 

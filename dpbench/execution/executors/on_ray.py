@@ -21,7 +21,7 @@ from dpbench.execution.executors.ray_cluster import connect, cpus_of, device_of
 from dpbench.execution.executors.worker import Job, run_trial
 from dpbench.execution.lock import held
 from dpbench.execution.loop import Loop, Report
-from dpbench.execution.machines import Sweep
+from dpbench.execution.machines import begin_sweep
 from dpbench.execution.progress import Progress
 from dpbench.execution.runner import Plan, Request, make_plan
 from dpbench.execution.shards import Shards
@@ -58,7 +58,7 @@ def run(request: Request, progress: Progress) -> Report:
         device = device_of(request.device, nodes)
         cpus = cpus_of(cluster, device, nodes, progress.say)
         plan = make_plan(request, device)
-        sweep = Sweep.begun_here("ray", address or host_name(), plan.trials()).describe()
+        sweep = begin_sweep("ray", address or host_name(), plan.trials())
         plan = make_plan(request, device, sweep)
         if plan.schedule.next() is None:
             return Report(Counter(), device=device)
@@ -66,7 +66,7 @@ def run(request: Request, progress: Progress) -> Report:
         stack.enter_context(held(request.folder, wait=request.wait, say=progress.say))
         plan = make_plan(request, device, sweep)
         total = int(sum(resources.get("CPU", 0) for resources in nodes))
-        with OnRay(plan, cluster, cpus, sweep, blocks=_BLOCKS_FOR_A_CPU * max(total, 1)) as executor:
+        with _OnRay(plan, cluster, cpus, sweep, blocks=_BLOCKS_FOR_A_CPU * max(total, 1)) as executor:
             here = {"libraries": sweep["versions"], "executor": sweep}
             shards = Shards(
                 request.folder,
@@ -95,20 +95,8 @@ class _Flight:
     losses: int = 0
 
 
-class OnRay:
-    """An executor whose trials are Ray tasks. A context manager, which ends all tasks on exit.
-
-    Args:
-        plan: of the trials.
-        cluster: the requested resources.
-        cpus: of one bundle.
-        sweep: copied to the environment of the records.
-        blocks: how many may be open at once.
-
-    Methods take:
-        trial, block: to run; the block that it belongs to.
-        timeout: seconds; None to wait for an answer.
-    """
+class _OnRay:
+    """An executor whose trials are Ray tasks. A context manager, which ends all tasks on exit."""
 
     def __init__(self, plan: Plan, cluster: Cluster, cpus: int, sweep: Mapping[str, Any], blocks: int) -> None:
         import ray
@@ -234,7 +222,7 @@ class OnRay:
             self._ray.util.remove_placement_group(group)
         self._groups.clear()
 
-    def __enter__(self) -> OnRay:
+    def __enter__(self) -> _OnRay:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -21,7 +21,7 @@ from dpbench.execution.executors import Cluster
 from dpbench.execution.executors.slurm_queue import JOBS, Queue
 from dpbench.execution.lock import held
 from dpbench.execution.loop import Interruption, Report
-from dpbench.execution.machines import Sweep
+from dpbench.execution.machines import begin_sweep
 from dpbench.execution.progress import Progress
 from dpbench.execution.runner import Plan, Request, make_plan
 from dpbench.records import environment
@@ -51,7 +51,7 @@ def run(request: Request, progress: Progress) -> Report:
         raise UsageError("an experiment by its name or file for --executor slurm", request.experiment.name)
     device = _device(request.device, cluster)
     queue = Queue(cluster, device, request.folder.resolve() / HOME)
-    sweep = Sweep.begun_here("slurm", queue.cluster, make_plan(request, device).trials()).describe()
+    sweep = begin_sweep("slurm", queue.cluster, make_plan(request, device).trials())
     request = replace(request, sweep=sweep)
     report = Report(Counter(), device=device)
     if make_plan(request, device).schedule.next() is None:

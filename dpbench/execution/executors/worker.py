@@ -24,8 +24,8 @@ from dpbench.trials.outcome import Outcome
 class Job:
     """A trial as sent to a node, with what the node must know.
 
-    `sources` and `libraries` are the trial's, `all_libraries` the experiment's. `cpus`: the CPUs of a trial that must
-    run `alone`; None for all. `executor` is copied to the environment.
+    `trial`: its `Trial.to_wire`. `sources` and `libraries` are the trial's, `all_libraries` the experiment's. `cpus`:
+    the CPUs of a trial that must run `alone`; None for all. `executor` is copied to the environment.
     """
 
     trial: Mapping[str, Any]
@@ -38,10 +38,6 @@ class Job:
     alone: bool
     folder: str
     executor: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_wire(self) -> dict[str, Any]:
-        """The trial's `Trial.to_wire`."""
-        return dict(self.trial)
 
 
 class _Node:
@@ -87,7 +83,7 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
     else:
         with own_cpus(job.cpus if job.alone else None) as cpus:
             _node.isolation.pin(cpus)
-            answer = _node.isolation.run(job)
+            answer = _node.isolation.run(job.trial)
     versions = {name: environment.version_of(name) for name in job.libraries}
     facts = _node.facts
     return {

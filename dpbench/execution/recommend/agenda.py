@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.findings import (
@@ -30,7 +30,7 @@ from dpbench.execution.recommend.findings import (
     take_race,
     take_search,
 )
-from dpbench.process.parent import Answer
+from dpbench.process.parent import Answer, Isolation
 from dpbench.trials import LargestTrial, RecommendTrial, Trial
 from dpbench.trials.outcome import Outcome
 
@@ -51,25 +51,6 @@ ORDER = (
     *("bk_mixed", "opacus_hooks", "opacus_ghost", "mixed_ghost", "fastgradclip", "vmap", "ghost", "bk_ghost"),
     *("private_cnn", "fastdp", "opake", "opacus_functorch", "microbatch", "opacus_ew"),
 )
-
-
-class Runner(Protocol):
-    """Runs trials: `dpbench.process.parent.Isolation`."""
-
-    def submit(self, trial: Trial, until: float | None = None) -> int:
-        """Start a trial; returns the key of its answer.
-
-        Args:
-            trial: to run.
-            until: when to end it, by the agenda's clock.
-        """
-
-    def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that come within `timeout`.
-
-        Args:
-            timeout: seconds; None to wait for an answer.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +81,7 @@ class Agenda:
     """
 
     question: Question
-    runner: Runner
+    runner: Isolation
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     begun: float = field(default=0.0)

@@ -39,7 +39,7 @@ def verdict(
         budget: in words, such as "16 GiB".
         slow: an ordinary step that was too slow for any comparison (`dpbench.measure.recommend.run`), or None.
     """
-    exact = fastest_first(findings)
+    exact = _fastest_first(findings)
     if not exact:
         return Verdict(None, _too_slow(slow, batch_size) if slow else _nothing(findings))
     fitting = [f for f in exact if not f.too_large(batch_size)]
@@ -53,7 +53,7 @@ def verdict(
             f"and it takes the most, {most.largest} (simulated), at {_costs(most)} ordinary training",
         )
     fastest = fitting[0]
-    rivals = [f for f in fitting if f is fastest or tied(fastest, f)]
+    rivals = [f for f in fitting if f is fastest or _indistinguishable(fastest, f)]
     least = min(rivals, key=_memory)
     chosen = least if _memory(least) < (1 - MIN_EFFECT) * _memory(fastest) else fastest
     said = [
@@ -71,18 +71,14 @@ def verdict(
     return Verdict(chosen.backend, "; ".join(filter(None, said)))
 
 
-def fastest_first(findings: Collection[Finding]) -> list[Finding]:
+def _fastest_first(findings: Collection[Finding]) -> list[Finding]:
     """The exact and timed backends by median; those timed with fewer samples or rounds come later."""
     timed = (f for f in findings if f.candidate)
     return sorted(timed, key=lambda f: (f.smaller is not None, f.interval() is None, _time(f)))
 
 
-def tied(a: Finding, b: Finding) -> bool:
-    """Whether the times are indistinguishable, given enough rounds.
-
-    Args:
-        a, b: of two timed backends.
-    """
+def _indistinguishable(a: Finding, b: Finding) -> bool:
+    """Whether the times are indistinguishable, given enough rounds."""
     first, second = a.interval(), b.interval()
     return first is not None and second is not None and first[0] <= second[1] and second[0] <= first[1]
 
