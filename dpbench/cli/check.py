@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from clipping import BACKENDS
 from dpbench.cli import streams
+from dpbench.cli.columns import aligned
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.scorecard import RESULTS, as_row, count, text
 from dpbench.conformance.sensitivity import SensitivityTrial
@@ -86,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: an unknown model, backend or device, before anything is started.
     """
-    trials = list(dict.fromkeys(wanted(args)))
+    trials = list(dict.fromkeys(_wanted(args)))
     own = dict.fromkeys(trial.backend for trial in trials if is_file(trial.backend))
-    refuse_unusable([ResolveTrial(backend=backend) for backend in own])
+    _refuse_unusable([ResolveTrial(backend=backend) for backend in own])
     rows = check(trials)
     if args.sensitivity:
         print(to_json(rows) if args.format == "json" else sensitivity.text(rows))
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         to_json(rows)
         if args.format == "json"
-        else tables(rows, {_model(t) for t in trials if isinstance(t, CheckTrial)})
+        else _tables(rows, {_model(t) for t in trials if isinstance(t, CheckTrial)})
     )
     return int(any(row["status"] in ("mismatch", "error") for row in rows))
 
@@ -108,7 +109,7 @@ class UnusableModel(UsageError):
         Exception.__init__(self, line)
 
 
-def wanted(args: argparse.Namespace) -> list[CheckOf]:
+def _wanted(args: argparse.Namespace) -> list[CheckOf]:
     """The requested trials: models first, then conformance.
 
     Raises:
@@ -122,7 +123,7 @@ def wanted(args: argparse.Namespace) -> list[CheckOf]:
         validate_backend(backend)
     device = resolve_device(args.device)
     if args.sensitivity:
-        return hard_records(args, backends, device)
+        return _hard_records(args, backends, device)
     if args.dtype == AUTOCAST:
         raise UsageError(f"one of {', '.join(DTYPES)} without --sensitivity", args.dtype)
     conforming = [backend for backend in backends if args.conformance or (is_file(backend) and not args.model)]
@@ -147,12 +148,8 @@ def wanted(args: argparse.Namespace) -> list[CheckOf]:
     ]
 
 
-def hard_records(args: argparse.Namespace, backends: Sequence[str], device: str) -> list[CheckOf]:
+def _hard_records(args: argparse.Namespace, backends: Sequence[str], device: str) -> list[CheckOf]:
     """The trials of `--sensitivity`.
-
-    Args:
-        backends: the requested ones, or all.
-        device: "cpu" or "cuda".
 
     Raises:
         UsageError: conflicting options.
@@ -166,11 +163,8 @@ def hard_records(args: argparse.Namespace, backends: Sequence[str], device: str)
     return [SensitivityTrial(backend=name, dtype=dtype, device=device) for name in backends if name != "nonprivate"]
 
 
-def refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
+def _refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
     """Import the files of backends, each in its own process.
-
-    Args:
-        trials: one for each file.
 
     Raises:
         UsageError: for the first file without a valid backend.
@@ -199,7 +193,7 @@ def check(trials: Sequence[CheckOf]) -> list[Row]:
     for trial, answer in answers(trials):
         if alone and isinstance(trial, CheckTrial) and _MODEL_ERROR in (answer.evidence or ""):
             raise UnusableModel(last_line(answer.evidence))
-        found = rows[trial] = rows_of(trial, answer)
+        found = rows[trial] = _rows_of(trial, answer)
         streams.tell(f"{len(rows)} of {len(trials)} checked")
         ahead = f"[{len(rows)}/{len(trials)}, {time.monotonic() - begin:.0f} s]"
         print(f"{ahead} {_model(trial)} {trial.backend}: {_said(trial, found)}", file=sys.stderr, flush=True)
@@ -221,7 +215,7 @@ def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
     """
     waiting, running = list(trials)[::-1], dict[int, AnyTrial]()
     on_cuda = any(getattr(trial, "device", "cpu") == "cuda" for trial in waiting)
-    at_once = 1 if on_cuda else room()
+    at_once = 1 if on_cuda else _room()
     with Isolation(server_variables("cuda" if on_cuda else "cpu")) as isolation:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -231,17 +225,17 @@ def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
                 yield running.pop(answer.key), answer
 
 
-def room() -> int:
+def _room() -> int:
     """How many trials may run at once on the CPU, one thread each."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(available_cpus(), memory // BYTES_AT_ONCE, MOST_AT_ONCE))
 
 
-def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
+def _rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
     """Rows of the result; errors and coverage are None if nothing was compared."""
     result = answer.result or {}
     if isinstance(trial, SensitivityTrial):
-        return moved(trial, answer)
+        return _moved(trial, answer)
     if "rows" in result and isinstance(trial, ConformanceTrial):
         return [as_row(trial.backend, row) for row in result["rows"]]
     status = _STATUS.get(answer.outcome, "error")
@@ -260,7 +254,7 @@ def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
     return [row]
 
 
-def moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
+def _moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
     """Rows of `--sensitivity`, one a case; a single row if the trial did not finish."""
     found = (answer.result or {}).get("rows")
     if found is None:
@@ -271,28 +265,20 @@ def moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
     return [sensitivity.as_row(trial.backend, trial.dtype, row) for row in found]
 
 
-def tables(rows: list[Row], models: set[str]) -> str:
-    """Models as a table of measurements, conformance cases as the scorecard.
-
-    Args:
-        models: names that are no cases.
-    """
+def _tables(rows: list[Row], models: set[str]) -> str:
+    """Models as a table of measurements, conformance cases as the scorecard."""
     measured = [row for row in rows if row["model"] in models]
     cases = [row for row in rows if row["model"] not in models]
-    return "\n\n".join([*([table(measured)] if measured else []), *([text(cases)] if cases else [])])
+    return "\n\n".join(
+        [
+            *(["\n".join(aligned([_HEADER, *map(_cells, measured)]))] if measured else []),
+            *([text(cases)] if cases else []),
+        ]
+    )
 
 
 def _model(trial: CheckOf) -> str:
     return trial.model if isinstance(trial, CheckTrial) else trial.kind
-
-
-def table(rows: list[Row]) -> str:
-    """The rows as text: columns as wide as needed, the reason last."""
-    lines = [_HEADER, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ _OWN_PROGRESS = "dpbench.cli.run"
 _TYPES = {"int": "a whole number", "float": "a number"}
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """A parser that raises `UsageError`: one line, with the expected and the given value."""
 
     def error(self, message: str) -> NoReturn:
@@ -95,7 +95,7 @@ def _describe_examples(name: str) -> str:
     return "examples:\n" + "\n".join(f"  {line}\n      {words}" for line, words in examples) if examples else ""
 
 
-def _with_commands(top: Parser) -> Parser:
+def _with_commands(top: _Parser) -> _Parser:
     """The parser with every command as a subparser, for completion."""
     commands = top.add_subparsers()
     for name, (module, doc) in COMMANDS.items():
@@ -105,7 +105,7 @@ def _with_commands(top: Parser) -> Parser:
 
 def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
     """The command's module and its arguments; None after printing help or the version."""
-    top = Parser(
+    top = _Parser(
         prog="dpbench",
         usage="dpbench COMMAND ...",
         description="Which clipping backend for differentially private training: measured, and verified.",
@@ -128,7 +128,7 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
     name = one_of("a command", argv[0], COMMANDS)
     module, doc = COMMANDS[name]
     command = importlib.import_module(module)
-    parser = Parser(
+    parser = _Parser(
         prog=f"dpbench {name}",
         description=f"{doc[0].upper()}{doc[1:]}.",
         epilog=_describe_examples(name),

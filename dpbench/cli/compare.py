@@ -33,29 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Limit:
+class _Limit:
     """A verdict that fails if the change is at least `by`."""
 
     verdict: str
     by: float
 
     def struck_by(self, verdict: str, ratio: float | None) -> bool:
-        """True if a cell fails by this limit.
-
-        Args:
-            verdict: of the cell.
-            ratio: of the cell, or None.
-        """
+        """True if a cell of this verdict and ratio fails by this limit."""
         if verdict != self.verdict:
             return False
         return ratio is None or not self.by or max(ratio, 1 / ratio) >= 1 + self.by
 
 
-def parse_limit(text: str) -> Limit:
+def _parse_limit(text: str) -> _Limit:
     """Parse ``slower:5%`` or ``slower``.
-
-    Args:
-        text: after --fail-on.
 
     Raises:
         UsageError: for a text of another form.
@@ -63,11 +55,11 @@ def parse_limit(text: str) -> Limit:
     verdict, colon, share = text.partition(":")
     one_of("a verdict for --fail-on", verdict, _CALLABLE)
     if not colon:
-        return Limit(verdict, 0.0)
+        return _Limit(verdict, 0.0)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", share)
     if match is None or verdict in ("inconclusive", "failed"):
         raise UsageError("--fail-on as slower:5%, larger:10% or failed", text)
-    return Limit(verdict, float(match[1]) / 100)
+    return _Limit(verdict, float(match[1]) / 100)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: a path that does not exist, no records, no common cells, an invalid limit.
     """
-    limits = [parse_limit(text) for text in args.fail_on]
+    limits = [_parse_limit(text) for text in args.fail_on]
     from dpbench.records.comparison import VERDICTS, compare_records
     from dpbench.records.conditions import differences, pooled, warnings
     from dpbench.records.reader import LeftOut, locate, read
@@ -106,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     for name, side in zip("AB", sides, strict=True):
         told += [f"{name} pools runs that differ in {fact}: {values}" for fact, values in pooled(side)]
         told += [f"{name}: {sentence}" for sentence in warnings(side)]
-    limits += [Limit("failed", 0.0)] if limits else []
+    limits += [_Limit("failed", 0.0)] if limits else []
     failed = [row for row in rows if any(limit.struck_by(row.verdict, row.ratio) for limit in limits)]
     for line in _said(differ, told, only_a, only_b, left_out):
         print(f"dpbench: {line}", file=sys.stderr)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpbench.cli.columns import aligned
 from dpbench.records.comparison import Row, counts
 from dpbench.records.statistics import CONFIDENCE, FEWEST_FOR_BOOTSTRAP, MIN_EFFECT
 
 _HEAD = ("model", "backend", "B", "what", "A", "B is", "ratio", "interval", "verdict", "rounds", "outliers")
-_LEFT = (0, 1, 3, 8)
 
 
 def table(rows: Sequence[Row], paths: Sequence[Path], failed: Sequence[Row]) -> list[str]:
@@ -22,17 +22,12 @@ def table(rows: Sequence[Row], paths: Sequence[Path], failed: Sequence[Row]) -> 
     """
     differing = _differing(rows)
     body = [_cells(row, differing) for row in rows]
-    widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
+    head, *texts = aligned([_HEAD, *body], set(range(len(_HEAD))) - {0, 1, 3, 8})
     lines = [f"A: {paths[0]}", f"B: {paths[1]}", ""]
     devices = sorted({row.device for row in rows})
     for device in devices:
         lines += [f"{device}:"] if len(devices) > 1 else []
-        for line in (_HEAD, *(cells for row, cells in zip(rows, body, strict=True) if row.device == device)):
-            texts = (
-                text.ljust(width) if i in _LEFT else text.rjust(width)
-                for i, (text, width) in enumerate(zip(line, widths, strict=True))
-            )
-            lines.append("  ".join(texts).rstrip())
+        lines += [head, *(text for row, text in zip(rows, texts, strict=True) if row.device == device)]
     found = counts(rows)
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in found.items())]
     lines += [

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpbench.cli import streams
+from dpbench.cli.columns import aligned
 from dpbench.cli.model import add_model, add_sizes, validate_model
 from dpbench.errors import last_line
 from dpbench.process.parent import Answer, Isolation
@@ -120,9 +121,9 @@ def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]
         "",
         *aligned(cells, right),
         "",
-        *totals(summary),
+        *_totals(summary),
         "",
-        *footer(rows, summary, reasons),
+        *_footer(rows, summary, reasons),
     ]
 
 
@@ -154,7 +155,7 @@ def _inputs(shapes: Sequence[Sequence[int]]) -> str:
     return "inputs " + ", ".join("×".join(map(str, shape)) for shape in shapes)
 
 
-def totals(summary: dict[str, Any]) -> list[str]:
+def _totals(summary: dict[str, Any]) -> list[str]:
     """Parameters by route, and the three strategies compared."""
     shown = [f"{summary['share'][key]:.1%} {word}" for key, word in _SHARES.items() if summary["share"][key] > 0]
     found = summary["totals"]
@@ -167,12 +168,8 @@ def totals(summary: dict[str, Any]) -> list[str]:
     return [f"parameters by the route of mixed_ghost: {', '.join(shown) or 'none'}", "", *aligned(lines, {1, 2, 3})]
 
 
-def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str]) -> list[str]:
-    """The meaning of the columns, and what they exclude.
-
-    Args:
-        reasons: that rows refer to by number.
-    """
+def _footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str]) -> list[str]:
+    """The meaning of the columns, and what they exclude."""
     lines = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
     lines += [
         "Figures of a row are for one sample; T, d, p, 2T² and pd (in entries) for one group of it.",
@@ -185,7 +182,7 @@ def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str])
     ]
     if summary["measured"]:
         lines.append("-: a route that there is not, or that was so slow by its formula that it was not timed.")
-    lines += figures(summary)
+    lines += _figures(summary)
     if any(row["flops"]["instantiate"] == 0 for row in rows):
         lines.append("What is made of several parameters has a row for each of them, and counts with the first.")
     if summary["uncounted"]:
@@ -197,12 +194,8 @@ def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str])
     return lines
 
 
-def figures(summary: dict[str, Any]) -> list[str]:
-    """Time and peak memory of the plan, a line each; none if nothing was measured.
-
-    Args:
-        summary: of the trial's result.
-    """
+def _figures(summary: dict[str, Any]) -> list[str]:
+    """Time and peak memory of the plan, a line each; none if nothing was measured."""
     measured = summary["measured"]
     if not measured:
         return []
@@ -221,23 +214,6 @@ def _exact(verification: dict[str, Any]) -> str:
 
 def _beside(bytes_: int, ordinary: int) -> str:
     return f"{_bytes(bytes_)}, {bytes_ / max(1, ordinary):.2f}x ordinary training's {_bytes(ordinary)}"
-
-
-def aligned(cells: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Columns of equal width, those in `right` aligned to the right.
-
-    Args:
-        cells: lines of texts.
-        right: numbers of columns.
-    """
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            text.rjust(width) if i in right else text.ljust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
 
 
 def _count(number: int | None) -> str:

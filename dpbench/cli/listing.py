@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print all names; 0."""
-    listed = everything()
+    listed = _everything()
     if args.format == "json":
         print(json.dumps(listed, ensure_ascii=False, indent=1))
         return 0
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def everything() -> dict[str, list[dict[str, str]]]:
+def _everything() -> dict[str, list[dict[str, str]]]:
     """Kind -> entries with `name` and `doc`. Imports no torch."""
     from accounting import ACCOUNTANTS
     from clipping import BACKENDS

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from dpbench.cli.columns import aligned
 from dpbench.cli.run import add_request_arguments, request_from
 from dpbench.errors import UsageError
 from dpbench.execution.progress import duration
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
         plan_cluster.show(request, plan, args.cluster, args.format)
         return 0
-    rows = survey(plan)
+    rows = _survey(plan)
     if args.format == "json":
         cells = [asdict(row) | dict(zip(("kind", "model", "backend"), row.name, strict=True)) for row in rows]
         left = plan.clock.left(plan.schedule.remaining())
@@ -59,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     )
     if others := plan.machines.others():
         print(f"what these nodes of a sweep (run --executor ray or slurm) have recorded counts: {', '.join(others)}")
-    for line in table(rows):
+    for line in _table(rows):
         print(line)
-    print(summary(plan, rows, request.minutes))
+    print(_summary(plan, rows, request.minutes))
     return 0
 
 
@@ -81,12 +82,8 @@ class Row:
     notes: list[str] = field(default_factory=list)
 
 
-def survey(plan: Plan) -> list[Row]:
-    """A row for each kind, model and backend, in the order of declaration.
-
-    Args:
-        plan: of one device.
-    """
+def _survey(plan: Plan) -> list[Row]:
+    """A row for each kind, model and backend, in the order of declaration."""
     rows: dict[tuple[str, ...], Row] = {}
 
     def row_of(trial: Trial) -> Row:
@@ -153,12 +150,8 @@ def _note(row: Row, text: str) -> None:
         row.notes.append(text)
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """The rows as text, under a header.
-
-    Args:
-        rows: of `survey`.
-    """
+def _table(rows: Sequence[Row]) -> list[str]:
+    """The rows as text, under a header."""
     head = ["kind", "model", "backend", "done", "left", "pruned", "failed", "each", ""]
     cells = [
         [
@@ -169,27 +162,11 @@ def table(rows: Sequence[Row]) -> list[str]:
         ]
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    return [
-        "  ".join(
-            _justify(text, width, i in range(3, 8)) for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in [head, *cells]
-    ]
+    return aligned([head, *cells], range(3, 8))
 
 
-def _justify(text: str, width: int, right: bool) -> str:
-    return text.rjust(width) if right else text.ljust(width)
-
-
-def summary(plan: Plan, rows: Iterable[Row], minutes: float | None = None) -> str:
-    """A line with what is done and left, and with `minutes`, how many runs of that length remain.
-
-    Args:
-        plan: of one device.
-        rows: of `survey`.
-        minutes: of one run, or None.
-    """
+def _summary(plan: Plan, rows: Iterable[Row], minutes: float | None = None) -> str:
+    """A line with what is done and left, and with `minutes`, how many runs of that length remain."""
     rows = list(rows)
     done, left, pruned, failed = (sum(getattr(row, n) for row in rows) for n in ("done", "left", "pruned", "failed"))
     text = f"done {done}, remaining {left}, pruned {pruned}, failed {failed}"

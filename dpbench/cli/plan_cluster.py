@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dpbench.cli.columns import aligned
 from dpbench.execution.cluster import (
     PUBLISHED,
     PUBLISHED_RATIO,
@@ -47,22 +48,17 @@ def show(request: Request, plan: Plan, file: Path, form: str) -> None:
     """
     cluster = load_cluster(file)
     records = [record for record in read(request.folder) if record.experiment] if request.folder.is_dir() else []
-    answer = predict(request, plan, cluster, records)
+    answer = _predict(request, plan, cluster, records)
     print(to_json(answer) if form == "json" else "\n".join(_table(answer)))
 
 
-def predict(request: Request, plan: Plan, cluster: Cluster, records: Sequence[Record]) -> dict[str, Any]:
-    """{"cluster", "sweep", "efficiency", "published"}; "sweep" is None if no record has a time.
-
-    Args:
-        cluster: as described.
-        records: with times of trials.
-    """
+def _predict(request: Request, plan: Plan, cluster: Cluster, records: Sequence[Record]) -> dict[str, Any]:
+    """{"cluster", "sweep", "efficiency", "published"}; "sweep" is None if no record has a time."""
     jobs, likened = _jobs(request, plan, records)
     only = request.only
     steps = [
         step
-        for step in measured(records)
+        for step in _measured(records)
         if all(str(getattr(step, field)) in map(str, only[field]) for field in only if hasattr(step, field))
     ]
     return {
@@ -114,12 +110,8 @@ def _jobs(request: Request, plan: Plan, records: Sequence[Record]) -> tuple[list
     return jobs, likened
 
 
-def measured(records: Iterable[Record]) -> list[Measured]:
-    """Ordinary and private steps of the same model, batch and round, on one device; the newest of each.
-
-    Args:
-        records: of any kinds.
-    """
+def _measured(records: Iterable[Record]) -> list[Measured]:
+    """Ordinary and private steps of the same model, batch and round, on one device; the newest of each."""
     found: dict[tuple[Any, ...], dict[str, dict[Any, float]]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for record in sorted(records, key=lambda record: record.utc):
@@ -184,13 +176,7 @@ def _table(answer: Mapping[str, Any]) -> list[str]:
         for row in answer["efficiency"]:
             numbers = [f"{row['efficiency'][n]:.3f}" for n in counts]
             rows.append([row["model"], row["backend"], str(row["batch_size"]), *numbers])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [
-            "  ".join(
-                text.ljust(w) if i < 2 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in rows
-        ]
+        lines += aligned(rows, range(2, len(rows[0])))
     else:
         lines.append("efficiency: no record has ordinary and private steps of one model (memory_speed, overhead do)")
     return [*lines, "", _published(answer["published"])]

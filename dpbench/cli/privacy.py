@@ -34,6 +34,7 @@ from accounting.sampling import HOME, PROVED, unproved
 from accounting.tuned import DISTRIBUTIONS, Tuned
 from accounting.varying import Part
 from dpbench.cli import streams
+from dpbench.cli.columns import aligned
 from dpbench.errors import UsageError, one_of
 from dpbench.trials.reference import load_object, split_file
 
@@ -169,7 +170,7 @@ def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> l
     if asked:
         for name in asked:
             if ".py:" in name:
-                load(name)
+                _load(name)
             else:
                 one_of("an accountant", name, known)
         return list(dict.fromkeys(asked))
@@ -190,7 +191,7 @@ def in_turn(names: Sequence[str]) -> Iterator[str]:
         yield name
 
 
-def load(name: str) -> Accountant:
+def _load(name: str) -> Accountant:
     """An accountant by its name, or the user's own, ``path/file.py:Class``.
 
     Raises:
@@ -212,14 +213,14 @@ def asked(name: str, args: argparse.Namespace) -> Accountant:
     """The accountant of a row: by its name, or, if requested, for the best of several runs.
 
     Raises:
-        UsageError: of `load`, or --tuned-by without --tuned.
+        UsageError: of `_load`, or --tuned-by without --tuned.
         ArgumentError: an invalid number of runs.
         NoAnswer: tuned runs, and an accountant without a bound for them.
     """
     if args.tuned is None:
         if args.tuned_by is not None:
             raise UsageError("--tuned-by with --tuned", args.tuned_by)
-        return load(name)
+        return _load(name)
     distribution = one_of("a distribution of runs", args.tuned_by or "geometric", DISTRIBUTIONS)
     try:
         tuned = Tuned(number("--tuned", args.tuned), distribution)
@@ -284,10 +285,7 @@ def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence
         header: names of the columns.
         rows: lines of cells.
     """
-    lines = [tuple(header), *(tuple(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return "\n".join([*heading, "", *texts])
+    return "\n".join([*heading, "", *aligned([header, *rows])])
 
 
 def seconds(detail: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpbench.cli.explain import aligned
+from dpbench.cli.columns import aligned
 from dpbench.cli.model import add_model, add_sizes, validate_model
 from dpbench.cli.streams import tell
 from dpbench.errors import UsageError
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         found = in_order(agenda.carry_out().values())
     advice = verdict(found, question.batch_size, size_in_words(question.memory_budget), agenda.found.get("slow"))
     if args.format == "json":
-        print(to_json(as_json(question, agenda.found, found, advice, time.monotonic() - begun)))
+        print(to_json(_as_json(question, agenda.found, found, advice, time.monotonic() - begun)))
     else:
         print("\n".join(table(question, agenda.found, found, advice)))
     return int(advice.backend is None)
@@ -168,14 +168,10 @@ def size_in_words(size: int) -> str:
     return f"{size} bytes"
 
 
-def as_json(
+def _as_json(
     question: Question, race: Mapping[str, Any], found: Sequence[Finding], advice: Verdict, seconds: float
 ) -> dict[str, Any]:
-    """The request, the rows and the advice, as ``--format json`` prints them.
-
-    Args:
-        seconds: the time taken.
-    """
+    """The request, the rows and the advice, as ``--format json`` prints them."""
     return {
         "model": question.model,
         "recommended": advice.backend,

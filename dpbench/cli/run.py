@@ -98,13 +98,13 @@ def request_from(args: argparse.Namespace) -> Request:
         retry=retry,
         smoke=args.smoke,
         reference=args.experiment,
-        cluster=cluster_from(args) if hasattr(args, "executor") else None,
+        cluster=_cluster_from(args) if hasattr(args, "executor") else None,
         minutes=args.minutes,
         wait=getattr(args, "wait", False),
     )
 
 
-def cluster_from(args: argparse.Namespace) -> Cluster | None:
+def _cluster_from(args: argparse.Namespace) -> Cluster | None:
     """The cluster named by the arguments; None for this machine.
 
     Raises:

@@ -27,7 +27,7 @@ from dpbench.errors import printable
 PATIENCE = 3.0
 
 
-class Waiting:
+class _Waiting:
     """A terminal's last line while a command works: the elapsed time and the task. Wiped before any output.
 
     A timer in the main thread paints it once a second: a thread of its own would be half copied into a fork.
@@ -40,11 +40,7 @@ class Waiting:
 
     @contextlib.contextmanager
     def shown(self, words: str) -> Iterator[None]:
-        """Paint the line during the block, from `PATIENCE` seconds on, if standard error is a terminal.
-
-        Args:
-            words: the task, until `tell` changes it.
-        """
+        """Paint the line during the block, from `PATIENCE` seconds on, if standard error is a terminal."""
         if not sys.stderr.isatty() or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -75,7 +71,7 @@ class Waiting:
             os.write(self._descriptor, text.encode(errors="replace"))
 
 
-waiting = Waiting()
+waiting = _Waiting()
 
 
 def tell(words: str) -> None:
@@ -87,12 +83,8 @@ def tell(words: str) -> None:
     waiting.words = words
 
 
-class Shown:
-    """A stream for people that shows control characters as escapes.
-
-    Args:
-        terminal: the stream underneath, for code that moves its cursor.
-    """
+class _Shown:
+    """A stream for people that shows control characters as escapes. `terminal` is the one underneath."""
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
@@ -107,12 +99,8 @@ class Shown:
         return getattr(self.terminal, name)
 
 
-class Patient:
-    """Standard error that may be closed, full or a pipe without a reader: drops text that it cannot write.
-
-    Args:
-        stream: the one underneath.
-    """
+class _Patient:
+    """Standard error that may be closed, full or a pipe without a reader: drops text that it cannot write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -173,7 +161,7 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):  # a path may have invalid bytes, and a record lone surrogates
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if not isinstance(sys.stdout, Shown):
-        sys.stdout = cast(TextIO, Shown(sys.stdout))
-    if not isinstance(sys.stderr, Shown):
-        sys.stderr = cast(TextIO, Shown(cast(TextIO, Patient(sys.stderr))))
+    if not isinstance(sys.stdout, _Shown):
+        sys.stdout = cast(TextIO, _Shown(sys.stdout))
+    if not isinstance(sys.stderr, _Shown):
+        sys.stderr = cast(TextIO, _Shown(cast(TextIO, _Patient(sys.stderr))))

@@ -96,7 +96,7 @@ def compare_records(
         a, b: records of both sides.
         across: each side is of one machine, and only ratios to ordinary training are compared.
     """
-    sides = [cells_of(records, left_out, across) for records in (a, b)]
+    sides = [_cells_of(records, left_out, across) for records in (a, b)]
     rows: list[Row] = []
     for key, first in sides[0].items():
         if (second := sides[1].get(key)) is not None:
@@ -104,16 +104,12 @@ def compare_records(
             rows += _rows(first, second, bases, left_out, across)
     if across:
         rows = [replace(row, device=f"{a[0].device} → {b[0].device}") for row in rows]
-    alone = [[name_of(cell) for key, cell in sides[i].items() if key not in sides[1 - i]] for i in (0, 1)]
+    alone = [[_name_of(cell) for key, cell in sides[i].items() if key not in sides[1 - i]] for i in (0, 1)]
     return sorted(rows, key=_order), alone[0], alone[1]
 
 
-def cells_of(records: Sequence[Record], left_out: LeftOut, across: bool = False) -> dict[str, Cell]:
-    """The cells of one side by their key, each with the newest records of its newest version.
-
-    Args:
-        across: whether the key is that of every machine.
-    """
+def _cells_of(records: Sequence[Record], left_out: LeftOut, across: bool = False) -> dict[str, Cell]:
+    """The cells of one side by their key, each with the newest records of its newest version."""
     known = [r for r in records if r.kind in KINDS]
     left_out["of kinds that hold no time and no memory"] += len(records) - len(known)
     latest = newest(known, left_out)
@@ -163,12 +159,8 @@ def _turns(record: Record, entry: Mapping[str, Any]) -> dict[Any, Sequence[float
     return {(record.place, turn["round"]): turn["step_seconds"] for turn in entry["turns"]}
 
 
-def name_of(cell: Cell) -> str:
-    """A cell's kind, model, backend and batch size, if it has them.
-
-    Args:
-        cell: of one side.
-    """
+def _name_of(cell: Cell) -> str:
+    """A cell's kind, model, backend and batch size, if it has them."""
     known = (cell.identity.get(name) for name in ("kind", "model", "backend", "batch_size"))
     return " ".join(str(value) for value in known if value is not None)
 
