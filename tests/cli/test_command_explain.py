@@ -204,16 +204,6 @@ def test_the_table_numbers_its_reasons():
     assert lines[-1] == "Computed on real tensors, as fake ones would not do (TypeError: no)."
 
 
-def test_numbers_have_three_digits():
-    for number, shown in [
-        *((0, "0"), (7, "7"), (999, "999"), (1000, "1.00 k"), (9994, "9.99 k"), (9996, "10.0 k"), (99_960, "100 k")),
-        *((999_499, "999 k"), (999_600, "1.00 M"), (5_035_261_952, "5.04 G")),
-    ]:
-        from dpbench.cli.explain import _short
-
-        assert _short(number) == shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -319,23 +309,6 @@ def test_the_table_says_what_was_measured(measured):
         r"Measured step: [\d.]+ (ms|µs), ordinary training's [\d.]+ (ms|µs); exact to \de-\d+ on 2 samples\.$",
     ):
         assert re.search(said, text), said
-
-
-@pytest.mark.parametrize(
-    ("number", "shown"),
-    [
-        (None, "-"),
-        (2.345, "2.35 s"),
-        (0.0999, "99.9 ms"),
-        (0.99951, "1.00 s"),
-        (4.2e-8, "0.04 µs"),
-        (9.996e-3, "10.0 ms"),
-    ],
-)
-def test_seconds_have_three_digits(number, shown):
-    from dpbench.cli.explain import _seconds
-
-    assert _seconds(number) == shown
 
 
 def test_measuring_from_the_command_line(capsys, models, trials_here):

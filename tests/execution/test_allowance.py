@@ -6,7 +6,6 @@ import itertools
 import re
 
 import pytest
-from bodies import FOREVER
 from fake_run import Fake, sleepers
 from test_schedule import CELLS, record_of
 
@@ -19,7 +18,6 @@ from dpbench.execution.runner import Request, run
 from dpbench.execution.schedule import Clock, History, Run, Schedule
 from dpbench.experiment import load_experiment
 from dpbench.process.parent import Answer
-from dpbench.records.store import read_runs
 from dpbench.trials.outcome import Outcome
 
 FIRST, SECOND = (trial.replace(timeout=3600.0) for trial in CELLS[:2])
@@ -44,46 +42,31 @@ def took(trial, seconds: float, number: int = 0) -> dict:
     return record_of(Run(trial, number)) | {"seconds": seconds}
 
 
-def cut_after(trial, seconds: float, fingerprint: str = "f") -> dict:
-    return {"type": "cut", "id": trial.id, "fingerprint": fingerprint, "seconds": seconds}
+def cut_after(trial, seconds: float) -> dict:
+    return {"type": "cut", "id": trial.id, "fingerprint": "f", "seconds": seconds}
 
 
 def killed_after(seconds: float) -> Answer:
     return Answer(1, Outcome.TIMEOUT, "killed", None, seconds)
 
 
-def test_a_trial_starts_while_its_own_earlier_rounds_say_that_it_ends_in_time(monkeypatch):
-    given = Given(monkeypatch, records=[took(FIRST, 100.0), took(FIRST, 140.0, 1)], rounds=3)
-    assert given.after(480).admits(FIRST) and not given.after(481).admits(FIRST)
+OTHER = FIRST.replace(batch_size=99)
 
 
-def test_else_what_is_most_like_it_says_so(monkeypatch):
-    other = FIRST.replace(batch_size=99)
-    given = Given(monkeypatch, records=[took(other, 100.0), took(SECOND.replace(model="vgg19"), 300.0)])
-    assert given.after(500).admits(FIRST) and not given.after(501).admits(FIRST)
-
-
-def test_what_is_known_from_others_alone_is_tried_in_a_run_of_its_own_however_long_they_took(monkeypatch):
-    given = Given(monkeypatch, records=[took(FIRST.replace(batch_size=99), 590.0)])
-    assert given.after(300).admits(FIRST) and not given.after(301).admits(FIRST)
-
-
-@pytest.mark.parametrize(("minutes", "guess"), [(10.0, module.GUESS), (1.0, 6.0)])
-def test_of_what_is_not_known_at_all_a_modest_guess_is_made(monkeypatch, minutes, guess):
-    given = Given(monkeypatch, minutes=minutes)
-    assert given.after(60 * minutes - guess).admits(FIRST)
-    assert not given.after(60 * minutes - guess + 1).admits(FIRST)
-
-
-def test_no_trial_is_expected_to_take_longer_than_its_limit(monkeypatch):
-    given = Given(monkeypatch, records=[took(FIRST.replace(batch_size=99), 250.0)])
-    brief = FIRST.replace(timeout=30.0)
-    assert given.after(560).admits(brief) and not given.after(571).admits(brief)
-
-
-def test_after_the_end_nothing_starts(monkeypatch):
-    given = Given(monkeypatch, records=[took(FIRST, 0.001)], rounds=2)
-    assert not given.after(600.1).admits(FIRST)
+@pytest.mark.parametrize(
+    ("records", "trial", "last"),
+    [
+        pytest.param([took(FIRST, 100.0), took(FIRST, 140.0, 1)], FIRST, 480, id="its own earlier rounds"),
+        pytest.param([took(OTHER, 100.0), took(SECOND.replace(model="vgg19"), 300.0)], FIRST, 500, id="what is alike"),
+        pytest.param([took(OTHER, 590.0)], FIRST, 300, id="a run of its own tries it"),
+        pytest.param([], FIRST, 600 - module.GUESS, id="a modest guess"),
+        pytest.param([took(OTHER, 250.0)], FIRST.replace(timeout=30.0), 570, id="its limit"),
+        pytest.param([took(FIRST, 0.001)], FIRST, 599, id="nothing starts after the end"),
+    ],
+)
+def test_a_trial_starts_while_what_is_known_says_that_it_ends_in_time(monkeypatch, records, trial, last):
+    given = Given(monkeypatch, records=records, rounds=3)
+    assert given.after(last).admits(trial) and not given.after(last + 1).admits(trial)
 
 
 def test_what_was_killed_because_the_time_was_over_is_cut_and_needs_more_than_that(monkeypatch):
@@ -92,6 +75,8 @@ def test_what_was_killed_because_the_time_was_over_is_cut_and_needs_more_than_th
     assert (line["type"], line["id"], line["fingerprint"], line["seconds"]) == ("cut", FIRST.id, "f", 400.0)
     again = Given(monkeypatch, cuts=[line])
     assert again.after(150).admits(FIRST) and not again.after(161).admits(FIRST)
+    of_other_sources = Given(monkeypatch, cuts=[line | {"fingerprint": "old", "seconds": 599.0}])
+    assert of_other_sources.after(0).admits(FIRST)
 
 
 @pytest.mark.parametrize(
@@ -99,11 +84,6 @@ def test_what_was_killed_because_the_time_was_over_is_cut_and_needs_more_than_th
 )
 def test_what_ended_by_itself_or_by_its_own_limit_is_no_cut(monkeypatch, answer):
     assert Given(monkeypatch).allowance.cut(Run(FIRST, 0), answer) is None
-
-
-def test_what_was_cut_off_in_other_sources_is_not_held_against_it(monkeypatch):
-    given = Given(monkeypatch, cuts=[cut_after(FIRST, 599.0, fingerprint="old")])
-    assert given.after(0).admits(FIRST)
 
 
 def test_what_cannot_fit_is_passed_over_and_named_and_the_others_go_on(monkeypatch):
@@ -172,22 +152,3 @@ def test_a_run_ends_in_its_time_and_the_same_line_goes_on(tmp_path):
             assert list(fake.numbers) == [0, 1, 2] and done == [0, 1, 2][: len(done)] != [0, 1, 2]
             return
     raise AssertionError(f"expected all three after some runs, got {again.stderr}")
-
-
-def test_a_trial_that_never_fits_is_named_and_the_others_are_done(tmp_path):
-    cells = sleepers(1, FOREVER) + " + " + sleepers(3).replace("[0, 1, 2]", "[7, 8, 9]")
-    for minutes in ("0.03", "0.15", "0.75"):  # on a slow machine nothing begins in the first
-        fake = Fake(tmp_path / minutes, cells, in_order=True)
-        first = fake.run("--minutes", minutes)
-        assert fake.records == []
-        last = fake.run("--minutes", minutes)
-        if "cut off after" in first.stderr and len(fake.records) == 3:
-            break
-    assert "cut off after" in first.stderr and fake.numbers == {7: 1, 8: 1, 9: 1}
-    cut = read_runs(fake.output / "fake")[0].cuts[0]
-    assert cut["trial"]["number"] == 0 and cut["seconds"] < FOREVER
-    assert last.returncode == 0 and "the same line goes on" not in last.stderr
-    said = rf"--minutes {minutes} is too little for what is passed over: act \(\d+ s or more\)\n"
-    assert re.search(said, last.stderr)
-    assert "act (" in fake.run("--minutes", minutes).stderr and len(fake.records) == 3
-    assert fake.left_over() == []

@@ -53,11 +53,6 @@ def test_what_is_wrong_with_a_description_is_said_in_one_line(tmp_path):
         assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_no_file_is_a_usage_error_of_the_command(tmp_path, capsys):
-    assert main(["plan", "accountants", "--cluster", str(tmp_path / "none.toml"), "--output", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("dpbench: expected a readable file after --cluster, got ")
-
-
 def test_the_longest_job_goes_first_to_the_gpu_that_is_free_first():
     found = bill([Job(3600.0)] * 4 + [Job(7200.0)], FOUR)
     assert found.jobs == 5 and found.wall_seconds == 7200.0 and found.gpu_hours == 6.0

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fake_run import Fake, finish, sleepers, waiters
+from fake_run import Fake, finish, waiters
 from smoke_run import smoke, smoke_here
 from waiting import PATIENCE
 
@@ -52,14 +52,6 @@ def test_each_job_has_a_file_of_its_own_and_what_fails_is_a_record(tmp_path):
     assert all(run.environment["executor"]["name"] == "slurm" for run in runs)
     assert "nothing is left to run" in fake.run().stderr, "whichever executor did it"
     assert fake.left_over() == []
-
-
-@pytest.mark.slow
-def test_retry_and_the_rest_after_another_executor(tmp_path):
-    fake = Fake(tmp_path, "grid(bodies.Act, action=['raise', 'leave', 'sleep'])")
-    fake.run("--only", "action=raise,sleep")
-    fake.run(*LOCAL, "--retry", "error")
-    assert Counter(r["outcome"] for r in fake.records) == {"error": 2, "crash": 1, "ok": 1}
 
 
 @pytest.fixture
@@ -124,11 +116,6 @@ def test_jobs_that_bring_nothing_are_not_submitted_for_ever(tmp_path):
     assert "2 trials are not recorded" in done.stderr
 
 
-@pytest.mark.slow
-def test_the_smoke_run_has_the_same_cells_as_on_one_machine(tmp_path):
-    assert smoke(tmp_path, *LOCAL) == smoke_here()
-
-
 @pytest.fixture
 def slurm():
     """A controller that answers; without one the test is skipped."""
@@ -144,11 +131,3 @@ def test_slurm_itself_runs_the_smoke_run(tmp_path, slurm):
     assert smoke(tmp_path, "--executor", "slurm", "--time", "20", "--jobs", "2") == smoke_here()
     runs = read_runs(tmp_path / "stress_test-smoke")
     assert len(runs) > 1, "an array of several jobs"
-
-
-@pytest.mark.slow
-def test_a_partition_that_slurm_does_not_know_is_one_line(tmp_path, slurm):
-    fake = Fake(tmp_path, sleepers(1))
-    done = fake.run("--executor", "slurm", "--partition", "no_such")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "expected jobs that SLURM takes" in done.stderr.splitlines()[-1]

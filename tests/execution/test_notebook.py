@@ -108,16 +108,6 @@ def test_an_experiment_object_or_reference_is_run_with_the_options_of_the_comman
     assert (tmp_path / "small-smoke").is_dir()
 
 
-def test_trials_that_failed_are_rows_and_are_run_again_when_asked_for(tmp_path):
-    bodies = load_module(str(SUPPORT / "bodies.py"))
-    trial = bodies.Act(action="raise")
-    first = dpbench.run(trial, output=tmp_path, rounds=1, quiet=True)
-    assert list(first.outcome) == ["error"] and first.evidence[0]
-    kept = dpbench.run(trial, output=tmp_path, rounds=1, quiet=True)
-    renewed = dpbench.run(trial, output=tmp_path, rounds=1, quiet=True, retry="error")
-    assert list(kept.utc) == list(first.utc) and renewed.utc[0] > first.utc[0]
-
-
 def test_what_its_time_is_too_short_for_is_no_row_and_the_same_call_goes_on(tmp_path, capsys):
     trial = load_module(str(SUPPORT / "bodies.py")).Act(action="wait", folder=str(tmp_path))
     for minutes in (0.02, 0.1, 0.5):  # a slow machine has not begun it within the first

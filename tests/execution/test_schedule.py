@@ -93,12 +93,6 @@ def test_retry_runs_what_ended_so_again_and_only_that():
     assert carry_out(schedule(records=records, rounds=1, retry=["error", "timeout"])) == [runs[3], runs[5]]
 
 
-def test_what_was_retried_and_went_well_is_done():
-    run = Run(CELLS[0], 0)
-    records = [record_of(run, "error"), record_of(run, "ok")]
-    assert schedule(CELLS[:1], records, rounds=1, retry=["error"]).next() is None
-
-
 @pytest.mark.parametrize("outcome", ["oom", "over_budget"])
 def test_a_larger_batch_is_not_tried_where_a_smaller_one_does_not_fit(outcome):
     cells = grid(StepTrial, model="cnn", backend=["ghost", "vmap"], batch_size=[8, 16, 32])
@@ -166,12 +160,6 @@ def test_a_search_whose_probe_fails_ends_with_the_reason(outcome):
     assert step_search(SEARCH, plan.history).failed == f"{outcome} at batch 16"
 
 
-def test_a_failed_search_can_be_retried():
-    records = [record_of(Run(SEARCH.probe_at(8), 0), "timeout")]
-    assert schedule([SEARCH], records).next() is None
-    assert schedule([SEARCH], records, retry=["timeout"]).next() == Run(SEARCH.probe_at(8), 0)
-
-
 WHOLE = LargestTrial(model="cnn", backend="ghost", batch_size=8, memory_budget=1000)
 FORETOLD = MaxBatch(probe=WHOLE, then=ConfirmTrial(model="cnn", backend="ghost", batch_size=1))
 
@@ -194,12 +182,6 @@ def test_a_search_in_one_trial_is_followed_by_what_confirms_it():
 def test_a_search_in_one_trial_that_was_cut_off_goes_on_from_what_it_saw():
     plan = schedule([FORETOLD], [searched(found=40, beyond=None)], rounds=1)
     assert plan.next() == Run(WHOLE.replace(batch_size=80), 0)
-
-
-@pytest.mark.parametrize("outcome", ["error", "unsupported", "timeout"])
-def test_what_could_not_be_foretold_is_not_confirmed(outcome):
-    plan = schedule([FORETOLD], [searched(outcome=outcome)], rounds=1)
-    assert plan.next() is None and step_search(FORETOLD, plan.history).failed == f"{outcome} at batch 8"
 
 
 def test_simulations_run_beside_what_confirms_them_and_nothing_else_does():

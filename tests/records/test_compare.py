@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -308,41 +307,3 @@ def test_ten_thousand_records_take_ten_seconds_at_most_and_nothing_heavy_is_impo
     assert quick(seconds, 10)
     called = sum(row["verdict"] in ("slower", "faster") for row in rows if row["quantity"] != "peak")
     assert called <= 0.01 * len(rows)
-
-
-OWN = """
-from dpbench.experiment import Experiment, grid
-from dpbench.trials import StepTrial
-from dpbench.trials.whole_step import TrainingStepTrial
-
-def cells(device):
-    backends = ["nonprivate", "mixed_ghost"]
-    return grid(StepTrial, model="cnn", backend=backends, batch_size=4, data="synthetic", max_seconds=0.4)
-
-EXPERIMENT = Experiment(name="own", doc="Two backends.", cells=cells, smoke=cells, rounds=10)
-"""
-
-
-@pytest.mark.slow
-def test_the_rounds_of_a_real_run_dealt_to_two_sides_differ_in_no_cell(tmp_path, compare):
-    """Dealt in turn, so that both sides see the same machine, other tests included.
-
-    Once in a hundred comparisons a verdict may err, so a second run decides.
-    """
-    (tmp_path / "own.py").write_text(OWN)
-    command = [sys.executable, "-m", "dpbench", "run", "own.py", "--device", "cpu", "--output"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for attempt in "12":
-        subprocess.run([*command, attempt], cwd=tmp_path, check=True, capture_output=True, env=environment)
-        (path,) = tmp_path.glob(f"{attempt}/own/*.jsonl")
-        header, *trials = path.read_text().splitlines(keepends=True)
-        for side, name in enumerate(("a.jsonl", "b.jsonl")):
-            dealt = [line for line in trials if json.loads(line)["round"] % 2 == side]
-            (tmp_path / name).write_text("".join([header, *dealt]))
-        _, cells, _, _ = compare()
-        assert {(name, "time") for name in ("nonprivate", "mixed_ghost")} | {("mixed_ghost", "peak")} <= set(cells)
-        assert all(row["rounds"] == [5, 5] for row in cells.values() if row["quantity"] == "time")
-        verdicts = {row["verdict"] for row in cells.values()}
-        if verdicts <= {"same", "inconclusive"}:
-            return
-    raise AssertionError(f"two sides of one run: {verdicts}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
 import os
 import random
@@ -185,17 +184,6 @@ def test_what_is_named_like_a_file_of_records_and_is_none(name, tmp_path, capsys
     assert [len(run.records) for run in read_runs(folder)] == [1]
     assert f"{odd}: not a file of records (" in capsys.readouterr().err
     assert main(["report", str(folder), "--output", str(tmp_path / "out")]) == 0
-
-
-def test_a_file_that_may_not_be_read_is_told_of(tmp_path, monkeypatch):
-    write(tmp_path / "a.jsonl", [ENVIRONMENT, trial()])
-
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(store, "content_of", refuse)
-    said: list[str] = []
-    assert read_runs(tmp_path, said.append) == [] and "Permission denied" in said[0]
 
 
 def test_every_record_that_is_kept_here_is_whole():
