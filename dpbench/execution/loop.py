@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -17,7 +16,6 @@ from typing import Any, Protocol
 from dpbench.errors import going_on
 from dpbench.execution.allowance import Allowance
 from dpbench.execution.executors.blocks import Block
-from dpbench.execution.executors.worker import refusal
 from dpbench.execution.machines import version_hash
 from dpbench.execution.progress import Progress
 from dpbench.execution.schedule import Run, Schedule
@@ -30,8 +28,6 @@ from dpbench.trials.outcome import Outcome
 
 #: Seconds between two checks for a signal, and refreshes of the progress line, while a trial runs.
 _TICK = 0.2
-#: Keys of trials that were never submitted; an isolation counts its own upwards.
-_REFUSED = itertools.count(-1, -1)
 
 
 class Executor(Protocol):
@@ -62,9 +58,7 @@ class Executor(Protocol):
 
 @dataclass
 class Here:
-    """Runs trials in processes of this machine. `refuse` says why a trial cannot run here, which becomes its answer.
-
-    `until`: when all trials are ended, by `time.monotonic`.
+    """Runs trials in processes of this machine, and ends them all at `until`, by `time.monotonic`.
 
     Methods take:
         trial, block: to run; ignored.
@@ -73,29 +67,19 @@ class Here:
 
     isolation: Isolation
     workers: int
-    blocks: int = 1
     until: float | None = None
-    refuse: Callable[[Trial], str | None] = lambda _: None
-    _refused: list[Answer] = field(default_factory=list)
+    blocks: int = 1
 
     def submit(self, trial: Trial, block: Block) -> int:
-        """Run a trial on this machine, or answer why it cannot run."""
-        trouble = self.refuse(trial)
-        if trouble is None:
-            return self.isolation.submit(trial, self.until)
-        self._refused.append(refusal(next(_REFUSED), trouble))
-        return self._refused[-1].key
+        """Run a trial on this machine."""
+        return self.isolation.submit(trial, self.until)
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
         """The answers that come within `timeout` seconds."""
-        if not self._refused:
-            return self.isolation.wait(timeout)
-        refused, self._refused = self._refused, []
-        return refused
+        return self.isolation.wait(timeout)
 
     def release(self, block: Block) -> None:
         """Do nothing: blocks do not matter here."""
-        pass
 
 
 @dataclass

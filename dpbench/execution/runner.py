@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from dpbench.errors import RunEnded, UsageError, one_of
 from dpbench.execution.allowance import Allowance, check_minutes
 from dpbench.execution.executors import Cluster
 from dpbench.execution.executors.blocks import Block, blocks_of, key_of
-from dpbench.execution.executors.worker import different
 from dpbench.execution.lock import held
 from dpbench.execution.loop import Here, Loop, Report, Shards
 from dpbench.execution.machines import FolderName, Machines, machines_of
@@ -104,17 +103,15 @@ class Plan:
     device: str
     schedule: Schedule
     clock: Clock
-    fingerprint: Callable[[Trial], str]
     workers: int
     machines: Machines
-    rounds: int
     cells: Sequence[Cell]
     cuts: Sequence[Mapping[str, Any]] = ()
 
     def blocks(self) -> list[Block]:
         """The schedule in the parts that a cluster gives to its nodes."""
         schedule = self.schedule
-        return blocks_of(schedule.name, self.cells, self.rounds, schedule.history, in_order=schedule.in_order)
+        return blocks_of(schedule.name, self.cells, schedule.rounds, schedule.history, in_order=schedule.in_order)
 
     def trials(self) -> list[Trial]:
         """Every kind of trial that the cells may run, at any batch size."""
@@ -151,7 +148,7 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
     workers = min(available_cpus(), MAX_WORKERS)
     alike = (r for r in records if r["trial"].get("device", device) == device)
     cuts = [line for run in runs for line in run.cuts]
-    return Plan(device, schedule, Clock(alike, workers), machines.fingerprint, workers, machines, rounds, cells, cuts)
+    return Plan(device, schedule, Clock(alike, workers), workers, machines, cells, cuts)
 
 
 def run(request: Request, progress: Progress) -> Report:
@@ -207,13 +204,12 @@ def _run_here(
     executor = Here(isolation, plan.workers)
     allowance = None
     if request.minutes is not None:
-        allowance = Allowance(request.minutes, begun, plan.schedule, plan.clock, plan.fingerprint, plan.cuts)
+        allowance = Allowance(request.minutes, begun, plan.schedule, plan.clock, plan.machines.fingerprint, plan.cuts)
         executor.until = allowance.until
     where["results_folder"] = FolderName(request.results).read()
     if request.sweep is not None:
         libraries = {name: environment.version_of(name) for name in request.sweep["versions"]}
         where |= {"executor": dict(request.sweep), "libraries": libraries}
-        executor.refuse = lambda trial: different(environment.sources_of(trial))
     shards = Shards(request.folder, progress.say, lambda: where)
     remaining = [trial for trial, _ in plan.schedule.remaining()]
     if (line := environment.kernels_missing(plan.device, remaining)) is not None:
@@ -221,7 +217,7 @@ def _run_here(
     if any(trial.alone for trial in remaining):
         shards.of().watch.begin()
     blocks = [Block("", plan.schedule, together=True)]
-    loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock, allowance)
+    loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.machines.fingerprint, plan.clock, allowance)
     try:
         report = loop.run()
     except RunEnded:  # the folder may have been removed with its name; restore the name

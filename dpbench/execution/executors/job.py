@@ -9,6 +9,7 @@ from typing import Any
 
 from dpbench.errors import RunEnded, UsageError
 from dpbench.execution.executors.cpus import own_cpus
+from dpbench.execution.executors.worker import different
 from dpbench.execution.progress import Progress
 from dpbench.execution.runner import Request, run
 from dpbench.experiment import load_experiment
@@ -36,6 +37,8 @@ def run_blocks(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
+    if (trouble := different(spec["sources"])) is not None:
+        return {"error": f"node {host_name()}: {trouble}"}
     try:
         request = Request(
             experiment=load_experiment(spec["experiment"]),

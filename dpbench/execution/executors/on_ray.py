@@ -77,7 +77,9 @@ def run(request: Request, progress: Progress) -> Report:
             )
             plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
             blocks = plan.blocks()
-            report = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock).run()
+            report = Loop(
+                plan.schedule, blocks, executor, shards, progress, plan.machines.fingerprint, plan.clock
+            ).run()
     finally:
         stack.close()
         ray.shutdown()

@@ -58,6 +58,8 @@ def run(request: Request, progress: Progress) -> Report:
         return report
     Store(request.folder, {}).close()
     tail = _Tail(request.folder)
+    tail.new()
+    tail.paths.clear()
     with held(request.folder, wait=request.wait, say=progress.say), going_on(), Interruption() as interruption:
         left = queue.left_over()
         if left:
@@ -122,15 +124,12 @@ def _spec(request: Request, plan: Plan, keys: Sequence[str]) -> dict[str, Any]:
 
 @dataclass
 class _Tail:
-    """Follows the records that jobs add to a folder."""
+    """Follows the records that jobs add to a folder. `counts`: the lines read of each file."""
 
     folder: Path
-    paths: dict[Path, int] = field(default_factory=dict)
+    paths: set[Path] = field(default_factory=set)
+    counts: dict[Path, int] = field(default_factory=dict)
     _sizes: dict[Path, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._sizes = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
-        self._counts = {path: _count(path) for path in self._sizes}
 
     def new(self) -> list[tuple[str, dict[str, Any]]]:
         """(host, record) of the records since the last call."""
@@ -141,15 +140,11 @@ class _Tail:
                 continue
             self._sizes[path] = size
             for run in read_runs(path, warn=lambda _: None):
-                fresh = run.records[self._counts.get(path, 0) :]
-                self._counts[path] = len(run.records)
-                self.paths[path] = self.paths.get(path, 0) + len(fresh)
+                fresh = run.records[self.counts.get(path, 0) :]
+                self.counts[path] = len(run.records)
+                self.paths.add(path)
                 found += [(str(run.environment["host"]), record) for record in fresh]
         return found
-
-
-def _count(path: Path) -> int:
-    return sum(len(run.records) for run in read_runs(path, warn=lambda _: None))
 
 
 def _show(tail: _Tail, progress: Progress, report: Report) -> None:

@@ -79,7 +79,7 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
         _node = _Node(job, visible)
     trouble = _node.trouble or different(job.sources)
     if trouble is not None:
-        answer = refusal(0, trouble)
+        answer = Answer(0, Outcome.ERROR, f"node {host_name()}: {trouble}", None, 0.0)
     else:
         with own_cpus(job.cpus if job.alone else None) as cpus:
             _node.isolation.pin(cpus)
@@ -97,16 +97,6 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
         "fingerprint": environment.seal(job.sources, versions, facts["device_name"], facts["host"]),
         "load": os.getloadavg()[0],
     }
-
-
-def refusal(key: int, trouble: str) -> Answer:
-    """The answer to a trial that this node cannot run.
-
-    Args:
-        key: of the answer.
-        trouble: why, in one line.
-    """
-    return Answer(key, Outcome.ERROR, f"node {host_name()}: {trouble}", None, 0.0)
 
 
 def different(sources: Mapping[str, str]) -> str | None:
