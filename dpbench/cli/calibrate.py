@@ -145,21 +145,8 @@ def _table(
         privacy.under(scheme["sampling"], scheme["adjacency"]),
         *more,
     ]
-    cells = [
-        (
-            row["accountant"],
-            _text(row[unknown], unknown),
-            privacy.epsilon(row["epsilon"], row["kind"]),
-            str(row["kind"] or "-").replace("_", " "),
-            privacy.seconds(row["detail"]),
-            privacy.how(row["detail"]),
-        )
-        for row in rows
-    ]
-    return privacy.table(heading, ("accountant", unknown.replace("_", " "), *_COLUMNS), cells)
-
-
-_COLUMNS = ("epsilon", "kind", "seconds", "how")
+    values = [_text(row[unknown], unknown) for row in rows]
+    return privacy.table(heading, rows, unknown.replace("_", " "), values)
 
 
 def _text(value: float | None, unknown: str) -> str:

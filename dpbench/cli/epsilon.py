@@ -13,7 +13,6 @@ from dpbench.cli.privacy import Row, number
 from dpbench.errors import UsageError, one_of
 from dpbench.trials.json_text import to_json
 
-_HEADER = ("accountant", "epsilon", "kind", "seconds", "how")
 #: Formats of `--output`.
 _PICTURES = ("png", "svg", "pdf")
 
@@ -100,17 +99,7 @@ def _table(rows: list[Row], parts: list[Part], delta: float, more: list[str]) ->
         privacy.under(*mechanism.scheme) + "".join(f", {size:,} {what}" for what, size in sizes.items() if size),
         *more,
     ]
-    cells = [
-        (
-            row["accountant"],
-            privacy.epsilon(row["epsilon"], row["kind"]),
-            str(row["kind"] or "-").replace("_", " "),
-            privacy.seconds(row["detail"]),
-            privacy.how(row["detail"]),
-        )
-        for row in sorted(rows, key=_best_first)
-    ]
-    return "\n".join([privacy.table(heading, _HEADER, cells), *privacy.risk_lines(rows)])
+    return "\n".join([privacy.table(heading, sorted(rows, key=_best_first)), *privacy.risk_lines(rows)])
 
 
 def _best_first(row: Row) -> tuple[int, float]:

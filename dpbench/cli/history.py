@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dpbench.cli import streams
-from dpbench.cli.values import folder
+from dpbench.cli.values import folder, writing
 from dpbench.errors import UsageError
 from dpbench.records.reader import locate
 
@@ -28,10 +28,8 @@ def run(args: argparse.Namespace) -> int:
 
     streams.tell("reading records")
     output = args.output or (source if source.is_dir() else source.parent)
-    try:
+    with writing("a folder", output):
         written = history.write(source, output)
-    except OSError as error:
-        raise UsageError("a folder that can be written to", f"{error.filename or output}: {error.strerror}") from error
     if not written:
         raise UsageError(f"two versions of a cell with ratios to ordinary training in {source}", "none")
     print(*written, sep="\n")

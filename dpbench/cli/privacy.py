@@ -2,7 +2,6 @@
 
 Functions take:
     sampling, adjacency: names of `accounting.sampling`.
-    detail: of the accountant's answer.
     error: the error raised.
     asked: typed after --accountant, or None.
     name: as typed.
@@ -277,23 +276,31 @@ def more(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The heading's lines, then columns as wide as needed.
+def table(heading: Sequence[str], rows: Sequence[Row], name: str = "", values: Sequence[str] = ()) -> str:
+    """The heading's lines, then a line for each accountant.
 
     Args:
         heading: lines above the table.
-        header: names of the columns.
-        rows: lines of cells.
+        rows: of the accountants.
+        name, values: a further column, after the accountants'.
     """
-    return "\n".join([*heading, "", *aligned([header, *rows])])
+    further: list[tuple[str, ...]] = [(value,) for value in values] or [()] * len(rows)
+    header = ("accountant", *([name] if name else ()), "epsilon", "kind", "seconds", "how")
+    cells = [
+        (
+            row["accountant"],
+            *more,
+            rounded(row["epsilon"], {"upper_bound": True, "lower_bound": False}.get(row["kind"])),
+            str(row["kind"] or "-").replace("_", " "),
+            f"{row['detail']['seconds']:.4f}" if "seconds" in row["detail"] else "-",
+            _how(row["detail"]),
+        )
+        for row, more in zip(rows, further, strict=True)
+    ]
+    return "\n".join([*heading, "", *aligned([header, *cells])])
 
 
-def seconds(detail: Mapping[str, Any]) -> str:
-    """An answer's seconds, with four decimals; "-" without any."""
-    return f"{detail['seconds']:.4f}" if "seconds" in detail else "-"
-
-
-def how(detail: Mapping[str, Any]) -> str:
+def _how(detail: Mapping[str, Any]) -> str:
     """The accountant's further details, in a few words; the reason last."""
     shown = [f"{name}={_value(value)}" for name, value in detail.items() if name not in _ELSEWHERE]
     return ", ".join([*shown, *([detail["reason"]] if "reason" in detail else [])])
@@ -335,16 +342,6 @@ def rounded(value: float | None, up: bool | None = None) -> str:
         return "-" if value is None else "inf"
     rounding = {True: decimal.ROUND_CEILING, False: decimal.ROUND_FLOOR, None: decimal.ROUND_HALF_EVEN}[up]
     return f"{float(decimal.Context(prec=6, rounding=rounding).create_decimal(value)):.6g}"
-
-
-def epsilon(value: float | None, kind: str) -> str:
-    """Six digits, an upper bound rounded up and a lower one down.
-
-    Args:
-        value: ε, or None.
-        kind: of the accountant's answer.
-    """
-    return rounded(value, {"upper_bound": True, "lower_bound": False}.get(kind))
 
 
 def _whole(value: float) -> float:

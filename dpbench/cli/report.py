@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from dpbench.cli import streams
-from dpbench.cli.values import folder
+from dpbench.cli.values import folder, writing
 from dpbench.errors import UsageError, nearest
 from dpbench.experiment import experiment_names, is_reference, load_experiment
 
@@ -60,12 +60,8 @@ def run(args: argparse.Namespace) -> int:
     output = _free(args.output, source) if elsewhere else source
     words = [args.source, *(["--output", str(args.output)] if args.output is not None else [])]
     again = f"python -m dpbench report {shlex.join(words)}"
-    try:
+    with writing("an output folder", output):
         paths = write_report(source, output, figures or tuple(FIGURES), again, streams.tell)
-    except OSError as error:
-        raise UsageError(
-            "an output folder that can be written to", f"{error.filename or output}: {error.strerror}"
-        ) from error
     if not paths:
         raise UsageError(f"records in {source} ({remedy})", "none")
     print(*paths, sep="\n")

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from dpbench.cli import streams
-from dpbench.cli.values import folder
+from dpbench.cli.values import folder, writing
 from dpbench.errors import UsageError
 
 
@@ -37,10 +37,8 @@ def run(args: argparse.Namespace) -> int:
     path = args.output or args.source / "scorecard.html"
     words = [str(args.source), *(["--output", str(args.output)] if args.output else [])]
     streams.tell("reading records")
-    try:
+    with writing("a file", path):
         written = scorecard_page.write(args.source, path, f"python -m dpbench scorecard {shlex.join(words)}")
-    except OSError as error:
-        raise UsageError("a file that can be written to", f"{error.filename or path}: {error.strerror}") from error
     if written is None:
         raise UsageError(f"records in {args.source} (`python -m dpbench run EXPERIMENT` makes them)", "none")
     print(written)

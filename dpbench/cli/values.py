@@ -1,7 +1,9 @@
-"""Parses values of options that several commands share."""
+"""What several commands share: a folder as an option, and files that cannot be written."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from dpbench.errors import UsageError
@@ -19,3 +21,20 @@ def folder(text: str) -> Path:
     if not text:
         raise UsageError("a folder after --output", text)
     return Path(text)
+
+
+@contextlib.contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """Turn an error of writing to `path` into one line.
+
+    Args:
+        what: the kind of place, "a folder".
+        path: the place.
+
+    Raises:
+        UsageError: it cannot be written to.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{what} that can be written to", f"{error.filename or path}: {error.strerror}") from error
