@@ -161,7 +161,7 @@ def locate(text: str, results: Path = Path("results")) -> Path:
             return folder
         if not path.is_dir():
             raise UsageError(f"records in {folder} (`python -m dpbench run {text}` makes them)", "none")
-    if not path.exists():
+    if not text or not path.exists():  # '' would be the current folder
         raise UsageError("an experiment, or a folder or file with records", text, nearest(text, names))
     if path.is_dir() and next(path.rglob("*.jsonl"), None) is None:
         raise UsageError(f"records (*.jsonl) in {path}", "none")
