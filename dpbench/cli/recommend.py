@@ -83,13 +83,13 @@ def run(args: argparse.Namespace) -> int:
         UsageError: an unknown model or device, an invalid size, or a model that cannot be built.
     """
     begun = time.monotonic()
-    question = question_from(args)
+    question = _question_from(args)
     if args.batch_size is None:
         _say(f"batch size {question.batch_size} (--batch-size says another)")
     with Isolation(server_variables(question.device)) as isolation:
         agenda = Agenda(question, isolation, tell, begun=begun)
         found = in_order(agenda.carry_out().values())
-    advice = verdict(found, question.batch_size, size_in_words(question.memory_budget), agenda.found.get("slow"))
+    advice = verdict(found, question.batch_size, _size_in_words(question.memory_budget), agenda.found.get("slow"))
     if args.format == "json":
         print(to_json(_as_json(question, agenda.found, found, advice, time.monotonic() - begun)))
     else:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return int(advice.backend is None)
 
 
-def question_from(args: argparse.Namespace) -> Question:
+def _question_from(args: argparse.Namespace) -> Question:
     """The user's request, with defaults filled in.
 
     Raises:
@@ -109,7 +109,7 @@ def question_from(args: argparse.Namespace) -> Question:
     device = resolve_device(args.device)
     if PROFILES[args.precision].tf32 and device != "cuda":
         raise UsageError(f"a precision that {device} has, as float32", args.precision)
-    batch_size = args.batch_size or default_batch_size(args.model, args.image_size, device)
+    batch_size = args.batch_size or _default_batch_size(args.model, args.image_size, device)
     return Question(
         model=args.model,
         batch_size=batch_size,
@@ -123,14 +123,8 @@ def question_from(args: argparse.Namespace) -> Question:
     )
 
 
-def default_batch_size(model: str, image_size: int | None, device: str) -> int:
-    """A batch size with steps of about a second on two CPU cores, for models of the usual sizes.
-
-    Args:
-        model: its reference.
-        image_size: as requested, or None.
-        device: "cpu" or "cuda".
-    """
+def _default_batch_size(model: str, image_size: int | None, device: str) -> int:
+    """A batch size with steps of about a second on two CPU cores, for models of the usual sizes."""
     small = split_reference(model)[0] in ("builtin", "file") if image_size is None else image_size <= 64
     return BATCH_SIZES[not small] * (ON_CUDA if device == "cuda" else 1)
 
@@ -156,12 +150,8 @@ def parse_size(text: str) -> int:
     return size
 
 
-def size_in_words(size: int) -> str:
-    """ "16 GiB", "500 MiB".
-
-    Args:
-        size: bytes.
-    """
+def _size_in_words(size: int) -> str:
+    """ "16 GiB", "500 MiB"."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:.4g} {unit}"
@@ -193,7 +183,7 @@ def table(question: Question, race: Mapping[str, Any], found: Sequence[Finding],
     """The request, a row for each backend, the advice, and the meaning of the numbers, as text."""
     inputs = ", ".join("×".join(map(str, shape)) for shape in race.get("inputs", ()))
     size = f"{race['parameters'] / 1e6:.3g}M parameters, " if race.get("parameters") else ""
-    budget = size_in_words(question.memory_budget)
+    budget = _size_in_words(question.memory_budget)
     header = (*_HEADER, f"batch in {budget}", "")
     where = f"on {question.device} ({device_name(question.device)}), {question.precision}"
     return [

@@ -11,7 +11,7 @@ import pytest
 from waiting import PATIENCE
 
 from dpbench.cli import check, main
-from dpbench.process.parent import Answer, Isolation
+from dpbench.process.parent import Answer
 from dpbench.trials import CheckTrial
 from dpbench.trials.outcome import Outcome
 
@@ -67,27 +67,6 @@ def test_a_model_that_raises_is_an_error_row_and_the_rest_goes_on(models, capsys
     assert [row["status"] for row in rows] == ["error", "ok"]
     assert "no such thing" in rows[0]["reason"] and "\n" not in rows[0]["reason"]
     assert [rows[0][field] for field in ("max_norm_error", "max_grad_error", "coverage")] == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model", "resnet18x"], ["resnet18", "'resnet18x'", "did you mean 'resnet18'?"]),
-        (["--model", "cnn", "--backend", "gost"], ["a backend, got 'gost'; did you mean 'ghost'? (one of"]),
-        (["--model", "nowhere.py:f"], ["nowhere.py:f"]),
-        (["--dtype", "float65"], ["float64", "'float65'"]),
-        (["--device", "tpu"], ["cpu, cuda", "'tpu'"]),
-        (["--format", "xml"], ["table, json", "'xml'"]),
-        (["cnn"], ["cnn"]),
-    ],
-    ids=" ".join,
-)
-def test_what_is_unknown_is_one_line_and_exit_2_and_nothing_starts(arguments, said, capsys, monkeypatch):
-    monkeypatch.setattr(Isolation, "submit", lambda *_: pytest.fail("a trial was started"))
-    assert main(["check", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("dpbench: ") and err.count("\n") == 1
-    assert all(words in err for words in said), err
 
 
 GOOD = {"max_norm_error": 0.0, "max_grad_error": 1e-16, "coverage": {}}

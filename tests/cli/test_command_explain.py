@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -204,25 +202,6 @@ def test_the_table_numbers_its_reasons():
     assert lines[-1] == "Computed on real tensors, as fake ones would not do (TypeError: no)."
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nope.py:f"], "expected path/file.py:factory of an existing file, got 'nope.py:f'"),
-        (["resnt18"], "got 'resnt18'; did you mean 'resnet18'?"),
-        (["tim:vit"], "got 'tim:vit'; did you mean 'timm'?"),
-        (["cnn", "--batch-size", "0"], "expected at least 1 for --batch-size, got 0"),
-        (["cnn", "--image-size", "-3"], "expected at least 1 for --image-size, got -3"),
-        (["cnn", "--batch-size", "two"], "expected a whole number for --batch-size, got 'two'"),
-        ([], "expected MODEL after dpbench explain, got 'nothing'"),
-    ],
-    ids=" ".join,
-)
-def test_what_a_person_mistyped_is_one_line(arguments, said, capsys):
-    assert main(["explain", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and said in err
-
-
 def test_what_shows_only_in_the_trial_is_one_line_too(capsys, trials_here):
     assert main(["explain", "torchvision:vgg12"]) == 2
     out, err = capsys.readouterr()
@@ -269,18 +248,6 @@ def test_the_size_that_was_asked_for_is_taken():
     assert (found["rows"][0]["T"], found["rows"][-2]["p"]) == (16**2, 3)
 
 
-@pytest.mark.slow
-def test_the_parent_imports_no_torch():
-    code = (
-        "import sys\nfrom dpbench.cli import main\n"
-        "code = main(['explain', 'cnn', '--format', 'json'])\n"
-        "print(code, 'torch' in sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stderr.split()[-2:] == ["0", "False"]
-    assert len(json.loads(done.stdout)) == 16
-
-
 @pytest.fixture(scope="module")
 def measured(models) -> dict:
     return run(ExplainTrial(model=f"{models}:lazy_no_more", batch_size=4, measure=True))
@@ -309,10 +276,3 @@ def test_the_table_says_what_was_measured(measured):
         r"Measured step: [\d.]+ (ms|µs), ordinary training's [\d.]+ (ms|µs); exact to \de-\d+ on 2 samples\.$",
     ):
         assert re.search(said, text), said
-
-
-def test_measuring_from_the_command_line(capsys, models, trials_here):
-    assert main(["explain", f"{models}:lazy_no_more", "--batch-size", "2", "--measure", "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [list(row) for row in rows] == [KEYS] * 6
-    assert all(set(row["measured_seconds"]) == {"ghost", "kept", "discarded"} for row in rows)

@@ -38,8 +38,3 @@ def test_another_shell_is_one_line(words, capsys):
     assert main(["--print-completion", *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("dpbench: expected a shell after --print-completion") and err.count("\n") == 1
-
-
-def test_help_names_it(capsys):
-    assert main([]) == 0
-    assert 'eval "$(dpbench --print-completion bash)"' in capsys.readouterr().out

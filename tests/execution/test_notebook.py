@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -118,16 +117,6 @@ def test_what_its_time_is_too_short_for_is_no_row_and_the_same_call_goes_on(tmp_
     assert f"dpbench: --minutes {minutes} is too little for what is passed over: act (" in said
     (tmp_path / "go").touch()
     assert list(dpbench.run(trial, output=tmp_path, rounds=1, minutes=PATIENCE / 60).outcome) == ["ok"]
-
-
-def test_a_thread_that_is_not_the_main_one_can_run_too(tmp_path):
-    found = []
-    thread = threading.Thread(
-        target=lambda: found.append(dpbench.run(TRIALS[0], output=tmp_path, rounds=1, quiet=True))
-    )
-    thread.start()
-    thread.join(PATIENCE)
-    assert [len(frame) for frame in found] == [1]
 
 
 def test_all_that_is_recorded_here_can_be_loaded():

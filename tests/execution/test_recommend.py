@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -11,18 +9,13 @@ from pathlib import Path
 import pytest
 
 from clipping import BACKENDS
-from dpbench.cli import main
 from dpbench.cli.recommend import (
-    add_arguments,
-    default_batch_size,
     left_out,
     parse_size,
-    question_from,
-    size_in_words,
     table,
 )
 from dpbench.errors import UsageError
-from dpbench.execution.recommend.agenda import ORDER, RESERVE, Agenda, Question
+from dpbench.execution.recommend.agenda import ORDER, Agenda, Question
 from dpbench.execution.recommend.findings import Finding, doubt, in_order, interval, take_race, take_search
 from dpbench.execution.recommend.verdict import verdict
 from dpbench.measure.race import FAR, KEPT, MOST_ROUNDS, TURNS, Race, doubtful, finalists
@@ -95,12 +88,6 @@ def test_heats_are_three_turns_of_everybody_within_rounds():
     assert [runner.done for runner in runners] == [TURNS] * 3
 
 
-def test_short_steps_have_many_turns_in_a_round():
-    found, clock, runners = race("heats", bk_mixed=0.003, nonprivate=0.001)
-    assert found["bk_mixed"] == [pytest.approx(3.0)] * TURNS
-    assert runners[0].done >= 30 * TURNS and runners[1].done >= 10 * TURNS and clock.now < 2
-
-
 def test_what_a_machine_does_to_some_rounds_falls_on_all_and_leaves_the_ratio():
     clock = Clock()
     slow = {"nonprivate": 1.0, "bk_mixed": 1.2}
@@ -169,21 +156,55 @@ def test_the_fastest_exact_one_is_taken_and_the_sentence_says_what_it_beats():
     )
 
 
-def test_it_says_that_nothing_else_was_measured():
-    lonely = advice(finding("bk_mixed", 1.11), finding("opacus_hooks", (), status="unsupported"), Finding("ghost"))
-    assert lonely.reason.endswith("; nothing else could be measured (unsupported: opacus_hooks; not measured: ghost)")
+QUICK, LEAN = finding("bk_mixed", (1.10, 1.12, 1.11) * 2, 1.10), finding("bk_ghost", (1.12, 1.13, 1.11) * 2, 1.0)
+TIGHT, ROOMY = finding("vmap", 1.1, 8.0, largest=20), finding("ghost", 1.9, 1.0, largest=300)
+BROKEN = Finding("nonprivate", status="error", reason="RuntimeError: no such shape")
 
 
-def test_opacus_is_named_however_slow():
-    others = [finding(f"b{i}", 1.3 + i / 10) for i in range(8)]
-    said = advice(finding("bk_mixed", 1.1), *others, finding("opacus_hooks", 9.0), finding("opacus_ghost", 8.0)).reason
-    assert said.endswith("; b0 takes 1.30x, b1 1.40x, opacus_ghost 8.00x, opacus_hooks 9.00x")
-
-
-def test_the_median_decides_and_few_rounds_come_after_enough():
-    steady, noisy = finding("bk_mixed", (2.3, 2.4, 2.37, 2.35, 5.0)), finding("ghost", (5.5, 5.6, 5.5, 5.4, 5.6))
-    assert advice(steady, noisy).backend == "bk_mixed"  # not by an interval's end, which is 5.0
-    assert advice(finding("bk_mixed", 1.4), finding("ghost", (1.3, 1.3, 1.3))).backend == "bk_mixed"
+@pytest.mark.parametrize(
+    ("findings", "backend", "said"),
+    [
+        # by the median, not by an interval's end, which is 5.0
+        ([finding("bk_mixed", (2.3, 2.4, 2.37, 2.35, 5.0)), finding("ghost", 5.5)], "bk_mixed", "ghost takes 5.50x"),
+        ([finding("bk_mixed", 1.4), finding("ghost", (1.3, 1.3, 1.3))], "bk_mixed", "ghost takes 1.30x"),
+        ([finding("bk_mixed", (0.99,))], "bk_mixed", "0.99x the time (roughly: 1 round) and"),
+        (
+            [finding("bk_mixed", 1.11), finding("opacus_hooks", (), status="unsupported"), Finding("ghost")],
+            "bk_mixed",
+            "; nothing else could be measured (unsupported: opacus_hooks; not measured: ghost)",
+        ),
+        (
+            [
+                finding("bk_mixed", 1.1),
+                *(finding(f"b{i}", 1.3 + i / 10) for i in range(8)),
+                finding("opacus_hooks", 9.0),
+            ],
+            "bk_mixed",
+            "; b0 takes 1.30x, b1 1.40x, b2 1.50x, opacus_hooks 9.00x",
+        ),
+        ([QUICK, LEAN], "bk_ghost", "bk_mixed cannot be told from it by time (1.11x), but takes more memory (1.10x)"),
+        ([QUICK, finding("bk_ghost", (1.12, 1.13, 1.11) * 2, 1.09)], "bk_mixed", "or memory (1.09x)"),
+        ([QUICK, finding("bk_ghost", (1.11, 1.12, 1.13), 1.0)], "bk_mixed", "bk_ghost takes"),  # no interval, no tie
+        ([finding("bk_mixed", 1.1, 3.0), finding("microbatch", 1.2, 0.1)], "bk_mixed", "microbatch takes 1.20x"),
+        ([TIGHT, ROOMY], "ghost", "faster, but without room for 32 samples in 16 GiB: vmap"),
+        ([finding("vmap", 1.1, 8.0, largest=20, ended="time"), ROOMY], "vmap", "up to at least 20 in"),
+        ([TIGHT, finding("ghost", 1.9, 1.0, largest=25)], "ghost", "with a smaller batch"),
+        ([finding("vmap", 1.1, 8.0, largest=0, ended="nothing")], None, "not even one sample fits in 16 GiB"),
+        ([finding("ghost", 1.5, largest=700, ended="limit")], "ghost", "batch up to 700 and more in 16 GiB"),
+        (
+            [finding("bk_mixed", 1.1, coverage={"ghost": 0.9, "fallback": 0.1})],
+            "bk_mixed",
+            "exact (10.0% of the parameters by fallback)",
+        ),
+        ([], None, "no backend that clips"),
+        ([BROKEN, Finding("ghost", status="error")], None, "ordinary training fails too (RuntimeError: no such shape)"),
+        ([Finding("ghost"), Finding("vmap")], None, "smaller --batch-size or with more --seconds"),
+    ],
+)
+def test_what_is_recommended_and_why(findings, backend, said):
+    ordinary = [] if BROKEN in findings else [ORDINARY]
+    found = verdict([*ordinary, *findings], 32, "16 GiB")
+    assert found.backend == backend and said in found.reason, found.reason
 
 
 def test_what_is_not_known_is_said_and_never_taken():
@@ -232,62 +253,6 @@ def test_only_what_is_exact_and_was_timed_comes_into_question(status):
     assert nothing.backend is None and f"{status}: fastdp" in nothing.reason
 
 
-def test_ordinary_training_is_never_recommended_and_its_failure_is_told():
-    broken = Finding("nonprivate", status="error", reason="RuntimeError: no such shape")
-    found = verdict([broken, Finding("ghost", status="error", reason="the same")], 8, "1 GiB")
-    assert found.backend is None and "ordinary training fails too (RuntimeError: no such shape)" in found.reason
-    assert advice().backend is None
-
-
-def test_no_time_for_anything_says_what_to_do():
-    found = verdict([Finding("nonprivate"), Finding("ghost"), Finding("vmap")], 8, "1 GiB")
-    assert found.backend is None and "smaller --batch-size or with more --seconds" in found.reason
-
-
-def test_a_tie_is_decided_by_memory_and_says_so():
-    quick, lean = finding("bk_mixed", (1.10, 1.12, 1.11) * 2, 1.10), finding("bk_ghost", (1.12, 1.13, 1.11) * 2, 1.0)
-    found = advice(quick, lean)
-    assert found.backend == "bk_ghost"
-    assert "bk_mixed cannot be told from it by time (1.11x), but takes more memory (1.10x)" in found.reason
-    equal = advice(quick, finding("bk_ghost", (1.12, 1.13, 1.11) * 2, 1.09))  # less, but not by the least effect
-    assert equal.backend == "bk_mixed" and "or memory (1.09x)" in equal.reason
-    assert advice(quick, finding("bk_ghost", (1.11, 1.12, 1.13), 1.0)).backend == "bk_mixed"  # no interval, no tie
-
-
-def test_a_difference_beyond_the_noise_is_no_tie_however_little_memory_the_slower_takes():
-    assert advice(finding("bk_mixed", 1.1, 3.0), finding("microbatch", 1.2, 0.1)).backend == "bk_mixed"
-
-
-def test_times_of_few_rounds_are_called_rough():
-    assert "0.99x the time (roughly: 1 round) and" in advice(finding("bk_mixed", (0.99,))).reason
-    assert "roughly" not in advice(finding("bk_mixed", 1.1)).reason
-
-
-def test_what_has_no_room_for_the_batch_is_passed_over_and_named():
-    tight, roomy = finding("vmap", 1.1, 8.0, largest=20), finding("ghost", 1.9, 1.0, largest=300)
-    found = advice(tight, roomy)
-    assert found.backend == "ghost" and "faster, but without room for 32 samples in 16 GiB: vmap" in found.reason
-    assert advice(finding("vmap", 1.1, 8.0, largest=20, ended="time"), roomy).backend == "vmap"  # it may have room
-    small = advice(tight, finding("ghost", 1.9, 1.0, largest=25))
-    assert small.backend == "ghost" and "smaller batch" in small.reason and "25 (simulated)" in small.reason
-    none = advice(finding("vmap", 1.1, 8.0, largest=0, ended="nothing"))
-    assert none.backend is None and "not even one sample fits in 16 GiB" in none.reason
-
-
-@pytest.mark.parametrize(
-    ("ended", "words"),
-    [("full", "up to 700 in"), ("time", "up to at least 700 in"), ("limit", "up to 700 and more in")],
-)
-def test_the_batch_is_said_as_it_is_known(ended, words):
-    assert words in advice(finding("ghost", 1.5, largest=700, ended=ended)).reason
-    assert "batch" not in advice(finding("ghost", 1.5, largest=None, ended=None)).reason
-
-
-def test_parts_by_fallback_are_told():
-    found = advice(finding("bk_mixed", 1.1, coverage={"ghost": 0.9, "fallback": 0.1}))
-    assert "exact (10.0% of the parameters by fallback)" in found.reason
-
-
 def entry(*ratios, peak=100, outcome="ok", evidence=None, samples=8):
     memory = {"source": "cpu_allocator", "peak_bytes": peak, "baseline_bytes": 20}
     verification = {"max_norm_error": 1e-15, "max_grad_error": 2e-15}
@@ -320,13 +285,6 @@ def test_rows_are_in_the_order_of_medians():
     assert [f.backend for f in in_order(findings.values())] == order
     row = findings["ghost"].as_row()
     assert {"backend", "status", "coverage", "time_ratio", "memory_ratio", "max_batch_size"} <= set(row)
-
-
-def test_where_the_search_begins_is_predicted_by_the_measured_peak():
-    found = Finding("ghost", peak_bytes=100 + 32 * 10, baseline_bytes=100)
-    assert found.predicted_batch(32, 100 + 10 * 500) == 500
-    assert Finding("ghost").predicted_batch(32, BUDGET) == 32
-    assert found.predicted_batch(32, 50) == 1
 
 
 @pytest.mark.parametrize(
@@ -407,30 +365,15 @@ def test_with_time_enough_everything_races_in_one_process_and_is_searched_the_fa
 @pytest.mark.parametrize("limit", [30.0, 110.0])
 def test_it_ends_in_time_whatever_a_trial_takes_and_no_row_is_missing(seconds, limit):
     machine = Machine(lambda trial: seconds)
+    machine.starts = 10.0  # a process may take long to start
     findings, _ = carry_out(machine, seconds=limit)
-    assert machine.now <= limit and set(findings) == set(BACKENDS)
+    assert machine.now <= limit and set(findings) == set(BACKENDS) == {*ORDER, "nonprivate"}
+    told = left_out(Question(model="cnn", batch_size=8, memory_budget=BUDGET), list(findings.values()))
+    missing = [name for name, found in findings.items() if found.status == "not measured"]
+    assert all(name in told[0] and "Left out for want of time" in told[0] for name in missing)
     for found in findings.values():
         assert found.status == "ok" or (found.status == "not measured" and found.reason)
         assert found.largest is not None or found.largest_note or found.status != "ok"
-
-
-@pytest.mark.parametrize("seconds", [1.0, 500.0])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_it_ends_within_a_minute_on_every_device_and_says_what_was_left_out(seconds, device):
-    """On an H100 `bk_mixed` beside ordinary training took 36 s on GPT-2; a process may also take long to start."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    asked = question_from(parser.parse_args(["transformers:gpt2@1024", "--device", "cpu"]))
-    question = dataclasses.replace(asked, device=device)
-    machine = Machine(lambda trial: seconds)
-    machine.starts = 10.0
-    findings = Agenda(question, machine, lambda line: None, clock=lambda: machine.now, begun=1e-9).carry_out()
-    assert question.seconds == 60 and machine.now <= 60 - RESERVE + 1e-6
-    told = left_out(question, list(findings.values()))
-    missing = [name for name, found in findings.items() if found.status == "not measured"]
-    assert (told == []) == (seconds == 1.0)
-    for name in missing:
-        assert name in told[0] and "Left out for want of time (--seconds 60): time of " in told[0]
 
 
 class Notes(Machine):
@@ -462,10 +405,6 @@ def test_what_was_known_when_the_time_was_up_counts():
     assert sum(isinstance(trial, RecommendTrial) for trial in machine.trials) == 1
 
 
-def test_the_order_holds_every_backend_once():
-    assert sorted([*ORDER, "nonprivate"]) == sorted(BACKENDS)
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("16GiB", BUDGET), ("500 MB", 500_000_000), ("24g", 24 * 10**9), ("1.5GiB", 3 * 2**29), ("2e9", 2 * 10**9)],
@@ -478,32 +417,3 @@ def test_sizes_that_are_none():
     for text in ["", "GiB", "-1GiB", "0", "16 parsecs", "1.2.3GB", "inf"]:
         with pytest.raises(UsageError, match="a size for --memory such as 16GiB"):
             parse_size(text)
-
-
-def test_sizes_in_words():
-    assert [size_in_words(n) for n in (BUDGET, 3 * 2**29, 2**20, 5)] == ["16 GiB", "1.5 GiB", "1 MiB", "5 bytes"]
-
-
-def test_the_batch_size_if_none_is_given():
-    assert default_batch_size("cnn", None, "cpu") == 32 and default_batch_size("cnn", 128, "cpu") == 8
-    assert default_batch_size("timm:vit_tiny_patch16_224", None, "cpu") == 8
-    assert default_batch_size("transformers:gpt2", None, "cuda") == 64
-
-
-def test_mistakes_are_one_line_and_exit_2(capsys):
-    for arguments, said in [
-        (["resnet19"], ["did you mean 'resnet18'? (one of cnn"]),
-        (["tim:vit"], ["did you mean 'timm'?"]),
-        (["nowhere.py:build"], ["path/file.py:factory of an existing file", "nowhere.py:build"]),
-        (["cnn", "--batch-size", "0"], ["at least 1 for --batch-size", "0"]),
-        (["cnn", "--memory", "plenty"], ["a size for --memory", "'plenty'"]),
-        (["cnn", "--device", "tpu"], ["--device", "'tpu'"]),
-        (["cnn", "--seconds", "1"], ["at least 20 for --seconds", "1.0"]),
-        (["cnn", "--seconds", "nan"], ["at least 20 for --seconds", "nan"]),
-        ([], ["MODEL", "nothing"]),
-    ]:
-        code = main(["recommend", *arguments])
-        out, err = capsys.readouterr()
-        assert (code, out) == (2, "") and err.count("\n") == 1
-        for words in said:
-            assert words in err

@@ -113,6 +113,29 @@ def test_a_second_run_on_a_folder_is_told_who_measures_there(tmp_path):
     assert (fake.output / "fake" / ".lock").read_text() == ""
 
 
+def test_whoever_removes_the_lock_s_file_is_still_told_who_measures(tmp_path):
+    fake = Fake(tmp_path, waiters(4), in_order=True)
+    first = fake.halfway()
+    (fake.output / "fake" / ".lock").unlink()
+    second = fake.run()
+    assert second.returncode == 2 and "nobody else to measure for" in second.stderr
+    fake.go()
+    _, err = finish(first)
+    assert first.returncode == 0 and fake.run().returncode == 0, err
+    assert fake.numbers == dict.fromkeys(range(4), 1)
+
+
+def test_what_was_run_again_counts_though_the_clock_was_set_back_since(tmp_path):
+    fake = Fake(tmp_path, "[bodies.Beside(action='once', folder=FOLDER)]")
+    assert fake.run().returncode == 0
+    assert [record["outcome"] for record in fake.records] == ["error"]
+    (path,) = (fake.output / "fake").glob("*.jsonl")
+    path.write_text(path.read_text().replace(fake.records[0]["utc"], "2099-01-01T00:00:00.000000Z"))
+    assert "recorded 1 trials (1 ok)" in fake.run("--retry", "error").stderr
+    assert "nothing is left to run" in fake.run("--retry", "error").stderr
+    assert "done 1, remaining 0" in fake.run(command="plan").stdout
+
+
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     fake = Fake(tmp_path, sleepers(1))
     (fake.output / "fake").mkdir(parents=True)

@@ -1,173 +1,27 @@
-"""Store and schedule under any order of work, kills, torn lines, clock steps and power losses, by one or two runs."""
+"""No power loss takes a record that was said to be there."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
-from collections import Counter
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from bodies import Act
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dpbench.errors import UsageError
-from dpbench.execution import lock
-from dpbench.execution.lock import held
 from dpbench.execution.loop import make_record
 from dpbench.execution.machines import FolderName
-from dpbench.execution.schedule import History, Run, Schedule
+from dpbench.execution.schedule import Run
 from dpbench.process.parent import Answer
-from dpbench.records import store
-from dpbench.records.reader import LeftOut, from_line, newest
 from dpbench.records.store import Store, read_records
-from dpbench.trials.json_text import to_json
 from dpbench.trials.outcome import Outcome
 
 TRIALS = [Act(action="sleep", number=number) for number in range(6)]
-FEW = TRIALS[:2]
-OUTCOMES = st.sampled_from([Outcome.OK, Outcome.ERROR])
 ENVIRONMENT = {"host": "here", "device": "cpu", "device_name": "a CPU"}
 
 
 def record_of(run: Run, outcome: Outcome = Outcome.OK) -> dict:
     answer = Answer(1, outcome, None, {"n": run.trial.number}, 0.1)
     return make_record("machine", run, "f", answer, {})
-
-
-class Clock(datetime):
-    """The machine's clock, which somebody may set."""
-
-    now_is = datetime(2026, 1, 1, tzinfo=UTC)
-
-    @classmethod
-    def now(cls, tz=None):  # type: ignore[override]
-        cls.now_is += timedelta(microseconds=1)
-        return cls.now_is
-
-
-class Writer:
-    """A run: what it knows from the disk when it begins, and from its own trials since.
-
-    Raises:
-        UsageError: if it takes the lock, and somebody else has it.
-    """
-
-    def __init__(self, folder: Path, locked: bool) -> None:
-        self.store = Store(folder, ENVIRONMENT)
-        self.stack = contextlib.ExitStack()
-        if locked:
-            self.stack.enter_context(held(folder, wait=False, say=lambda _: None))
-        history = History(read_records(folder, lambda _: None), lambda _: "f", (Outcome.ERROR,))
-        self.schedule = Schedule("machine", FEW, 2, history)
-        self.running = self.schedule.next()
-
-    def close(self) -> None:
-        self.store.close()
-        self.stack.close()
-
-
-class Machine(RuleBasedStateMachine):
-    """Two people's runs on one folder, with the lock that keeps them apart, and (on some file systems) without."""
-
-    @initialize(locked=st.booleans())
-    def begin(self, locked: bool) -> None:
-        self.stack = contextlib.ExitStack()
-        self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "e"
-        self.stack.enter_context(mock.patch.object(store, "datetime", Clock))
-        self.stack.enter_context(mock.patch.object(os, "fsync"))  # what was written outlives a kill without
-        Clock.now_is = datetime(2026, 1, 1, tzinfo=UTC)
-        self.writers: list[Writer | None] = [None, None]
-        self.recorded: Counter[tuple[int, int]] = Counter()
-        self.well: Counter[tuple[int, int]] = Counter()
-        self.locked, self.beside = locked, False
-
-    def teardown(self) -> None:
-        for writer in self.writers:
-            if writer is not None:
-                writer.close()
-        self.stack.close()
-
-    @rule(who=st.integers(0, 1))
-    def start(self, who: int) -> None:
-        if self.writers[who] is not None:
-            return
-        other = self.writers[1 - who]
-        try:
-            self.writers[who] = Writer(self.folder, self.locked)
-        except UsageError:
-            assert self.locked and other is not None
-            return
-        assert not self.locked or other is None
-        self.beside = self.beside or None not in self.writers
-
-    @rule(
-        who=st.integers(0, 1), outcomes=st.lists(st.sampled_from([Outcome.OK, Outcome.ERROR]), min_size=1, max_size=3)
-    )
-    def work(self, who: int, outcomes: list[Outcome]) -> None:
-        """End and record the trial that runs, and begin the next one; and again."""
-        writer = self.writers[who]
-        for outcome in outcomes:
-            if writer is None or writer.running is None:
-                return
-            record = record_of(writer.running, outcome)
-            writer.store.append(record)
-            writer.schedule.history.add(record)
-            key = writer.running.trial.number, writer.running.round
-            self.recorded[key] += 1
-            self.well[key] += outcome is Outcome.OK
-            writer.running = writer.schedule.next()
-
-    @precondition(lambda self: any(self.writers))
-    @rule(who=st.integers(0, 1), torn=st.none() | st.floats(0, 1, exclude_max=True))
-    def end(self, who: int, torn: float | None) -> None:
-        """In good order, or by a kill: what it was writing is there in part, or not at all."""
-        writer, self.writers[who] = self.writers[who], None
-        if writer is None:
-            return
-        if torn is not None and writer.running is not None and writer.store._file is not None:
-            line = to_json({"type": "trial", "schema": store.SCHEMA} | record_of(writer.running)).encode()
-            os.write(writer.store._file, line[: int(torn * len(line))])
-        writer.close()
-
-    @rule(seconds=st.sampled_from([-7200, -1, 3600]))
-    def set_the_clock(self, seconds: int) -> None:
-        Clock.now_is += timedelta(seconds=seconds)
-
-    @rule()
-    def remove_the_lock_s_file(self) -> None:
-        """As somebody does who thinks that it was left."""
-        (self.folder / lock.NAME).unlink(missing_ok=True)
-
-    @invariant()
-    def nothing_that_ended_well_is_done_twice_by_runs_one_after_the_other(self) -> None:
-        assert self.beside or not [key for key, count in self.well.items() if count > 1]
-
-    @invariant()
-    def what_was_recorded_is_read_once_and_the_next_run_does_what_is_missing_or_failed(self) -> None:
-        lines = read_records(self.folder, lambda _: None)
-        assert Counter((line["trial"]["number"], line["round"]) for line in lines) == self.recorded
-        for retry, counts in (((), self.recorded), ((Outcome.ERROR,), self.well)):
-            history = History(lines, lambda _: "f", retry)
-            schedule, done = Schedule("machine", FEW, 2, history), []
-            while (run := schedule.next()) is not None:
-                done.append((run.trial.number, run.round))
-                history.add(record_of(run))
-            wanted = {(trial.number, each) for trial in FEW for each in range(2)}
-            assert sorted(done) == sorted(wanted - set(+counts))
-        shown = newest([from_line(line, ENVIRONMENT, "r") for line in lines], LeftOut())
-        assert {(each.trial["number"], each.round) for each in shown if each.outcome == "ok"} == set(+self.well)
-
-
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
 
 
 class Disk:

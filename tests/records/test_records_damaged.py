@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 from marks import slow_unless
-from report_records import RunFile, save_no_pictures
+from report_records import save_no_pictures
 
-from dpbench import load
 from dpbench.cli import main
 from dpbench.execution import machines
 from dpbench.records import environment, store
 from dpbench.records.store import read_runs
 from dpbench.report import FIGURES
-from dpbench.trials import OverheadTrial, PeakTrial, SweepTrial
 from dpbench.trials import line_shapes as whole
 from dpbench.trials.line_shapes import flaw_of_line, flaw_of_result
 from dpbench.trials.shapes import DEPTH
@@ -203,28 +201,6 @@ def test_results_of_kinds_of_ones_own_have_any_form():
     assert flaw_of_result("of ours", [1]) is not None and flaw_of_result("of ours", {"a": nested(DEPTH)}) is not None
 
 
-FIELDS = ("model", "backend", "backends", "batch_size", "accountant", "device", "precision", "threads")
-
-
-@pytest.mark.parametrize("name", [*FIELDS, "rounds", "note", "outcome"])
-def test_fields_of_a_kind_of_ones_own_that_are_called_as_ours(name, tmp_path, monkeypatch):
-    """Those that are read of any kind have the form that is read; others may be anything, and have a column."""
-    save_no_pictures(monkeypatch)
-    values = [{"a": 1}, 7, "x"]
-    lines = [trial(id=str(n), trial={"kind": "own", name: value}) for n, value in enumerate(values)]
-    lines.append(trial(id="whole", trial={"kind": "own"}))
-    write(tmp_path / "e" / "a.jsonl", [ENVIRONMENT, *lines])
-    said: list[str] = []
-    read_runs(tmp_path / "e", said.append)
-    assert bool(said) == (name in FIELDS)
-    assert main(["report", str(tmp_path / "e"), "--output", str(tmp_path / "out")]) == 0
-    assert main(["compare", str(tmp_path / "e"), str(tmp_path / "e")]) in (0, 2)
-    assert len(load(tmp_path / "e")) == len(lines) - len([line for line in said if ": not a record (trial." in line])
-    if name not in FIELDS:
-        (table,) = (tmp_path / "out").rglob("*.csv")
-        assert table.read_text().startswith(f"{name} of the trial,outcome,rounds,")
-
-
 @pytest.mark.parametrize("kind", ["../../x", "/etc/x", "..", "", "x" * 3000, "a\nb", "é"])
 def test_a_kind_s_table_lies_in_the_folder_of_its_report(kind, tmp_path, monkeypatch):
     save_no_pictures(monkeypatch)
@@ -257,15 +233,3 @@ def test_a_run_goes_on_beside_damaged_records(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "recorded 4 trials (4 ok)" in said and f"{kept}:2: not a record (seconds: expected a value" in said
     assert main(run) == 0 and "nothing is left to run" in capsys.readouterr().err
-
-
-def test_records_that_come_to_nothing_together_are_drawn_all_the_same(tmp_path, monkeypatch):
-    """Each is whole; no panel of a figure has anything, no model two sizes, no axis a number above nothing."""
-    save_no_pictures(monkeypatch)
-    run = RunFile(tmp_path / "a" / "a.jsonl")
-    for backend in ("ghost", "nonprivate"):
-        run.add(PeakTrial(model="cnn", backend=backend, batch_size=8, simulated=False), None, "error", evidence="boom")
-    run.add(OverheadTrial(model="cnn", backends=["ghost"], batch_size=8), None, "timeout")
-    run.epsilon("rdp", 10, 5e-324).epsilon("rdp", 20, 1e199).epsilon("rdp", 30, 0.0)
-    run.add(SweepTrial(accountant="rdp", sample_rate=0.0, delta=0.0, noise_multiplier=0.0, steps=1), EPSILON)
-    assert main(["report", str(tmp_path / "a"), "--output", str(tmp_path / "out")]) == 0
