@@ -4,6 +4,9 @@ A module is imported when its command is chosen. It imports light modules at its
 
 Functions take:
     parser, args: the command's parser, and the parsed arguments.
+    text: as typed.
+    rows: of a table, or of the command's answer.
+    trials: to run, in any order.
 """
 
 from dpbench.cli.command_line import main

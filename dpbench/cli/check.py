@@ -180,9 +180,6 @@ def _refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
 def check(trials: Sequence[CheckOf]) -> list[Row]:
     """Run as many trials at once as the machine has room for; their rows in the same order.
 
-    Args:
-        trials: in the order of the rows.
-
     Raises:
         UsageError: the only model cannot be built.
     """
@@ -208,11 +205,7 @@ def _said(trial: CheckOf, rows: Sequence[Row]) -> str:
 
 
 def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
-    """Each trial with its answer, in the order of completion.
-
-    Args:
-        trials: in any order.
-    """
+    """Each trial with its answer, in the order of completion."""
     waiting, running = list(trials)[::-1], dict[int, AnyTrial]()
     on_cuda = any(getattr(trial, "device", "cpu") == "cuda" for trial in waiting)
     at_once = 1 if on_cuda else _room()

@@ -307,11 +307,7 @@ def _how(detail: Mapping[str, Any]) -> str:
 
 
 def risk_lines(rows: Sequence[Row]) -> list[str]:
-    """Lines below a table: the upper and lower limits of a membership attack.
-
-    Args:
-        rows: some with a `risk`.
-    """
+    """Lines below a table: the upper and lower limits of a membership attack."""
     risk = next((row["risk"] for row in rows if "risk" in row), None)
     if risk is None:
         return []

@@ -132,9 +132,6 @@ def _default_batch_size(model: str, image_size: int | None, device: str) -> int:
 def parse_size(text: str) -> int:
     """Bytes of "16GiB", "500 MB", "2e9".
 
-    Args:
-        text: as typed.
-
     Raises:
         UsageError: for any other text, including the empty one.
     """

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
 from dpbench.errors import printable
@@ -84,44 +84,39 @@ def tell(words: str) -> None:
 
 
 class _Shown:
-    """A stream for people that shows control characters as escapes. `terminal` is the one underneath."""
+    """A standard stream that shows control characters as escapes.
 
-    def __init__(self, terminal: TextIO) -> None:
-        self.terminal = terminal
+    If `patient`, it drops what it cannot write, because it is closed, full, or a pipe without a reader.
+    """
+
+    def __init__(self, stream: TextIO, patient: bool, *, escapes: bool = True) -> None:
+        self._stream, self._patient, self._escapes = stream, patient, escapes
+
+    @property
+    def terminal(self) -> _Shown:
+        """The same without escapes, for code that moves the cursor."""
+        return _Shown(self._stream, self._patient, escapes=False)
 
     def write(self, text: str) -> int:
         """Write all of it."""
         waiting.wipe()
-        self.terminal.write(printable(text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.terminal, name)
-
-
-class _Patient:
-    """Standard error that may be closed, full or a pipe without a reader: drops text that it cannot write."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write the text, and report it as written in any case."""
-        self._quietly(lambda: self._stream.write(text))
+        self._tried(lambda: self._stream.write(printable(text) if self._escapes else text))
         return len(text)
 
     def flush(self) -> None:
         """Flush as far as possible."""
-        self._quietly(self._stream.flush)
+        self._tried(self._stream.flush)
 
     def isatty(self) -> bool:
         """False if closed, which an experiment's file may do."""
         return not self._stream.closed and self._stream.isatty()
 
-    def _quietly(self, action: Any) -> None:
+    def _tried(self, action: Callable[[], object]) -> None:
         try:
             action()
         except (OSError, ValueError):
+            if not self._patient:
+                raise
             discard(self._stream)
 
     def __getattr__(self, name: str) -> Any:
@@ -162,6 +157,6 @@ def prepare() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stdout, _Shown):
-        sys.stdout = cast(TextIO, _Shown(sys.stdout))
+        sys.stdout = cast(TextIO, _Shown(sys.stdout, patient=False))
     if not isinstance(sys.stderr, _Shown):
-        sys.stderr = cast(TextIO, _Shown(cast(TextIO, _Patient(sys.stderr))))
+        sys.stderr = cast(TextIO, _Shown(sys.stderr, patient=True))

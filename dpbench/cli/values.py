@@ -12,9 +12,6 @@ from dpbench.errors import UsageError
 def folder(text: str) -> Path:
     """A folder's path, as after --output.
 
-    Args:
-        text: as typed.
-
     Raises:
         UsageError: it is empty, as "$OUT" is if OUT is not set: that would mean the current folder.
     """

@@ -1,1 +1,12 @@
-"""Runs an experiment: the request, what remains of it, the order, and where it is measured."""
+"""Executes experiments: what remains, in which order, on which machine, within the time, and recorded.
+
+Functions take:
+    request, plan, device: what to run; the same on a device, with its records; "cpu" or "cuda".
+    trial, trials, run: a trial, or several; one in a round.
+    running: runs that have not ended.
+    answer, record: how a trial ended; its line in a file.
+    history: the records that count.
+    where: the environment of a run, as recorded.
+    sweep, cluster: what runs on several machines share, as recorded; the requested resources.
+    progress, say: receive each trial; a line for the person.
+"""

@@ -4,9 +4,6 @@ A trial starts if it is expected to end in time: by its own earlier rounds, else
 guess. A wrong guess does no harm: when the time is over, the trials that still run are killed. This is not an outcome
 of the trial. A line of type "cut" records how long it ran. The next run then starts it only with more time than that,
 or reports that it does not fit, and continues with the others.
-
-Functions take:
-    trial, run: a trial; one in a round.
 """
 
 from __future__ import annotations
@@ -106,11 +103,7 @@ class Allowance:
         return min(GUESS, self._whole / 10) if like is None else min(like, LIKENESS * self._whole)
 
     def cut(self, run: Run, answer: Answer) -> dict[str, Any] | None:
-        """The line to store for a trial that was ended by the limit; None if it ended by itself.
-
-        Args:
-            answer: how it ended.
-        """
+        """The line to store for a trial that was ended by the limit; None if it ended by itself."""
         if answer.outcome is not Outcome.TIMEOUT or answer.seconds >= run.trial.timeout:
             return None
         line = {

@@ -7,9 +7,6 @@ of that name, in any folder: each continues what another has recorded.
 
 A sweep over a cluster is one measurement on many machines. There a record counts if a machine of the same sweep wrote
 it (driven from here, or of the same cluster), with today's sources and the same library versions.
-
-Functions take:
-    trial, trials: to measure.
 """
 
 from __future__ import annotations
@@ -46,11 +43,7 @@ class Machine:
 
     @staticmethod
     def of(where: Mapping[str, Any]) -> Machine:
-        """The machine of a run's environment.
-
-        Args:
-            where: the environment, as recorded.
-        """
+        """The machine of a run's environment."""
         return Machine(where["host"], where["device_name"], tuple(sorted((where.get("libraries") or {}).items())))
 
     def fingerprint(self, trial: Trial) -> str:
@@ -128,11 +121,7 @@ class Machines:
         self._known: dict[Trial, dict[str, str]] = {}
 
     def add(self, where: Mapping[str, Any]) -> None:
-        """Count the records of another machine, too.
-
-        Args:
-            where: the environment of a run there.
-        """
+        """Count the records of another machine, too."""
         machine = Machine.of(where)
         if machine not in self._machines:
             self._machines[machine] = None

@@ -66,11 +66,7 @@ class Progress:
         self._stream.flush()
 
     def ended(self, run: Run, record: Record, done: int, left: float, seconds: float | None) -> None:
-        """Report a finished trial.
-
-        Args:
-            record: of the trial.
-        """
+        """Report a finished trial."""
         self._started.pop(run, None)
         self._set(done, left, seconds)
         remaining = f"; {_about(seconds)}" if left else ""
@@ -90,11 +86,7 @@ class Progress:
         self.say(f"{_words(run)}: cut off after {seconds:.1f} s, for the time is over; it is run again")
 
     def now(self, running: Collection[Run], done: int, left: float, seconds: float | None) -> None:
-        """Show the trials that run at this moment.
-
-        Args:
-            running: trials and their rounds.
-        """
+        """Show the trials that run at this moment."""
         clock = time.monotonic()
         for run in running:
             self._started.setdefault(run, clock)

@@ -1,9 +1,4 @@
-"""Plan and run a request: what remains of it, and where it is measured.
-
-Functions take:
-    request: the request.
-    device: "cpu" or "cuda".
-"""
+"""Plan and run a request: what remains of it, and where it is measured."""
 
 from __future__ import annotations
 
@@ -153,9 +148,6 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
 
 def run(request: Request, progress: Progress) -> Report:
     """Run what remains. Every trial is recorded before another one replaces it.
-
-    Args:
-        progress: receives each trial.
 
     Raises:
         UsageError: before anything is measured: the device, the selection, the cluster, the minutes, another run.

@@ -10,9 +10,7 @@ A record counts if its key (trial id, round, fingerprint) is the one that would 
 its outcome, except for outcomes to retry.
 
 Functions take:
-    trial, run: a trial; one in a round.
     search: the declaration of a search.
-    record: a trial's line.
 """
 
 from __future__ import annotations
@@ -139,11 +137,7 @@ class SearchState:
 
 
 def step_search(search: MaxBatch, history: History) -> SearchState:
-    """Replay a search from its records.
-
-    Args:
-        history: the records.
-    """
+    """Replay a search from its records."""
     seen: dict[int, Probe] = {}
     for batch_size, record in history.by_batch_size(search.probe).items():
         outcome = Outcome(record["outcome"])

@@ -50,11 +50,7 @@ class Shards:
         self._complained: set[str] = set()
 
     def of(self, answer: Answer | None = None) -> _Shard:
-        """The file for this answer's trial; without an answer, this machine's.
-
-        Args:
-            answer: from some machine, or None.
-        """
+        """The file for this answer's trial; without an answer, this machine's."""
         place = answer.place if answer is not None else None
         name = None if place is None else place.name
         if name not in self._shards:
@@ -67,10 +63,6 @@ class Shards:
 
     def append(self, record: Mapping[str, Any], answer: Answer) -> None:
         """Record an answer.
-
-        Args:
-            record: a trial's line.
-            answer: its source.
 
         Raises:
             RunEnded: the record cannot be written (unless tolerant), or earlier records were removed.

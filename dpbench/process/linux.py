@@ -20,12 +20,7 @@ _SWEEPS = 20
 
 
 def die_with_parent(parent: int, signum: int) -> None:
-    """Have the kernel send this process `signum` when the process `parent` ends for any reason.
-
-    Args:
-        parent: its number, taken before the fork.
-        signum: a signal.
-    """
+    """Have the kernel send this process `signum` when `parent`, taken before the fork, ends for any reason."""
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
@@ -131,22 +126,13 @@ def _processes() -> list[_Process]:
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> None:
-    """Send a signal to a process, which may have ended.
-
-    Args:
-        pid: its number.
-        signum: the signal.
-    """
+    """Send a signal to a process, which may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process group, which may have ended.
-
-    Args:
-        leader: the number of its first process.
-    """
+    """Kill a process group, which may have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -88,22 +88,14 @@ class Isolation:
         return self._keys
 
     def pin(self, cpus: Collection[int] | None) -> None:
-        """Restrict trials submitted from now on to these CPUs; None: all that this process has.
-
-        Args:
-            cpus: their numbers, or None.
-        """
+        """Restrict trials submitted from now on to these CPUs; None: all that this process has."""
         server = self._server or self._start()
         if hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(ProcessLookupError):  # the server has ended: `wait` reports it
                 os.sched_setaffinity(server.pid, os.sched_getaffinity(0) if cpus is None else cpus)
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that arrive within `timeout` seconds; [] if none does.
-
-        Args:
-            timeout: seconds; None: until there is one.
-        """
+        """The answers that arrive within `timeout` seconds; [] if none does."""
         server = self._server
         if server is None or not self._in_flight:
             return []
@@ -124,11 +116,7 @@ class Isolation:
         return [self._answered(**json.loads(line)) for line in lines]
 
     def run(self, trial: Trial | Mapping[str, Any]) -> Answer:
-        """Run one trial and wait for it.
-
-        Args:
-            trial: as for `submit`.
-        """
+        """Run one trial and wait for it."""
         key = self.submit(trial)
         while True:
             for answer in self.wait(_LOOK_UP):

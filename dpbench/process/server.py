@@ -243,11 +243,7 @@ def _end(server: _Server) -> NoReturn:
 
 
 def main(parent: int) -> None:
-    """Serve until the parent ends: fork a trial for each request on standard input, and answer on standard output.
-
-    Args:
-        parent: the number of its process.
-    """
+    """Serve until the parent ends: fork a trial for each request on standard input, and answer on standard output."""
     answers = os.dup(1)
     os.dup2(2, 1)  # output of an imported library must not mix with the answers
     server = _Server(0, answers)

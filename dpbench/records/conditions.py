@@ -285,11 +285,7 @@ def _round(number: Any, numbers: Iterable[Any]) -> str:
 
 
 def differences(a: Iterable[Record], b: Iterable[Record]) -> list[Difference]:
-    """(fact, in a, in b) for all facts in which two environments differ; 'none' if not known.
-
-    Args:
-        a, b: records of both sets.
-    """
+    """(fact, in a, in b) for all facts in which two environments differ; 'none' if not known."""
     sides = [_facts(records) for records in (a, b)]
     names = sorted(set(sides[0]) | set(sides[1]))
     told = [(name, *(", ".join(sorted(side.get(name, {"none"}))) for side in sides)) for name in names]

@@ -96,11 +96,7 @@ class Record:
 
 
 def read(source: Path) -> list[Record]:
-    """All records of a file or below a folder; smoke runs (folders ``*-smoke``) count only if `source` is one.
-
-    Args:
-        source: a folder or a file.
-    """
+    """All records of a file or below a folder; smoke runs (folders ``*-smoke``) count only if `source` is one."""
     if source.is_file():
         return _records(read_runs(source))
     folders = {path.parent for path in source.rglob("*.jsonl")}

@@ -122,11 +122,7 @@ def compare_paired(
 
 
 def compare_exact(a: Sequence[float], b: Sequence[float]) -> Comparison:
-    """Compare numbers without scatter, such as bytes: the range is the interval, and one round is enough.
-
-    Args:
-        a, b: of the two runs, at least one each, above 0.
-    """
+    """Compare positive numbers without scatter, such as bytes: the range is the interval, and one round is enough."""
     low, high = min(b) / max(a), max(b) / min(a)
     levels = median(a), median(b)
     ratio = levels[1] / levels[0]

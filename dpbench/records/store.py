@@ -70,11 +70,7 @@ def utc_now() -> str:
 
 
 def slug(text: str) -> str:
-    """`text` as part of a file's name: lower case, with hyphens, without path separators, and short.
-
-    Args:
-        text: any.
-    """
+    """`text` as part of a file's name: lower case, with hyphens, without path separators, and short."""
     name = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME - 17]}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
@@ -238,9 +234,6 @@ def write_file(path: Path, data: bytes, flags: int = 0) -> None:
 def make_folder(folder: Path) -> None:
     """Create the folder and its parents, and sync them, or a power loss would remove their content.
 
-    Args:
-        folder: to be created.
-
     Raises:
         OSError: it cannot be created.
     """
@@ -251,11 +244,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to put a new file's name on the disk; ignores file systems that cannot sync folders.
-
-    Args:
-        folder: of the new file.
-    """
+    """Sync a folder to put a new file's name on the disk; ignores file systems that cannot sync folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -285,10 +274,6 @@ def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
 
     Skips a torn last line, which a killed run leaves. Also skips any other invalid line, with a warning that names file
     and line.
-
-    Args:
-        source: a folder or a file.
-        warn: receives warnings.
     """
     runs = []
     for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
@@ -309,12 +294,7 @@ def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
 
 
 def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]:
-    """The trial lines of all runs in `folder`, oldest file first.
-
-    Args:
-        folder: of one experiment.
-        warn: receives warnings.
-    """
+    """The trial lines of all runs in `folder`, oldest file first."""
     return [record for run in read_runs(folder, warn) for record in run.records]
 
 
@@ -343,9 +323,6 @@ def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]
 
 def content_of(path: Path) -> bytes:
     """The content of an ordinary file. Rejects pipes, which would block, and folders.
-
-    Args:
-        path: of the file.
 
     Raises:
         OSError: it is no ordinary file, or cannot be read.

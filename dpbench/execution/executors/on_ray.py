@@ -41,10 +41,6 @@ _BLOCKS_FOR_A_CPU = 2
 def run(request: Request, progress: Progress) -> Report:
     """Run what remains of `request` on a Ray cluster.
 
-    Args:
-        request: the request.
-        progress: receives each trial.
-
     Raises:
         UsageError: ray is not installed, or the cluster does not answer or lacks the requested resources.
         OSError: the results folder cannot be written to.

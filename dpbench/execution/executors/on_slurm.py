@@ -36,10 +36,6 @@ _TICK = 0.5
 def run(request: Request, progress: Progress) -> Report:
     """Run what remains of `request` as jobs of a SLURM cluster.
 
-    Args:
-        request: the request.
-        progress: receives each trial.
-
     Raises:
         UsageError: submitit or SLURM is missing or refuses the jobs, or the experiment has no name for another process.
         OSError: before anything is measured: the results folder cannot be written to.

@@ -91,10 +91,6 @@ def device_of(asked: str, nodes: list[dict[str, float]]) -> str:
 def cpus_of(cluster: Cluster, device: str, nodes: list[dict[str, float]], say: Callable[[str], None]) -> int:
     """CPUs of a bundle: a whole node's without GPU, else a GPU's share of its node.
 
-    Args:
-        cluster: the requested resources.
-        say: receives warnings.
-
     Raises:
         UsageError: no node has the requested resources.
     """
