@@ -116,30 +116,6 @@ def test_what_a_declaration_prints_is_no_part_of_the_answer(tmp_path, capsys):
 
 
 NINES = "9" * 400
-NUMBERS = [
-    *(f"plan MINE --rounds {n}" for n in (0, -1, 10_001, NINES, "9" * 5000, "1e3")),
-    *(f"run MINE --minutes {n}" for n in ("0", "nan", "inf", "1e400", "-1")),
-    f"epsilon --sample-rate 0.1 --noise-multiplier 1 --steps 1 --delta {NINES}",
-    f"epsilon --sample-rate {NINES} --noise-multiplier 1 --steps 1 --delta 1e-5",
-    f"epsilon --sample-rate 0.1 --noise-multiplier 1 --steps -{NINES} --delta 1e-5",
-    f"calibrate --target-epsilon {NINES} --sample-rate 0.1 --steps 1 --delta 1e-5",
-    f"calibrate --target-epsilon 1 --sample-rate 0.1 --epochs {NINES} --delta 1e-5",
-    f"explain cnn --batch-size {NINES}0000x",
-    *(
-        f"{command} ~nosuchuser/x.py:f"
-        for command in ("explain", "recommend", "check --model", "check --backend", "run")
-    ),
-    "plan ~nosuchuser/x.py",
-    "report ~nosuchuser/x",
-]
-
-
-def test_a_number_or_a_path_that_cannot_be_is_one_line(experiment, tmp_path, capsys):
-    for line in NUMBERS:
-        words = [str(experiment) if word == "MINE" else word for word in line.split()]
-        assert main(words) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.startswith("dpbench: expected ") and said.err.count("\n") == 1
 
 
 def test_an_unknown_figure_is_said_before_anything_is_measured(tmp_path, capsys):

@@ -93,6 +93,7 @@ MISTAKES = {
     f"calibrate {GIVEN} --target-epsilon 1 --epochs -3": "at a sample rate above 0, got '-3'",
     f"calibrate {GIVEN} --steps 9 --target-advantage 1": "--target-advantage",
 }
+NINES = "9" * 400
 NUMBERS = ("''", "nan", "-1", "x", "1e400", "1/0")
 LINES = [
     *("''", "'' list", "nope", "--nope", "--format json", "list x", "list --format ''", "list --format xml"),
@@ -147,6 +148,13 @@ LINES = [
     ),
     *(f"{EPSILON} {rest}" for rest in ("--epochs 1", "--batch-size 1", "--dataset-size -1", "--format x")),
     *(f"{CALIBRATE} --target-epsilon {value}" for value in NUMBERS),
+    *(f"{PLAN} --rounds {value}" for value in (10_001, NINES, "9" * 5000)),
+    *(f"{RUN} --minutes {value}" for value in ("inf", "1e400")),
+    *(f"{EPSILON} {rest}" for rest in (f"--delta {NINES}", f"--sample-rate {NINES}", f"--steps -{NINES}")),
+    *(f"{CALIBRATE} {rest}" for rest in (f"--target-epsilon {NINES}", f"--epochs {NINES}")),
+    f"explain cnn --batch-size {NINES}0000x",
+    *(f"{name} ~nosuchuser/x.py:f" for name in ("explain", "recommend", "check --model", "check --backend", "run")),
+    *("plan ~nosuchuser/x.py", "report ~nosuchuser/x"),
     *(f"{CALIBRATE} {rest}" for rest in ("--solve ''", "--solve steps", "--steps 1e400")),
 ]
 
