@@ -3,6 +3,8 @@
 Functions take:
     request, plan, device: what to run; the same on a device, with its records; "cpu" or "cuda".
     trial, trials, run: a trial, or several; one in a round.
+    block: the part of the plan that a trial belongs to.
+    timeout: seconds; None to wait for an answer.
     running: runs that have not ended.
     answer, record: how a trial ended; its line in a file.
     history: the records that count.

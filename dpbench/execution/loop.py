@@ -31,12 +31,7 @@ _TICK = 0.2
 
 
 class Executor(Protocol):
-    """Runs each trial in a process of its own. Every submitted trial is answered, once.
-
-    Methods take:
-        trial, block: to run; the block that it belongs to.
-        timeout: seconds; None to wait for an answer.
-    """
+    """Runs each trial in a process of its own. Every submitted trial is answered, once."""
 
     @property
     def blocks(self) -> int:
@@ -58,12 +53,7 @@ class Executor(Protocol):
 
 @dataclass
 class Here:
-    """Runs trials in processes of this machine, and ends them all at `until`, by `time.monotonic`.
-
-    Methods take:
-        trial, block: to run; ignored.
-        timeout: seconds; None to wait for an answer.
-    """
+    """Runs trials in processes of this machine, and ends them all at `until`, by `time.monotonic`."""
 
     isolation: Isolation
     workers: int

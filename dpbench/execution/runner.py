@@ -137,7 +137,7 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
     if request.retry_before is not None:
         records = [r for r in records if r["outcome"] not in retry or r["utc"] >= request.retry_before]
         retry = ()
-    history = History(records, machines.fingerprint, retry, machines.accepted)
+    history = History(records, machines.accepted, retry)
     experiment = request.experiment
     schedule = Schedule(experiment.name, cells, rounds, history, in_order=experiment.in_order)
     workers = min(available_cpus(), MAX_WORKERS)

@@ -54,20 +54,18 @@ class History:
 
     Args:
         records: of all runs so far; `add` new ones as they come.
-        fingerprint: of a trial on this machine.
-        retry: outcomes that do not count as done.
         accepted: trial -> {fingerprint that counts: its device}. On one machine only its own; on a cluster also those
             of the nodes, so that a cell is done once, on whichever node.
+        retry: outcomes that do not count as done.
     """
 
     def __init__(
         self,
         records: Iterable[Record],
-        fingerprint: Callable[[Trial], str],
+        accepted: Callable[[Trial], Mapping[str, str]],
         retry: Collection[str],
-        accepted: Callable[[Trial], Mapping[str, str]] | None = None,
     ) -> None:
-        self._accepted = accepted or (lambda trial: {fingerprint(trial): ""})
+        self._accepted = accepted
         # a final outcome is not run again: it is the last of its key, whatever the clock said
         last = sorted(records, key=lambda r: (r["outcome"] in FINAL, r["utc"]))
         latest = {(r["id"], r["round"], r["fingerprint"]): r for r in last}

@@ -29,7 +29,7 @@ class Given:
     def __init__(self, monkeypatch, cells=(FIRST, SECOND), records=(), rounds=1, minutes=10.0, cuts=()) -> None:
         self.now = 1000.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        self.schedule = Schedule("e", cells, rounds, History(records, lambda _: "f", ()), in_order=True)
+        self.schedule = Schedule("e", cells, rounds, History(records, lambda _: {"f": ""}, ()), in_order=True)
         self.clock = Clock(records)
         self.allowance = Allowance(minutes, 1000.0, self.schedule, self.clock, lambda _: "f", cuts)
 

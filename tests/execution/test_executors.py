@@ -57,7 +57,7 @@ def where(host: str, device_name: str = "Test CPU, 2 CPUs", **more) -> dict:
 def test_all_timed_trials_of_a_model_stay_together_in_all_rounds():
     cells = grid(StepTrial, model=["cnn", "vgg11"], backend=["nonprivate", "ghost"], batch_size=[4, 8])
     cells += [OverheadTrial(model="cnn", backends=["nonprivate", "ghost"], batch_size=4)]
-    blocks = blocks_of("e", cells, 3, History([], lambda trial: "f", ()))
+    blocks = blocks_of("e", cells, 3, History([], lambda trial: {"f": ""}, ()))
     assert [block.together for block in blocks] == [True, True]
     assert [sum(1 for _ in block.schedule.runs()) for block in blocks] == [15, 12]
 
@@ -65,14 +65,14 @@ def test_all_timed_trials_of_a_model_stay_together_in_all_rounds():
 def test_what_is_not_timed_may_go_anywhere():
     epsilon = EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=10)
     search, timed = MaxBatch(probe=PROBE), MaxBatch(probe=PROBE, then=STEP)
-    blocks = blocks_of("e", [epsilon, search, timed, STEP], 1, History([], lambda trial: "f", ()))
+    blocks = blocks_of("e", [epsilon, search, timed, STEP], 1, History([], lambda trial: {"f": ""}, ()))
     assert [block.together for block in blocks] == [False, False, True]
     assert key_of(timed) == key_of(STEP) != key_of(search)
 
 
 def test_the_blocks_of_an_experiment_are_all_of_it():
     experiment = load_experiment("stress_test")
-    history = History([], lambda trial: "f", ())
+    history = History([], lambda trial: {"f": ""}, ())
     whole = Schedule("stress_test", experiment.cells("cpu"), 2, history)
     blocks = blocks_of("stress_test", experiment.cells("cpu"), 2, history)
     assert sorted(run.trial.id for block in blocks for run in block.schedule.runs()) == sorted(
@@ -114,7 +114,7 @@ def run_of(environment_, trial=STEP, **record) -> RunRead:
 def test_a_record_of_another_machine_counts_if_it_is_of_the_same_sweep(run, counts):
     sweep = begin_sweep("ray", "ours", [STEP])
     machines = machines_of([run], "cpu", [STEP], sweep)
-    history = History(run.records, machines.fingerprint, (), machines.accepted)
+    history = History(run.records, machines.accepted, ())
     assert (history.of(Run(STEP, 0)) is not None) is counts
 
 
@@ -126,7 +126,7 @@ def test_a_search_goes_on_from_the_probes_of_one_device_on_whichever_node():
         for size, (host, device) in sizes.items()
     ]
     machines = machines_of(runs, "cpu", [PROBE], begin_sweep("ray", "ours", [PROBE]))
-    history = History([r for run in runs for r in run.records], machines.fingerprint, (), machines.accepted)
+    history = History([r for run in runs for r in run.records], machines.accepted, ())
     assert sorted(history.by_batch_size(PROBE)) == [32, 64]
 
 
@@ -182,7 +182,7 @@ class TwoNodes:
 def carry_out(folder: Path, trials, said: list[str]):
     runs = read_runs(folder)
     machines = machines_of(runs, "cpu", trials)
-    history = History([r for run in runs for r in run.records], machines.fingerprint, (), machines.accepted)
+    history = History([r for run in runs for r in run.records], machines.accepted, ())
     schedule = Schedule("e", trials, 1, history)
     kept = Shards(folder, said.append, lambda: where(socket.gethostname()), machines.add, tolerant=True)
     blocks = blocks_of("e", trials, 1, history)

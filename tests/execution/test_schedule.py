@@ -32,7 +32,7 @@ def record_of(run: Run, outcome: str = "ok", fingerprint: str = "f", peak: int |
 
 
 def schedule(cells=CELLS, records=(), rounds=3, retry=(), fingerprint="f", name="e") -> Schedule:
-    return Schedule(name, cells, rounds, History(records, lambda trial: fingerprint, retry))
+    return Schedule(name, cells, rounds, History(records, lambda trial: {fingerprint: ""}, retry))
 
 
 def carry_out(schedule: Schedule, outcome=lambda run: "ok", peak=lambda run: None) -> list[Run]:
@@ -257,7 +257,7 @@ def test_what_remains_counts_a_search_that_has_not_ended():
 
 
 def declared(cells, records=(), rounds=2) -> Schedule:
-    return Schedule("e", cells, rounds, History(records, lambda trial: "f", ()), in_order=True)
+    return Schedule("e", cells, rounds, History(records, lambda trial: {"f": ""}, ()), in_order=True)
 
 
 def test_an_experiment_may_have_its_trials_in_the_order_of_their_declaration():
@@ -289,7 +289,7 @@ def test_in_that_order_what_must_run_alone_is_waited_for_and_not_overtaken():
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_what_may_not_start_is_passed_over(in_order):
-    plan = Schedule("e", [SEARCH, *CELLS], 1, History((), lambda trial: "f", ()), in_order=in_order)
+    plan = Schedule("e", [SEARCH, *CELLS], 1, History((), lambda trial: {"f": ""}, ()), in_order=in_order)
     assert plan.next(may=lambda trial: trial == CELLS[3]) == Run(CELLS[3], 0)
     assert plan.next(may=lambda trial: False) is None
     assert {run.trial.kind for run in plan.waiting()} == {"peak", "step"}
