@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from fake_run import ROOT, Fake, finish, sleepers, waiters
@@ -18,58 +17,39 @@ from dpbench.process.linux import kill
 from dpbench.records.store import read_records
 
 
-def test_records_that_are_removed_while_it_runs_are_saved_again_and_it_stops(tmp_path):
-    fake = Fake(tmp_path, waiters(6), in_order=True)
-    process = fake.halfway(done=3)
-    shutil.rmtree(fake.output)
-    fake.go()
-    _, err = finish(process)
-    assert process.returncode == 1 and "Traceback" not in err
-    last = err.strip().splitlines()[-1]
-    assert "and it is gone; what it held is saved in" in last and "recorded" not in last
-    assert Path(last.rpartition(" ")[2]).exists()
-    before = fake.numbers
-    assert 3 <= len(before) < 6 and set(before.values()) == {1}
-    assert fake.run().returncode == 0
-    assert fake.numbers == dict.fromkeys(range(6), 1) and fake.left_over() == []
-
-
-@pytest.mark.parametrize("how", ["moved", "replaced"])
-def test_records_that_are_elsewhere_are_not_written_twice(tmp_path, how):
-    fake = Fake(tmp_path, waiters(6), in_order=True)
-    process = fake.halfway(done=3)
-    (file,) = (fake.output / "fake").glob("*.jsonl")
-    if how == "moved":
-        file.rename(tmp_path / "kept.jsonl")
-    else:
-        shutil.copy(file, tmp_path / "copy")
-        os.replace(tmp_path / "copy", file)
-    fake.go()
-    _, err = finish(process)
-    assert process.returncode == 1 and "to stay where it is while it is written to, and it is gone" in err
-    if how == "moved":
-        assert "who moved it has what it held" in err
-        (tmp_path / "kept.jsonl").rename(file)
-    assert fake.run().returncode == 0
-    assert set(fake.numbers) == set(range(6))
-    assert how == "replaced" or set(fake.numbers.values()) == {1}
-
-
-@pytest.mark.parametrize("keep", [0, 1])
-def test_records_that_are_cut_while_it_runs_are_saved_again_once(tmp_path, keep):
-    """Its first so many lines are left: of an empty one the environment, too, is gone."""
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("removed", "and it is gone; what it held is saved in"),
+        ("moved", "and it is gone; who moved it has what it held"),
+        ("replaced", "and it is gone; what it held is saved in"),
+        ("cut", "and it has been cut; what it held is saved in"),
+        ("emptied", "and it has been cut; what it held is saved in"),
+    ],
+)
+def test_records_that_are_taken_away_end_a_run_and_are_kept(tmp_path, how, said):
     fake = Fake(tmp_path, waiters(4), in_order=True)
-    process = fake.halfway()
+    process = fake.halfway(done=2)
     (file,) = (fake.output / "fake").glob("*.jsonl")
-    os.truncate(file, sum(map(len, file.read_bytes().splitlines(keepends=True)[:keep])))
+    kept = tmp_path / "kept.jsonl"
+    if how == "removed":
+        shutil.rmtree(fake.output)
+    elif how == "moved":
+        file.rename(kept)
+    elif how == "replaced":
+        shutil.copy(file, kept)
+        os.replace(kept, file)
+    else:  # of an empty one the environment, too, is gone
+        os.truncate(file, file.read_bytes().index(b"\n") + 1 if how == "cut" else 0)
     fake.go()
     _, err = finish(process)
-    assert process.returncode == 1 and "and it has been cut; what it held is saved in" in err.splitlines()[-1]
+    last = err.strip().splitlines()[-1]
+    assert process.returncode == 1 and "Traceback" not in err and said in last and "recorded" not in last, err
+    if how == "moved":
+        kept.rename(file)
+    assert fake.run().returncode == 0 and fake.left_over() == []
     found = Counter(r["trial"]["number"] for r in read_records(fake.output / "fake", lambda _: None))
-    assert found[0] == 1 and set(found.values()) == {1}
-    assert fake.run().returncode == 0
-    found = Counter(r["trial"]["number"] for r in read_records(fake.output / "fake", lambda _: None))
-    assert found == dict.fromkeys(range(4), 1)
+    assert set(found) == set(range(4)) and (how == "replaced" or set(found.values()) == {1})
 
 
 SHELL = '{python} -m dpbench run {file} --output {output} {redirections}; echo "code $?" >&3'
