@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     trials = list(dict.fromkeys(_wanted(args)))
     own = dict.fromkeys(trial.backend for trial in trials if is_file(trial.backend))
     _refuse_unusable([ResolveTrial(backend=backend) for backend in own])
-    rows = check(trials)
+    rows = _check(trials)
     if args.sensitivity:
         print(to_json(rows) if args.format == "json" else sensitivity.text(rows))
         return int(any(sensitivity.failed(row) for row in rows))
@@ -177,7 +177,7 @@ def _refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
             raise UnusableBackend(answer.result["usage"])
 
 
-def check(trials: Sequence[CheckOf]) -> list[Row]:
+def _check(trials: Sequence[CheckOf]) -> list[Row]:
     """Run as many trials at once as the machine has room for; their rows in the same order.
 
     Raises:

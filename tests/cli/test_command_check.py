@@ -12,7 +12,6 @@ from waiting import PATIENCE
 
 from dpbench.cli import check, main
 from dpbench.process.parent import Answer
-from dpbench.trials import CheckTrial
 from dpbench.trials.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,13 +102,6 @@ def test_the_default_is_every_built_in_model_and_every_backend(capsys, monkeypat
     assert code == 0 and len(rows) == len(BUILTIN) * len(BACKENDS)
     assert {(t.model, t.backend) for t in seen} == {(m, b) for m in BUILTIN for b in BACKENDS}
     assert all(t.dtype == "float64" and t.device == "cpu" and t.image_size == 32 and t.batch_size >= 2 for t in seen)
-
-
-def test_rows_keep_their_order_whatever_ends_first(capsys, monkeypatch):
-    ended = Answer(1, Outcome.UNSUPPORTED, "why", None, 1.0)
-    monkeypatch.setattr(check, "answers", lambda trials: [(trial, ended) for trial in reversed(trials)])
-    rows = check.check([CheckTrial(model="cnn", backend=name) for name in ("ghost", "vmap", "microbatch")])
-    assert [row["backend"] for row in rows] == ["ghost", "vmap", "microbatch"]
 
 
 def test_the_table_is_for_reading(capsys, monkeypatch):

@@ -86,16 +86,6 @@ def test_a_torn_environment_line_is_no_run(written):
     assert read_runs(written.parent, fail) == []
 
 
-def test_a_torn_line_in_the_middle_is_named_by_file_and_line(written):
-    lines = written.read_bytes().splitlines(keepends=True)
-    lines[2] = lines[2][:25] + b"\n"
-    written.write_bytes(b"".join(lines))
-    warnings: list[str] = []
-    assert [r["result"]["n"] for r in read_records(written.parent, warnings.append)] == [0, 2]
-    (warning,) = warnings
-    assert f"{written}:3:" in warning and "passed over" in warning
-
-
 def test_a_newer_schema_is_passed_over_and_said(written):
     with written.open("a") as file:
         file.write(json.dumps({"type": "trial", "schema": store.SCHEMA + 1}) + "\n")
