@@ -249,3 +249,6 @@ def test_what_triton_compiles_is_kept_where_all_trials_find_it_if_the_home_canno
     assert first == second and first.is_dir() and first.stat().st_mode & 0o077 == 0
     assert "TRITON_CACHE_DIR" not in variables.server_variables("cpu")
     first.rmdir()
+    monkeypatch.setenv("TRITON_HOME", "/proc/nowhere")
+    variables._folder_for_triton.cache_clear()
+    assert "TRITON_CACHE_DIR" not in variables.server_variables("cuda"), "where a person says"
