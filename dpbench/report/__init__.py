@@ -27,6 +27,7 @@ from dpbench.records.store import slug
 from dpbench.report import captions, plain, style
 from dpbench.report.data.paired import entries
 from dpbench.report.data.select import LeftOut, Record, by_device, facets, kept, read
+from dpbench.report.data.statistics import count_failures
 from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.figures import found
 from dpbench.report.output import files, page
@@ -116,20 +117,13 @@ def parts_of(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Ite
         kinds = [record.kind for record in own_device]
         for name, kind in chosen.items():
             own = [record for record, is_of in zip(own_device, kinds, strict=True) if is_of in kind.kinds]
-            for setting, part in facets(own, {**kind.facets, "way": PAIRED}):
+            for setting, part in facets(own, {**dict.fromkeys(kind.by, kind.kinds), **kind.facets, "way": PAIRED}):
                 if kind.applies(part):
-                    labels = (slug(f"{field}-{_short(field, value)}") for field, value in setting.items())
+                    labels = (
+                        slug(f"{field}-{style.setting(field, value).replace(' ', '')}")
+                        for field, value in setting.items()
+                    )
                     yield _part(part, kind, "-".join([name, *labels]), setting)
-
-
-def _short(field: str, value: Any) -> str:
-    return (
-        style.size(value).replace(" ", "")
-        if field == "memory_budget"
-        else style.plain(value)
-        if isinstance(value, float)
-        else str(value)
-    )
 
 
 def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mapping[str, Any]) -> Part:
@@ -137,7 +131,10 @@ def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mappi
     left_out: LeftOut = LeftOut()
     own = kept(records, kind.cell, left_out)
     frame = kind.table(own, left_out)
-    caption = kind.caption(own, frame, left_out)
+    results = entries(own)
+    if kind.with_causes:
+        count_failures([r for r in results if not r.result.get("rows")], left_out)  # a wrong row is a number, too
+    caption = kind.words(own, frame, left_out)
     return Part(
         name=name,
         title=kind.doc,
@@ -145,10 +142,10 @@ def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mappi
         setting=setting,
         records=own,
         frame=frame,
-        text=kind.text(frame),
+        text=kind.texts(frame),
         caption=caption,
         finding=kind.finding(frame),
         claims=tuple(kind.claims(own, frame)),
-        causes=captions.causes(entries(own)) if kind.with_causes else (),
+        causes=captions.causes(results) if kind.with_causes else (),
         figure=kind.plot(frame, caption) if kind.plot is not None else None,
     )

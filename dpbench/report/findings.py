@@ -1,6 +1,6 @@
-"""One sentence for each kind of figure: the main numbers, the number of cells, and how they were measured.
+"""The sentence of figures that compare backends: the best one, beside the best of the libraries.
 
-A backend is compared over cells (a model, at a size) that both have; the sentence is empty without numbers.
+Two backends are compared over cells (a model, at a size) that both have; the sentence is empty without numbers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.report import readable, style
-from dpbench.report.privacy import ADJACENCIES
-from dpbench.report.style import missing
+from dpbench.report import style
 from dpbench.report.summary import several
 from dpbench.trials.backends import PEERS
 
@@ -21,9 +19,6 @@ from dpbench.trials.backends import PEERS
 _ONE_BY_ONE = "microbatch"
 #: Clips something else than each sample's gradient, so it is not compared with backends that do.
 _OTHER_MECHANISM = "tf_microbatch"
-#: Bounds composed of the others, so never worse than them.
-_COMPOSED = ("best",)
-
 #: Why a private step can take less time than the ordinary one.
 _LESS = (
     " A time below 1× is not less work: the C library requests less memory anew than in the ordinary step, or oneDNN "
@@ -89,133 +84,6 @@ def max_batch(frame: pd.DataFrame) -> str:
     )
 
 
-def epsilon(frame: pd.DataFrame) -> str:
-    """For ε against epochs: the tightest bound at the end."""
-    last = frame[(frame.steps == frame.steps.max()) & frame.epsilon.notna()]
-    valid = last[(last.kind == "upper_bound") & ~last.accountant.isin(_COMPOSED)]
-    if valid.empty:
-        return ""
-    best: Any = next(valid[valid.epsilon == valid.epsilon.min()].itertuples(index=False))
-    said = f"After {best.steps:,} steps ({best.epochs:g} epochs) the tightest valid bound is "
-    said += f"ε = {_epsilon(best)}, by {style.accountant(best.accountant).name}"
-    others = {"moments": "the moments accountant says", "simple": "simple composition says"}
-    beside = [
-        f"{words} {_epsilon(row)}"
-        for name, words in others.items()
-        for row in valid[valid.accountant == name].itertuples(index=False)
-        if name != best.accountant
-    ]
-    lower: Any = next(last[last.kind == "lower_bound"].itertuples(index=False), None)
-    if lower is not None:
-        beside.append(f"it is at least {_epsilon(lower)}")
-    return said + "".join(f"; {words}" for words in beside) + "."
-
-
-def points(frame: pd.DataFrame) -> str:
-    """For tables of ε over settings, with the certified lower bound."""
-    known = frame[(frame.kind == "upper_bound") & frame.ratio.notna() & ~frame.accountant.isin(_COMPOSED)]
-    if known.empty:
-        return ""
-    count = known.groupby("accountant").size()
-    enough = known[known.accountant.isin(count[count >= 0.9 * count.max()].index)]
-    best = enough.groupby("accountant").ratio.apply(lambda values: values.astype(float).median()).idxmin()
-    own = known[known.accountant == best]
-    asked = int((frame.accountant == best).sum())
-    ratio = own.ratio.astype(float)
-    seconds = own.compute_seconds.dropna().astype(float)
-    took = f", in {style.duration(seconds.median())} at the median" if len(seconds) else ""
-    return (
-        f"Of {frame.accountant.nunique()} accountants {style.accountant(str(best)).name} is the tightest valid one: "
-        f"{ratio.median():.4g} times the certified lower bound at the median and {ratio.max():.4g} times at most, over "
-        f"{len(own):,} of {several(asked, 'setting')}{took}."
-    )
-
-
-def tuned(frame: pd.DataFrame) -> str:
-    """For tuned runs: ε of one, and of the best of about ten."""
-    sigma = frame.noise_multiplier.min()
-    own = frame[(frame.noise_multiplier == sigma) & frame.epsilon.notna()]
-    one, several = own[own.distribution == ""], own[own.distribution != ""]
-    if one.empty or several.empty:
-        return ""
-    runs = min(several.runs.unique(), key=lambda count: abs(count - 10))
-    some = several[several.runs == runs].sort_values("epsilon")
-    return (
-        f"At σ = {style.plain(sigma)} ε = {_epsilon(one.iloc[0])} of one run becomes {_epsilon(some.iloc[0])} "
-        f"({some.iloc[0].distribution}) to {_epsilon(some.iloc[-1])} ({some.iloc[-1].distribution}) where the best of "
-        f"{runs} runs on average is published."
-    )
-
-
-def schemes(frame: pd.DataFrame) -> str:
-    """For sampling schemes: the least and the greatest ε at one noise multiplier."""
-    valid = frame[(frame.kind == "upper_bound") & frame.epsilon.map(lambda e: not missing(e) and e < float("inf"))]
-    if valid.empty:
-        return ""
-    sigma = valid.noise_multiplier.mode().iloc[0]
-    valid = valid[valid.noise_multiplier == sigma].sort_values("epsilon", kind="stable")
-    tight = valid.drop_duplicates(["scheme", "adjacency"])
-    first, last = tight.iloc[0], tight.iloc[-1]
-    if len(tight) == 1:
-        return f"At σ = {style.plain(sigma)} the tightest valid ε is {_epsilon(first)} ({_scheme(first)})."
-    return (
-        f"At σ = {style.plain(sigma)} the tightest valid ε of {len(tight)} combinations of scheme and adjacency runs "
-        f"from {_epsilon(first)} ({_scheme(first)}) to {_epsilon(last)} ({_scheme(last)})."
-    )
-
-
-def prices(frame: pd.DataFrame) -> str:
-    """For accountants' steps and noise: the best valid one at the middle target ε."""
-    valid = frame[(frame.kind == "upper_bound") & frame.ratio.notna() & ~frame.accountant.isin(_COMPOSED)]
-    said: dict[str, list[str]] = {}
-    forms = {"steps": ("allows", "steps at equal noise", False), "noise_multiplier": ("asks for", "noise", True)}
-    for unknown, (verb, what, least) in forms.items():
-        own = valid[valid.unknown == unknown]
-        if own.empty:
-            continue
-        targets = sorted(set(own.target_epsilon))
-        target = targets[len(targets) // 2]
-        at = own[own.target_epsilon == target].sort_values("ratio", ascending=least, kind="stable")
-        row: Any = at.iloc[0]
-        which = f"at ε = {style.plain(target)} {style.accountant(row.accountant).name}"
-        said.setdefault(which, []).append(f"{verb} {style.times(row.ratio)} the {what}")
-    if not said:
-        return ""
-    told = [f"{which} {' and '.join(words)}" for which, words in said.items()]
-    text = " and ".join(told) + " of the moments accountant of 2016."
-    return text[0].upper() + text[1:]
-
-
-def scorecard(frame: pd.DataFrame) -> str:
-    """For conformance cases: the backends that are never wrong, and how often the others are."""
-    cases, backends = frame[: list(frame["case"]).index("in all")], list(frame.columns[1:])
-    if cases.empty or not backends:
-        return ""
-    wrong = {name: int((cases[name] == "wrong").sum()) for name in backends}
-    never = sum(not count for count in wrong.values())
-    worst = sorted((name for name in backends if wrong[name]), key=lambda name: -wrong[name])
-    told = f"; wrong: {', '.join(f'{style.backend(n).name} in {wrong[n]}' for n in worst)}" if worst else ""
-    of = f"Of {several(len(backends), 'backend')} {never or 'none'}"
-    return f"{of} {'is' if never < 2 else 'are'} never wrong in {several(len(cases), 'case')}{told}."
-
-
-def utility(frame: pd.DataFrame) -> str:
-    """For accuracies: the best private one at the middle target ε, and ordinary training's."""
-    private = frame[frame.target_epsilon.notna()]
-    if private.empty:
-        return ""
-    targets = sorted(set(private.target_epsilon))
-    target = targets[len(targets) // 2]
-    best: Any = private[private.target_epsilon == target].sort_values("accuracy").iloc[-1]
-    said = (
-        f"At ε = {target:g} the best private model ({best.network}, {best['clip'].replace('_', '-')} clipping) reaches "
-        f"{best.accuracy:.1%} on {best.data.partition(':')[0]} (median of {several(int(best.seeds), 'seed')})"
-    )
-    same = (frame.backend == "ordinary") & (frame.network == best.network) & (frame.data == best.data)
-    ordinary = frame[same]
-    return said + (f", ordinary training {ordinary.accuracy.iloc[0]:.1%}." if len(ordinary) else ".")
-
-
 def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> dict[str, Cells]:
     """Per-sample clipping backend -> cell -> its ratio to ordinary training."""
     found: dict[str, Cells] = {}
@@ -278,11 +146,3 @@ def _settings(frame: pd.DataFrame, keys: Sequence[str]) -> str:
 def _taken(memory: pd.Series[Any]) -> str:
     sources = sorted(set(memory.dropna()))
     return ", ".join("simulated" if s == "simulated" else f"measured, {style.SOURCES.get(s, s)}" for s in sources)
-
-
-def _epsilon(row: Any) -> str:
-    return readable.rounded_epsilon(float(row.epsilon), row.kind)
-
-
-def _scheme(row: Any) -> str:
-    return f"{row.scheme}, {ADJACENCIES.get(row.adjacency, row.adjacency)}"

@@ -18,8 +18,7 @@ from typing import Any
 import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from dpbench.records.comparison import EFFORT, compare_records
 from dpbench.records.reader import PAIRED
@@ -27,10 +26,11 @@ from dpbench.records.store import slug
 from dpbench.report import readable, style
 from dpbench.report.data.select import LeftOut, Record, by_device, grouped, read
 from dpbench.report.data.statistics import frame_of
-from dpbench.report.drawing.bars import WIDTH, sheet
 from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.drawing.sheet import grid, legend, logarithmic, sign
 from dpbench.report.output import files
 from dpbench.report.parts import Part
+from dpbench.report.readable import BACKEND, BATCH, MODEL, of
 from dpbench.report.summary import several
 from dpbench.trials import canonical_json
 
@@ -39,7 +39,7 @@ COLUMNS = (
     *("value", "ratio", "low", "high", "step"),
 )
 STEPS = ("faster", "slower", "smaller", "larger")
-_ACROSS, _DEPTH, _GAP, _LEFT, _TOP, _LABEL = 3, 1.45, 0.75, 0.5, 0.35, 0.1
+_TICKS = (0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)
 
 
 def table(records: Sequence[Record]) -> pd.DataFrame:
@@ -89,25 +89,18 @@ def _version(records: Sequence[Record], number: int) -> dict[str, Any]:
     return {"number": number + 1, "utc": first.utc, "commit": str(first.environment.get("git_sha") or "")[:10]}
 
 
-def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The steps, for people."""
-    return readable.texts(
-        frame[frame.step != ""],
-        {
-            "Model": lambda r: style.model(r.model),
-            "B": lambda r: str(r.batch_size),
-            "Setting": lambda r: r.setting,
-            "Backend": lambda r: style.backend(r.backend).name,
-            "What": lambda r: r.quantity,
-            "Version": lambda r: str(r.number),
-            "Commit": lambda r: r.commit,
-            "Value": lambda r: style.size(r.value) if r.quantity == "peak" else style.times(r.value),
-            "Since the last step": lambda r: (
-                "" if style.missing(r.ratio) else f"{r.ratio:.3f} ({r.low:.3f}–{r.high:.3f})"
-            ),
-            "Step": lambda r: r.step,
-        },
-    )
+_TEXT: readable.Columns = {
+    **MODEL,
+    **BATCH,
+    "Setting": of("setting"),
+    **BACKEND,
+    "What": of("quantity"),
+    "Version": of("number"),
+    "Commit": of("commit"),
+    "Value": lambda r: style.size(r.value) if r.quantity == "peak" else style.times(r.value),
+    "Since the last step": lambda r: "" if style.missing(r.ratio) else f"{r.ratio:.3f} ({r.low:.3f}–{r.high:.3f})",
+    "Step": of("step"),
+}
 
 
 def caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
@@ -129,42 +122,27 @@ def caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A panel for each model and setting, a line for each backend."""
     frame = frame[frame.quantity == "time ratio"]
-    panels = list(frame.groupby(["model", "batch_size", "setting"], sort=False))
-    down = max(-(-len(panels) // _ACROSS), 1)
-    figure, height = sheet(_TOP + down * (_DEPTH + _GAP) + _LABEL, caption)
-    share, handles = WIDTH / _ACROSS, dict[str, Line2D]()
-    for index, ((model, batch_size, setting), own) in enumerate(panels):
-        left, line = index % _ACROSS * share + _LEFT, index // _ACROSS
-        bottom = height - _TOP - line * (_DEPTH + _GAP) - _GAP + 0.25 - _DEPTH
-        axes = figure.add_axes((left / WIDTH, bottom / height, (share - _LEFT - 0.1) / WIDTH, _DEPTH / height))
+    cells = list(frame.groupby(["model", "batch_size", "setting"], sort=False))
+    figure, panels = grid(caption, len(cells), 3, 1.45, head=0.35, foot=0.4, left=0.5, gap=0.5, right=0.1, above=0.3)
+    for axes, ((model, batch_size, setting), own) in zip(panels, cells, strict=True):
         for backend, row in own.groupby("backend", sort=False):
-            look = style.backend(str(backend))
-            looks: dict[str, Any] = {"color": look.color, "marker": look.marker, "markersize": 3.5, "linewidth": 1.1}
-            handles[str(backend)] = axes.plot(row.number, row.value.astype(float), label=look.name, **looks)[0]
-            steps = row[row.step != ""]
+            look, values = style.backend(str(backend)), row.value.astype(float)
+            axes.plot(row.number, values, color=look.color, marker=look.marker, markersize=3.5, linewidth=1.1)
+            steps = row.step != ""
             ring: dict[str, Any] = {"s": 75, "facecolors": "none", "edgecolors": style.INK, "linewidths": 1.1}
-            axes.scatter(steps.number, steps.value.astype(float), zorder=5, **ring)
-        axes.set_yscale("log")
+            axes.scatter(row.number[steps], values[steps], zorder=5, **ring)
         low, high = float(own.value.min()) / 1.15, float(own.value.max()) * 1.15
+        ticks = [tick for tick in _TICKS if low <= tick <= high]
+        logarithmic(axes.yaxis, form="{x:g}×", at=ticks if len(ticks) < 7 else ticks[::2])
+        if len(ticks) < 3:
+            axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_ylim(low, high)
-        ticks = [tick for tick in (0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16) if low <= tick <= high]
-        few = ticks if len(ticks) < 7 else ticks[::2]
-        axes.yaxis.set_major_locator(FixedLocator(few) if len(few) > 2 else MaxNLocator(4))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.tick_params(labelsize=7)
-        axes.grid(color=style.GRID, linewidth=0.6)
         axes.set_xlabel("version", fontsize=7, labelpad=1)
-        axes.set_title(f"{style.model(str(model))}, B={batch_size}\n{setting}", fontsize=7.6, loc="left")
-    figure.legend(
-        handles=[handles[name] for name in sorted(handles, key=style.backend_key)],
-        loc="upper left",
-        bbox_to_anchor=(0.01, 1 - 0.02 / height),
-        ncols=7,
-        frameon=False,
-        fontsize=7.5,
-    )
+        axes.set_title(f"{style.model(str(model))}, B={batch_size}\n{setting}", fontsize=7.6)
+    names = sorted(set(frame.backend), key=style.backend_key)
+    legend(figure, [sign(style.backend(name), markersize=3.5) for name in names], ncols=7)
     return figure
 
 
@@ -187,8 +165,7 @@ def write(source: Path, output: Path) -> list[Path]:
             if not len(frame):
                 continue
             words = caption(records, frame)
-            part = Part(
-                "history", "over versions", device, {}, records, frame, text(frame), words, figure=plot(frame, words)
-            )
+            told = readable.texts(frame[frame.step != ""], _TEXT)
+            part = Part("history", "over versions", device, {}, records, frame, told, words, figure=plot(frame, words))
             written += files.write(part, output / slug(device), pictures)
     return written

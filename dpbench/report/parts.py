@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dpbench.report import captions, readable
 from dpbench.report.data.select import LeftOut, Record
 
 #: Verdict on a claim -> its sign.
@@ -42,14 +43,6 @@ class Claim:
             raise ValueError(f"expected a verdict, one of {', '.join(VERDICTS)}, got {self.verdict!r}")
 
 
-def _no_claims(records: Sequence[Record], frame: pd.DataFrame) -> Sequence[Claim]:
-    return ()
-
-
-def _no_finding(frame: pd.DataFrame) -> str:
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FigureKind:
     """How to make one kind of figure.
@@ -57,32 +50,52 @@ class FigureKind:
     Args:
         doc: one line; the heading on the page.
         kinds: the kinds of trial that it uses.
+        table: from records to numbers. It counts what it leaves out, but for failures.
+        text: the numbers for people: column -> its text of a row, or a function of the table.
+        caption: the sentences of its own, or a function of records and numbers that returns them; if that returns one
+            text, it is the whole caption.
         cell: a key of a record; records with the same key add to the same number.
-        facets: field of the trial -> the kinds it applies to; there is a figure for each of its values.
-        table: from records to numbers.
-        text: from numbers to words, for people.
-        caption: from records and numbers to the caption.
-        plot: draws them; None for a table alone.
+        by: fields of the trial; there is a figure for each of their values.
+        facets: as `by`, for fields of some kinds of trial: field -> these kinds.
+        plot: draws numbers and caption; None for a table alone.
         applies: whether such records make this figure at all.
         finding: one sentence with the main numbers; '' if there are none.
         claims: of papers, judged by these records and numbers.
-        with_causes: whether to list the reasons of failed trials below; not if another figure lists them.
+        setting: whether the numbers depend on torch, threads and inputs.
+        with_causes: whether to count failed trials and list their reasons; not if the table or another figure does.
         place: its position on a page: the lowest comes first.
     """
 
     doc: str
     kinds: tuple[str, ...]
-    cell: Callable[[Record], Hashable]
-    facets: Mapping[str, tuple[str, ...]]
     table: Callable[[Sequence[Record], LeftOut], pd.DataFrame]
-    text: Callable[[pd.DataFrame], pd.DataFrame]
-    caption: Callable[[Sequence[Record], pd.DataFrame, LeftOut], str]
-    plot: Callable[[pd.DataFrame, str], Figure] | None
+    text: readable.Columns | Callable[[pd.DataFrame], pd.DataFrame]
+    caption: str | Callable[[Sequence[Record], pd.DataFrame], str | Sequence[str]]
+    cell: Callable[[Record], Hashable] = lambda record: record.id
+    by: tuple[str, ...] = ("experiment",)
+    facets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    plot: Callable[[pd.DataFrame, str], Figure] | None = None
     applies: Callable[[Sequence[Record]], bool] = lambda records: True
-    finding: Callable[[pd.DataFrame], str] = _no_finding
-    claims: Callable[[Sequence[Record], pd.DataFrame], Sequence[Claim]] = _no_claims
+    finding: Callable[[pd.DataFrame], str] = lambda frame: ""
+    claims: Callable[[Sequence[Record], pd.DataFrame], Sequence[Claim]] = lambda records, frame: ()
+    setting: bool = False
     with_causes: bool = True
     place: int = 1000
+
+    def texts(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The numbers for people."""
+        return self.text(frame) if callable(self.text) else readable.texts(frame, self.text)
+
+    def words(self, records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+        """The whole caption, with the sentences that all figures have.
+
+        Args:
+            records: of the figure.
+            frame: its numbers.
+            left_out: by reason.
+        """
+        own = [self.caption] if isinstance(self.caption, str) else self.caption(records, frame)
+        return own if isinstance(own, str) else captions.whole(own, records, left_out, self.setting)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.report import captions, style
+from dpbench.report import style
 from dpbench.report.data.select import LeftOut, Record, grouped
-from dpbench.report.data.statistics import Row, count_failures, frame_of, why
+from dpbench.report.data.statistics import Row, frame_of, why
 from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing
 
@@ -26,12 +26,9 @@ def kind_of(kind: str) -> FigureKind:
     return FigureKind(
         doc=f"every trial of kind {kind}: its settings and what came out",
         kinds=(kind,),
-        cell=lambda record: record.id,
-        facets={"experiment": (kind,)},
         table=table,
         text=text,
-        caption=caption,
-        plot=None,
+        caption="One row a trial; settings that are the same in all are left out; numbers are medians of the rounds.",
     )
 
 
@@ -42,7 +39,6 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     differing = [name for name in settings if len({str(group[0].trial.get(name)) for group in trials}) > 1]
     shown = {name: f"{name} of the trial" if name in _ENDS else name for name in differing}
     rows = [_row(group, shown) for group in trials]
-    count_failures(records, left_out)
     first = list(shown.values())
     rows.sort(key=lambda row: [_sortable(row.get(name)) for name in first])
     columns = [*first, "outcome", "rounds", *(n for n in _names(rows) if n not in (*first, *_ENDS)), "note"]
@@ -77,12 +73,6 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
         shown["Outcome"] = [style.OUTCOMES.get(outcome, outcome) for outcome in frame.outcome]
     found = pd.DataFrame(shown, dtype=object)
     return found.drop(columns=[label for label in ("Note",) if label in found and not found[label].any()])
-
-
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """A note that there is no figure, and the meaning of the columns."""
-    said = ["One row a trial; settings that are the same in all are left out, numbers are the median of the rounds."]
-    return captions.caption(said, records, left_out, setting=False)
 
 
 def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:

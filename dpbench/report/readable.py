@@ -13,8 +13,15 @@ import pandas as pd
 from dpbench.report import style
 from dpbench.report.style import missing
 
+#: Name of a column -> its text of a row.
+Columns = Mapping[str, Callable[[Any], str]]
 #: The beginning of a tag or an entity, but not a comparison.
 _MARKUP = re.compile(r"<(?=[A-Za-z/!?])|&(?=#?\w+;)")
+
+
+def rows(frame: pd.DataFrame) -> list[Any]:
+    """The rows of a table, with its columns as attributes."""
+    return list(frame.itertuples(index=False))
 
 
 def markdown(frame: pd.DataFrame) -> str:
@@ -29,10 +36,6 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
 
 
-#: Utilisation by ordinary training's operations; 100 % is the device's peak.
-_UTILISATION: dict[str, Callable[[Any], str]] = {"MFU": lambda r: _or(r.model_flops_utilisation, "{:.1%}".format)}
-
-
 def no_html(text: str) -> str:
     """Escape tags and entities in Markdown text, since records may contain any.
 
@@ -42,139 +45,50 @@ def no_html(text: str) -> str:
     return _MARKUP.sub(lambda sign: "&lt;" if sign[0] == "<" else "&amp;", text)
 
 
-def max_batch_throughput(frame: pd.DataFrame) -> pd.DataFrame:
-    """`tables.max_batch_throughput` for people."""
-    return texts(
-        frame,
-        {
-            **_NAMES,
-            "Memory": lambda r: _or(r.memory, str, "–"),
-            "Maximum batch": max_batch,
-            **(_FORETOLD if frame.foretold_max_batch_size.notna().any() else {}),
-            "Published": lambda r: _or(r.published_max_batch_size, "{:,g}".format),
-            "Images/s": lambda r: _or(r.images_per_second, style.number, r.throughput_note),
-            "Range": lambda r: _range(r.images_per_second_low, r.images_per_second_high, style.number),
-            **(_UTILISATION if frame.model_flops_utilisation.notna().any() else {}),
-            "Rounds": lambda r: _or(r.rounds, str),
-            "Time ratio": lambda r: _or(r.time_ratio, style.times),
-            "At B": lambda r: _or(r.batch_size, str),
-            "Published images/s": lambda r: _or(r.published_images_per_second, "{:,g}".format),
-            **_EXACTNESS,
-        },
-    )
-
-
-def memory_speed(frame: pd.DataFrame) -> pd.DataFrame:
-    """`tables.memory_speed` for people."""
-    return texts(
-        frame,
-        {
-            "Model": _NAMES["Model"],
-            "B": lambda r: str(r.batch_size),
-            "Backend": _NAMES["Backend"],
-            "Time/step": lambda r: _or(r.step_seconds, style.duration, r.note),
-            "Time ratio": lambda r: _or(r.time_ratio, style.times),
-            "Range": lambda r: _range(r.time_ratio_low, r.time_ratio_high, style.times),
-            "Rounds": lambda r: _or(r.rounds, str),
-            "Published time ratio": lambda r: _or(r.published_time_ratio, _published),
-            "Peak memory": lambda r: _or(r.peak_bytes, style.size),
-            "Memory ratio": lambda r: _or(r.memory_ratio, style.times),
-            "Published memory ratio": lambda r: _or(r.published_memory_ratio, _published),
-            **_EXACTNESS,
-        },
-    )
-
-
-#: Columns that tables of `paired` have only with numbers in them, beside published ones.
-_OPTIONAL = ("Growth", "Pixels", "Its own plain step")
-
-
-def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd.DataFrame:
-    """`overhead.table` and `growth.table` for people.
-
-    Args:
-        sizes: name of a column between model and backend -> its text of a row.
-    """
-    columns: dict[str, Callable[[Any], str]] = {
-        "Model": _NAMES["Model"],
-        **sizes,
-        "Backend": _NAMES["Backend"],
-        "Time/step": lambda r: _or(r.step_seconds, style.duration, r.note),
-        "Time ratio": lambda r: _or(r.time_ratio, style.times),
-        "Range": lambda r: _range(r.time_ratio_low, r.time_ratio_high, style.times),
-        "Its own plain step": lambda r: _or(getattr(r, "plain_step_seconds", None), style.duration),
-        "Pairs": lambda r: _or(r.paired_rounds, str),
-        **(_UTILISATION if frame.model_flops_utilisation.notna().any() else {}),
-        "Growth": lambda r: _or(getattr(r, "growth", None), "{:.2f}".format),
-        "Published time ratio": lambda r: _or(r.published_time_ratio, _published),
-        "Peak memory": lambda r: _or(r.peak_bytes, style.size),
-        "Memory ratio": lambda r: _or(r.memory_ratio, style.times),
-        "Published memory ratio": lambda r: _or(r.published_memory_ratio, _published),
-        **_EXACTNESS,
-    }
-    table = texts(frame, columns)
-    optional = [name for name in columns if name.startswith("Published") or name in _OPTIONAL]
-    empty = [name for name in optional if name in columns and not table[name].any()]
-    return table.drop(columns=empty)
-
-
-def epsilon(frame: pd.DataFrame) -> pd.DataFrame:
-    """`tables.epsilon` for people."""
-    return texts(
-        frame,
-        {
-            "Accountant": lambda r: style.accountant(r.accountant).name,
-            "Kind": lambda r: _or(r.kind, lambda kind: style.KINDS[kind][1] if kind in style.KINDS else kind),
-            "q": lambda r: style.plain(r.sample_rate),
-            "σ": lambda r: style.plain(r.noise_multiplier),
-            "δ": lambda r: style.plain(r.delta),
-            "Steps": lambda r: f"{r.steps:,}",
-            "Epochs": lambda r: f"{r.epochs:g}",
-            "ε": lambda r: _or(r.epsilon, lambda value: rounded_epsilon(value, r.kind), r.note),
-        },
-    )
-
-
-def max_batch(row: Any) -> str:
-    """'1,500', '≥ 16,384, not limited by memory up to there', or the reason for a missing number.
-
-    Args:
-        row: of the table.
-    """
-    if missing(row.max_batch_size):
-        return _or(row.max_batch_note, str, "–")
-    sign = "≥ " if missing(row.fails_at) else ""
-    return f"{sign}{row.max_batch_size:,}" + _or(row.max_batch_note, lambda note: f", {note}")
-
-
-_FORETOLD: dict[str, Callable[[Any], str]] = {
-    "Foretold": lambda r: _or(r.foretold_max_batch_size, "{:,}".format),
-    "Its peak": lambda r: _or(r.foretold_peak_error, "{:+.1%}".format),
-}
-_NAMES: dict[str, Callable[[Any], str]] = {
-    "Model": lambda r: style.model(r.model),
-    "Backend": lambda r: style.backend(r.backend).name,
-}
-
-
-def texts(frame: pd.DataFrame, columns: dict[str, Callable[[Any], str]]) -> pd.DataFrame:
+def texts(frame: pd.DataFrame, columns: Columns, optional: tuple[str, ...] = ()) -> pd.DataFrame:
     """A table of texts.
 
     Args:
         columns: name -> its text of a row.
+        optional: columns to leave out if they are empty.
     """
     rows = list(frame.itertuples(index=False))
-    return pd.DataFrame({header: [text(row) for row in rows] for header, text in columns.items()}, dtype=object)
+    shown = {header: [text(row) for row in rows] for header, text in columns.items()}
+    return pd.DataFrame({n: own for n, own in shown.items() if n not in optional or any(own)}, dtype=object)
 
 
-def _or(value: Any, text: Callable[[Any], str], otherwise: Any = None) -> str:
-    if not missing(value):
-        return text(value)
-    return "" if missing(otherwise) else str(otherwise)
+def of(column: str, text: Callable[[Any], str] = str, instead: str = "") -> Callable[[Any], str]:
+    """A function from a row to the text of one cell.
+
+    Args:
+        column: of the table, which may lack it.
+        text: from a number to its text.
+        instead: the column of the words for an empty cell, or its text where there is no such column.
+    """
+
+    def told(row: Any) -> str:
+        value = getattr(row, column, None)
+        if not missing(value):
+            return text(value)
+        other = getattr(row, instead, instead) if instead else ""
+        return "" if missing(other) else str(other)
+
+    return told
 
 
-def _range(low: Any, high: Any, text: Callable[[Any], str]) -> str:
-    return "" if missing(low) or low == high else f"{text(low)}–{text(high)}"
+def between(low: str, high: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A function from a row to '1.02–1.35'; empty without a range.
+
+    Args:
+        low, high: columns.
+        text: from a number to its text.
+    """
+
+    def told(row: Any) -> str:
+        ends = getattr(row, low), getattr(row, high)
+        return "" if missing(ends[0]) or ends[0] == ends[1] else "–".join(map(text, ends))
+
+    return told
 
 
 def _coverage(row: Any) -> str:
@@ -187,11 +101,44 @@ def _coverage(row: Any) -> str:
     )
 
 
-_EXACTNESS: dict[str, Callable[[Any], str]] = {
-    "Norm error": lambda r: _or(r.max_norm_error, "{:.0e}".format),
-    "Gradient error": lambda r: _or(r.max_grad_error, "{:.0e}".format),
+MODEL: Columns = {"Model": of("model", style.model)}
+BATCH: Columns = {"B": of("batch_size")}
+BACKEND: Columns = {"Backend": of("backend", lambda name: style.backend(name).name)}
+EXACTNESS: Columns = {
+    "Norm error": of("max_norm_error", "{:.0e}".format),
+    "Gradient error": of("max_grad_error", "{:.0e}".format),
     "Coverage": _coverage,
 }
+#: Utilisation by ordinary training's operations; 100 % is the device's peak.
+UTILISATION: Columns = {"MFU": of("model_flops_utilisation", "{:.1%}".format)}
+
+
+def paired(frame: pd.DataFrame, sizes: Columns) -> pd.DataFrame:
+    """A table of times and peaks beside ordinary training's.
+
+    Args:
+        sizes: columns between model and backend.
+    """
+    columns: Columns = {
+        **MODEL,
+        **sizes,
+        **BACKEND,
+        "Time/step": of("step_seconds", style.duration, "note"),
+        "Time ratio": of("time_ratio", style.times),
+        "Range": between("time_ratio_low", "time_ratio_high", style.times),
+        "Its own plain step": of("plain_step_seconds", style.duration),
+        "Rounds": of("rounds"),
+        "Pairs": of("paired_rounds"),
+        **UTILISATION,
+        "Growth": of("growth", "{:.2f}".format),
+        "Published time ratio": of("published_time_ratio", _published),
+        "Peak memory": of("peak_bytes", style.size),
+        "Memory ratio": of("memory_ratio", style.times),
+        "Published memory ratio": of("published_memory_ratio", _published),
+        **EXACTNESS,
+    }
+    optional = ("Pixels", "Its own plain step", "Rounds", "Pairs", "MFU", "Growth")
+    return texts(frame, columns, (*optional, "Published time ratio", "Published memory ratio"))
 
 
 #: Kind of an accountant's result -> how its ε is rounded, so that a bound remains one.
@@ -210,5 +157,29 @@ def rounded_epsilon(value: float, kind: str, digits: int = 4) -> str:
     return f"{context.create_decimal(value):g}" if math.isfinite(value) else "inf"
 
 
+def epsilon(column: str = "epsilon", instead: str = "note") -> Callable[[Any], str]:
+    """A function from a row to its ε, rounded by its kind.
+
+    Args:
+        column: with ε.
+        instead: the column of the words for an empty cell.
+    """
+    return lambda row: of(column, lambda value: rounded_epsilon(value, row.kind), instead)(row)
+
+
 def _published(value: float | str) -> str:
     return value if isinstance(value, str) else style.times(value)
+
+
+def as_percent(value: float) -> str:
+    """'94.0 %'."""
+    return f"{100 * value:.1f} %"
+
+
+def digits(count: int) -> Callable[[float], str]:
+    """A function from a number to its text with so many significant digits.
+
+    Args:
+        count: of digits.
+    """
+    return f"{{:.{count}g}}".format

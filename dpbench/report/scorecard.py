@@ -17,7 +17,7 @@ import pandas as pd
 from clipping import BACKENDS
 from dpbench.conformance.sensitivity.scorecard import in_units
 from dpbench.records.reader import entries
-from dpbench.report import style
+from dpbench.report import captions, style
 from dpbench.report.data.claims import NOT_MEASURED
 from dpbench.report.data.select import LeftOut, Record, by_device, kept, newest
 from dpbench.report.figures import claims, coverage, overhead, sensitivity, training_step
@@ -138,7 +138,7 @@ def _conformance(records: Sequence[Record]) -> tuple[Column, Column]:
 
 def _coverage(records: Sequence[Record]) -> Column:
     device, own = _latest(records, lambda r: r.trial["backends"])
-    used = kept(own, coverage.FIGURE.cell, LeftOut())
+    used = kept(own, captions.libraries, LeftOut())
     frame = coverage.table(used, LeftOut()) if used else pd.DataFrame(columns=["library"])
     rows: list[Any] = list(frame[frame.library == coverage.ALL].itertuples(index=False))
     cells = {

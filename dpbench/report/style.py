@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -97,7 +98,7 @@ INK, FAINT, GRID, FAILURE = "#222222", "#6B6B6B", "#E4E4E4", "#A51C1C"
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
-    "axes.titlesize": 9.5,
+    "axes.titlesize": 9.2,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.edgecolor": "#999999",
@@ -105,6 +106,15 @@ RC: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 7.8,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 4.5,
     "text.color": INK,
     "axes.labelcolor": INK,
     "xtick.color": INK,
@@ -192,6 +202,12 @@ def accountant(name: str) -> Look:
     return ACCOUNTANTS.get(name) or Look(name, *_UNKNOWN)
 
 
+def accountant_key(name: str) -> int:
+    """A sort key: the order of `ACCOUNTANTS`, unknown ones last."""
+    known = list(ACCOUNTANTS)
+    return known.index(name) if name in known else len(known)
+
+
 def model(reference: str) -> str:
     """'resnet18' -> 'ResNet18', 'timm:vit_tiny' -> 'vit_tiny', 'my/net.py:make' -> 'net.py:make', and `MODELS`.
 
@@ -203,6 +219,17 @@ def model(reference: str) -> str:
     plain, tokens = without_length(reference)
     name = MODELS.get(plain) or re.sub(r"^(timm|torchvision|transformers):", "", plain).rsplit("/", 1)[-1]
     return name if tokens is None else f"{name}, T={tokens}"
+
+
+def shortened(words: str, longest: int) -> str:
+    """A long name with its middle left out.
+
+    Args:
+        words: any.
+        longest: number of characters.
+    """
+    end = longest // 2
+    return words if len(words) <= longest else f"{words[: longest - end - 1]}…{words[-end:]}"
 
 
 def without_length(reference: str) -> tuple[str, int | None]:
@@ -268,6 +295,38 @@ def number(value: float) -> str:
 def times(ratio: float) -> str:
     """A ratio for people: '1.52×'."""
     return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:.1f}×" if ratio < 99.95 else f"{ratio:.0f}×"
+
+
+def setting(name: str, value: Any) -> str:
+    """A field's value for people: '16 GiB', '1e-5', 'SGD'.
+
+    Args:
+        name: of the field.
+    """
+    if name == "memory_budget":
+        return size(value)
+    return plain(value) if isinstance(value, float) else str(value)
+
+
+def power(value: float, least: float, most: float) -> str:
+    """'1,500', and '2e-5' outside of a range.
+
+    Args:
+        least, most: of the range.
+    """
+    if value and not least <= abs(value) < most:
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+    return f"{value:,g}"
+
+
+def middle(values: Iterable[float]) -> float:
+    """The middle of the distinct values.
+
+    Args:
+        values: at least one.
+    """
+    known = sorted(set(values))
+    return known[len(known) // 2]
 
 
 def plain(value: float) -> str:

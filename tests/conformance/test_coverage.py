@@ -307,7 +307,7 @@ def test_a_mixture_of_experts_counts_once_by_its_graver_result_and_only_the_newe
     newer = CoverageTrial(model="tiny:causal/c", task="t", backends=("ghost",))
     file.add(newer, built(verdict("ghost", "exact")), fingerprint="newer")
     left_out: LeftOut = LeftOut()
-    kept = newest_version(read(file.path), figure.FIGURE.cell, left_out)
+    kept = newest_version(read(file.path), figure.FIGURES["coverage"].cell, left_out)
     assert [r.trial["model"] for r in kept] == ["tiny:causal/c"] and left_out.total() == 4
 
 

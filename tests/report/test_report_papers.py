@@ -206,7 +206,7 @@ def test_the_decision_map_marks_what_differs_from_the_papers_rule(run):
     assert "differ in 1: 1 are instantiated where the rule takes the ghost norm, 0 the other way" in decisions.finding(
         frame
     )
-    text = decisions.text(frame)
+    text = decisions.FIGURE.texts(frame)
     assert list(text.Ours) == ["instantiate", "instantiate ≠", "ghost"]
     drawn, boxes = draw(run, "decision_map")
     rings = [mark for mark in drawn.axes[0].lines if mark.get_markersize() == 9.5]

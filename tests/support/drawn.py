@@ -17,7 +17,7 @@ def draw(run, figure):
     left_out = LeftOut()
     frame = kind.table(records, left_out)
     with matplotlib.rc_context(style.RC):
-        drawn = kind.plot(frame, kind.caption(records, frame, left_out))
+        drawn = kind.plot(frame, kind.words(records, frame, left_out))
         FigureCanvasAgg(drawn).draw()
         beyond = {id(label) for axes in drawn.axes for label in out_of_sight(axes)}
         texts = [text for text in drawn.findobj(Text) if text.get_text().strip() and text.get_visible()]

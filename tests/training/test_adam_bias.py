@@ -71,5 +71,5 @@ def test_the_figure_has_every_learning_rate_and_says_the_best():
     assert titles == ["linear, ordinary training", "linear, ε = 8"]
     entries = [text.get_text() for text in figure.legends[0].get_texts()]
     assert entries == ["SGD", "Adam", "AdamBC", "AdamBC, floor 0.01"]
-    assert adam_bias.text(frame).accuracy.tolist() == ["90.0 %"] * 6
+    assert adam_bias.FIGURE.texts(frame).accuracy.tolist() == ["90.0 %"] * 6
     assert adam_bias.finding(frame.iloc[:0]) == "" and adam_bias.plot(frame.iloc[:0], "none") is not None

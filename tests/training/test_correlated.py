@@ -58,5 +58,5 @@ def test_the_figure_has_each_noise_at_its_best_learning_rate():
     assert correlated.finding(frame).endswith(said)
     (axes,) = correlated.plot(frame, "").axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "4", "one\npass", "BLT"]
-    assert list(correlated.text(frame).accuracy) == ["90.0 %", "95.0 %", "90.0 %", "90.0 %", "96.0 %"]
+    assert list(correlated.FIGURE.texts(frame).accuracy) == ["90.0 %", "95.0 %", "90.0 %", "90.0 %", "96.0 %"]
     assert correlated.finding(correlated.table([], Counter())) == ""

@@ -116,7 +116,6 @@ def test_ratios_are_of_the_same_round_and_scaling_of_one_process():
     left_out = LeftOut()
     records = [record(1, [2.0, 4.0], [1.0, 2.0]), record(2, [2.5, 5.0], [2.0, 4.5]), record(4, [1], [1], "crash")]
     frame = distributed.table(records, left_out)
-    assert left_out == {"cnn fsdp 4: crash": 1}
     private = frame[frame.backend == "bk_mixed"].set_index("processes")
     assert private.throughput_ratio[1] == 0.5 and private.throughput_ratio[2] == pytest.approx((0.8 + 0.9) / 2)
     assert (private.least[2], private.greatest[2]) == (0.8, 0.9)
@@ -127,8 +126,8 @@ def test_ratios_are_of_the_same_round_and_scaling_of_one_process():
 def test_the_figure_marks_what_is_oversubscribed():
     records = [record(1, [2.0], [1.0]), record(2, [2.5], [4.0]), record(4, [3.0], [2.0])]
     frame = distributed.table(records, LeftOut())
-    figure = distributed.plot(frame, distributed.caption(records, frame, LeftOut()))
+    figure = distributed.plot(frame, " ".join(distributed.caption(records, frame)))
     faces = [line.get_markerfacecolor() for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert figure.axes[0].get_ylim()[1] > 1.6 and distributed.plot(frame[:0], "none")  # the whole range is in sight
     assert faces.count("white") == 1 and len(faces) == 3
-    assert list(distributed.text(frame).oversubscribed).count("yes") == 2
+    assert list(distributed.FIGURE.texts(frame).oversubscribed).count("yes") == 2

@@ -14,7 +14,6 @@ from dpbench.experiment import load_experiment
 from dpbench.records import reader as records_module
 from dpbench.report.figures import time_to_accuracy as time_to
 from dpbench.report.figures import utility
-from dpbench.report.figures import utility_curves as trajectories
 from dpbench.training import UtilityTrial
 
 
@@ -127,21 +126,21 @@ def records():
 
 def test_curves_and_the_distance_of_backends_on_the_way():
     left_out = Counter()
-    frame = trajectories.table(records(), left_out)
+    frame = utility.curves(records(), left_out)
     two = frame[(frame.target_epsilon == 2) & (frame.backend == "bk_mixed")]
     assert two.epoch.tolist() == [1, 2] and two.steps.tolist() == [3, 6] and two.accuracy.tolist() == [0.5, 0.92]
     assert (two.least.iloc[1], two.greatest.iloc[1]) == (0.91, 0.93)
     ghost = frame[frame.backend == "ghost"].loss_difference.tolist()
     assert ghost == [0.0, pytest.approx(1e-6)] and two.loss_difference.tolist() == [0.0, 0.0]
     assert frame[frame.backend.isin(["ordinary", "microbatch"])].loss_difference.isna().all()
-    caption = trajectories.caption(records(), frame, left_out)
+    (_, caption) = utility.curves_caption(records(), frame)
     assert "difference so far, 1.0e-06 at the end" in caption
-    above, below = trajectories.plot(frame, caption).axes
+    above, below = utility.curves_plot(frame, caption).axes
     labels = [text.get_text() for text in above.get_legend().get_texts()]
     assert labels == ["ordinary training", "ε = 2", "ε = 1"]
     assert above.lines[1].get_xydata().tolist() == [[1, 0.5], [2, 0.92]]
     assert [text.get_text() for text in below.get_legend().get_texts()] == ["Ghost", "BK mixed"]
-    assert set(trajectories.text(frame)["test loss from microbatch's"]) == {"", "0.0e+00", "1.0e-06"}
+    assert set(utility.curves_text(frame)["test loss from microbatch's"]) == {"", "0.0e+00", "1.0e-06"}
 
 
 def test_time_to_accuracy():
@@ -154,9 +153,9 @@ def test_time_to_accuracy():
     assert (two.reached, two.seeds, two.epochs, two.seconds, two.seconds_per_epoch) == (3, 3, 2, 2.5, 1.25)
     one = frame[frame.target_epsilon == 1].iloc[0]
     assert one.reached == 0 and pd.isna(one.epochs)
-    caption = time_to.caption(records(), frame, left_out)
+    (caption,) = time_to.caption(records(), frame)
     assert "the load reached" not in caption
-    disturbed = time_to.caption([*records(), Record(8.0, 0, 0.9, load=9.0, stolen=0.3)], frame, left_out)
+    disturbed = " ".join(time_to.caption([*records(), Record(8.0, 0, 0.9, load=9.0, stolen=0.3)], frame))
     assert "the load reached 9.0" in disturbed and "the host gave others 30% of CPU time" in disturbed
     epochs = time_to.plot(frame, caption).axes[0]
     assert [label.get_text() for label in epochs.get_yticklabels()] == [
@@ -175,7 +174,7 @@ def test_a_run_of_one_backend_is_drawn_without_a_complaint():
     alone = [Record(2.0, 0, 0.9, backend="microbatch")]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for kind in (utility, trajectories):
+        for kind in utility.FIGURES.values():
             assert len(kind.plot(kind.table(alone, Counter()), "words").axes) == 1
 
 
@@ -186,7 +185,7 @@ def test_figure_and_table():
     row = frame[(frame["clip"] == "flat") & (frame.target_epsilon == 8)].iloc[0]
     assert (row.seeds, row.accuracy, row.least, row.greatest) == (3, 0.94, 0.9, 0.95)
     assert frame[frame.backend == "ordinary"].accuracy.tolist() == [0.97]
-    assert "94.0 %" in set(utility.text(frame).accuracy)
+    assert "94.0 %" in set(utility.FIGURES["utility"].texts(frame).accuracy)
     axes = utility.plot(frame, "words").axes[0]
     lines = {text.get_text() for text in axes.get_legend().get_texts()}
     assert lines == {"ordinary training", "flat clipping", "automatic clipping"}

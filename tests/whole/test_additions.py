@@ -68,19 +68,17 @@ class Doubled(Rdp):
     "dpbench/report/figures/bare.py": '''
 """ε of each accountant, for a test."""
 
-from dpbench.report import captions, readable
-from dpbench.report.data import tables
 from dpbench.report.drawing import privacy_plots
+from dpbench.report.figures import accounting
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import of, epsilon
 
 FIGURE = FigureKind(
     doc="for a test",
     kinds=("epsilon",),
-    cell=lambda record: record.id,
-    facets={"experiment": ("epsilon",)},
-    table=tables.epsilon,
-    text=readable.epsilon,
-    caption=captions.epsilon,
+    table=accounting.epochs,
+    text={"Accountant": of("accountant"), "ε": epsilon()},
+    caption="For a test.",
     plot=privacy_plots.epochs,
 )
 ''',

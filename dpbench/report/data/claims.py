@@ -6,11 +6,9 @@ Functions take:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
-
-import pandas as pd
 
 from dpbench.report import style
 from dpbench.report.data import published
@@ -27,12 +25,12 @@ _PAPER_BUDGET = 16 * 2**30
 class Numbers(NamedTuple):
     """The numbers of one device's records.
 
-    paired: rows of `overhead.table`, eager and in float32; largest: those of `tables.max_batch_throughput` with a
+    paired: rows of `overhead.table`, eager and in float32; largest: those of `max_batch_throughput.table` with a
     budget, with `image_size`.
     """
 
-    paired: pd.DataFrame
-    largest: pd.DataFrame
+    paired: Sequence[Any]
+    largest: Sequence[Any]
 
     def column(self, backend: str, name: str, where: Callable[[Any], bool] = lambda row: True) -> list[Any]:
         """Rows of `paired` with a number in this column.
@@ -42,33 +40,30 @@ class Numbers(NamedTuple):
             name: of the column.
             where: a predicate on rows.
         """
-        lines: list[Any] = list(self.paired.itertuples(index=False))
-        return [line for line in lines if line.backend == backend and not missing(getattr(line, name)) and where(line)]
+        return [row for row in self.paired if row.backend == backend and not missing(getattr(row, name)) and where(row)]
 
-    def ratio(self, line: Any, backend: str, name: str = "time_ratio") -> float | None:
-        """The same column for another backend in the same cell.
+    def beside(self, lines: Sequence[Any], backend: str) -> list[tuple[Any, float]]:
+        """Each row with the time ratio of another backend in the same cell, where that has one.
 
         Args:
-            line: the cell, a row of any backend.
+            lines: rows of `paired`.
             backend: the other backend.
-            name: of the column.
         """
-        for other in self.column(backend, name, lambda row: _cell(row) == _cell(line)):
-            return float(getattr(other, name))
-        return None
+        others = {_cell(row): float(row.time_ratio) for row in reversed(self.column(backend, "time_ratio"))}
+        return [(line, others[_cell(line)]) for line in lines if _cell(line) in others]
 
-    def batch(self, model: str, backend: str, budget: int) -> Any:
-        """The row of the largest batch within about this budget; None without a search.
+    def batches(self, model: str, *backends: str) -> list[Any]:
+        """The rows of the largest batches in about 16 GB; [] if a search is missing.
 
         Args:
-            model, backend: of the search.
-            budget: bytes.
+            model, backends: of the searches.
         """
-        lines: list[Any] = list(self.largest.itertuples(index=False))
-        near = (
-            r for r in lines if (r.model, r.backend) == (model, backend) and abs(r.budget_bytes / budget - 1) < 0.08
-        )
-        return next(near, None)
+        known = {r.backend: r for r in reversed(self.largest) if r.model == model and _near(r.budget_bytes)}
+        return [known[name] for name in backends] if known.keys() >= set(backends) else []
+
+
+def _near(budget: float) -> bool:
+    return abs(budget / _PAPER_BUDGET - 1) < 0.08
 
 
 class Judgement(NamedTuple):
@@ -125,7 +120,7 @@ def within(
     def judge(numbers: Numbers) -> Judgement | None:
         lines, name = numbers.column(backend, column, of), style.backend(backend).name
         if not lines:
-            rows: list[Any] = [r for r in numbers.paired.itertuples(index=False) if r.backend == backend and of(r)]
+            rows = [row for row in numbers.paired if row.backend == backend and of(row)]
             notes = dict.fromkeys(f"{_named(row)}: {row.note}" for row in rows if not missing(row.note))
             return Judgement(NOT_COMPARABLE, f"{name} gave no number: {'; '.join(notes)}.") if notes else None
         lines.sort(key=lambda line: getattr(line, column))
@@ -142,8 +137,8 @@ def within(
 
 def halved(numbers: Numbers) -> Judgement | None:
     """Judge whether a step of Opacus' ghost clipping takes about half the time of one of its hooks."""
-    pairs = [(line, numbers.ratio(line, "opacus_hooks")) for line in numbers.column("opacus_ghost", "time_ratio")]
-    known = sorted((line.time_ratio / hooks, _named(line)) for line, hooks in pairs if hooks is not None)
+    pairs = numbers.beside(numbers.column("opacus_ghost", "time_ratio"), "opacus_hooks")
+    known = sorted((line.time_ratio / hooks, _named(line)) for line, hooks in pairs)
     if not known:
         return None
     middle = median(ratio for ratio, _ in known)
@@ -170,12 +165,12 @@ def table_4_cells(column: str) -> Any:
 
 def batch_of_opacus(numbers: Numbers) -> Judgement | None:
     """Judge how much larger a batch mixed ghost clipping fits than Opacus, on VGG19."""
-    ours, theirs = (numbers.batch("vgg19", name, _PAPER_BUDGET) for name in ("mixed_ghost", "opacus_hooks"))
-    if ours is None or theirs is None:
+    found = numbers.batches("vgg19", "mixed_ghost", "opacus_hooks")
+    if not found:
         return None
-    if missing(ours.max_batch_size) or missing(theirs.max_batch_size):
-        notes = (str(row.max_batch_note) for row in (ours, theirs) if missing(row.max_batch_size))
+    if notes := [str(row.max_batch_note) for row in found if missing(row.max_batch_size)]:
         return Judgement(NOT_COMPARABLE, f"The search on VGG19 gave no number: {'; '.join(notes)}.")
+    ours, theirs = found
     ratio = ours.max_batch_size / theirs.max_batch_size
     said = f"{ours.max_batch_size:,} images against {theirs.max_batch_size:,} of Opacus hooks: {times(ratio)}"
     return Judgement(_verdict(ratio >= 18), f"VGG19 in {style.size(ours.budget_bytes)}: {said}, {ours.memory} memory.")
@@ -184,8 +179,7 @@ def batch_of_opacus(numbers: Numbers) -> Judgement | None:
 def faster_than_opacus(numbers: Numbers) -> Judgement | None:
     """Judge how much faster mixed ghost clipping is than Opacus, on VGG19 at 32 pixels."""
     lines = numbers.column("mixed_ghost", "time_ratio", lambda row: row.model == "vgg19" and row.image_size == 32)
-    pairs = [(line, numbers.ratio(line, "opacus_hooks")) for line in lines]
-    known = [(line, theirs / line.time_ratio) for line, theirs in pairs if theirs is not None]
+    known = [(line, theirs / line.time_ratio) for line, theirs in numbers.beside(lines, "opacus_hooks")]
     if not known:
         return Judgement(NOT_COMPARABLE, "Opacus hooks gave no time on VGG19.") if lines else None
     line, ratio = max(known, key=lambda pair: pair[1])
@@ -216,8 +210,7 @@ def high_resolution(numbers: Numbers) -> Judgement | None:
     lines = numbers.column(
         "mixed_ghost", "time_ratio", lambda row: row.model == "vgg11" and not missing(row.image_size)
     )
-    pairs = [(line, numbers.ratio(line, "opacus_hooks")) for line in lines]
-    known = [(line, theirs) for line, theirs in pairs if theirs is not None]
+    known = numbers.beside(lines, "opacus_hooks")
     if not known:
         return None
     line, theirs = max(known, key=lambda pair: pair[0].image_size)
@@ -233,8 +226,8 @@ def high_resolution(numbers: Numbers) -> Judgement | None:
 def peak_and_batch(numbers: Numbers) -> Judgement | None:
     """Judge memory and largest batch of mixed ghost clipping against ordinary training, on ResNet18."""
     lines = numbers.column("mixed_ghost", "memory_ratio", lambda row: row.model == "resnet18" and row.image_size == 32)
-    sizes = [numbers.batch("resnet18", name, _PAPER_BUDGET) for name in ("mixed_ghost", "nonprivate")]
-    if not lines or any(row is None or missing(row.max_batch_size) for row in sizes):
+    sizes = numbers.batches("resnet18", "mixed_ghost", "nonprivate")
+    if not lines or not sizes or any(missing(row.max_batch_size) for row in sizes):
         return None
     line, ratio = lines[0], sizes[0].max_batch_size / sizes[1].max_batch_size
     over, told = line.memory_ratio - 1, published.ratio("active_memory", "resnet18", "mixed_ghost")
@@ -250,23 +243,19 @@ def peak_and_batch(numbers: Numbers) -> Judgement | None:
 
 def largest_of_all(numbers: Numbers) -> Judgement | None:
     """Judge whether mixed ghost clipping fits the largest batch of all exact backends, on ResNets."""
-    rows: list[Any] = list(numbers.largest.itertuples(index=False))
-    lines = [row for row in rows if row.model.startswith("resnet")]
+    lines = [row for row in numbers.largest if row.model.startswith("resnet")]
     peers = ("ghost", "fastgradclip", "opacus_hooks")
     beaten: list[str] = []
     judged = 0
     for model in dict.fromkeys(row.model for row in lines):
-        group = [row for row in lines if row.model == model]
-        by_name = {row.backend: row.max_batch_size for row in group if not missing(row.max_batch_size)}
-        others = {name: by_name[name] for name in peers if name in by_name}
-        if "mixed_ghost" not in by_name or not others:
+        sizes = {r.backend: r.max_batch_size for r in lines if r.model == model and not missing(r.max_batch_size)}
+        others = {name: sizes[name] for name in peers if name in sizes}
+        if "mixed_ghost" not in sizes or not others:
             continue
         judged += 1
-        name = max(others, key=lambda key: others[key])
-        if others[name] > SLACK * by_name["mixed_ghost"]:
-            beaten.append(
-                f"{style.model(model)}: {style.backend(name).name} {others[name]:,} > {by_name['mixed_ghost']:,}"
-            )
+        name, ours = max(others, key=lambda key: others[key]), sizes["mixed_ghost"]
+        if others[name] > SLACK * ours:
+            beaten.append(f"{style.model(model)}: {style.backend(name).name} {others[name]:,} > {ours:,}")
     if not judged:
         return None
     memory = " and ".join(sorted(set(str(row.memory) for row in lines)))

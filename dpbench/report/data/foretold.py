@@ -39,7 +39,7 @@ def as_peaks(records: Iterable[Record]) -> list[Record]:
 
 
 def joined(rows: Sequence[Row], probes: Iterable[Sequence[Record]]) -> list[Row]:
-    """The rows of `tables.max_batch_throughput`, with each prediction and its confirmation in one row.
+    """The rows of `max_batch_throughput.table`, with each prediction and its confirmation in one row.
 
     Args:
         rows: one for each (model, backend, memory).
@@ -72,11 +72,11 @@ def _peaks(records: Iterable[Record]) -> Mapping[int, int]:
     return {batch(r): r.result["memory"]["peak_bytes"] for r in records if r.result.get("memory")}
 
 
-def said(frame: Any) -> str:
-    """A sentence that compares predicted batches with the confirming steps; empty without any."""
+def said(frame: Any) -> list[str]:
+    """A sentence that compares predicted batches with the confirming steps; [] without any."""
     told = frame[frame.foretold_max_batch_size.notna()]
     if not len(told):
-        return ""
+        return []
     seen = told[told.max_batch_size.notna()]
     off = [float(r.max_batch_size / r.foretold_max_batch_size - 1) for r in seen.itertuples()]
     words = f"{sum(each == 0 for each in off)} of {len(told)} batches stand as foretold"
@@ -85,4 +85,4 @@ def said(frame: Any) -> str:
     errors = [float(error) for error in told.foretold_peak_error.dropna()]
     if errors:
         words += f"; foretold peaks are {min(errors):+.1%} to {max(errors):+.1%} off the measured ones"
-    return words + "."
+    return [words + "."]

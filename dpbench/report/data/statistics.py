@@ -89,17 +89,38 @@ def count_failures(records: Iterable[Record], left_out: LeftOut) -> None:
             left_out[style.OUTCOMES.get(record.outcome, record.outcome)] += 1
 
 
-def losses_of_seeds(rows: Sequence[Mapping[str, Any]], same: Sequence[str], medians: Sequence[str]) -> pd.DataFrame:
-    """A row for each setting: number of seeds, their median, least and greatest loss, and medians of other columns.
+#: The setting of a training, apart from its seed.
+TRAINING = ["data", "network", "clip", "backend", "target_epsilon"]
+
+
+def trained(record: Record) -> dict[str, Any] | None:
+    """The setting of a training (`TRAINING`); ordinary training is one backend and clips nothing. None if it failed."""
+    if "accuracy" not in record.result:
+        return None
+    named = {name: record.trial[name] for name in TRAINING}
+    return named if named["target_epsilon"] is not None else named | {"clip": "none", "backend": "ordinary"}
+
+
+def over_seeds(
+    rows: Sequence[Mapping[str, Any]],
+    same: Sequence[str],
+    value: str,
+    medians: Sequence[str] = (),
+    most: Sequence[str] = (),
+) -> pd.DataFrame:
+    """A row for each setting: the number of seeds, median, least and greatest value, and other columns.
 
     Args:
-        rows: of a seed each, with a "loss"; at least one.
+        rows: of a seed each.
         same: columns that define a setting.
-        medians: other numeric columns.
+        value: the main column.
+        medians, most: other numeric columns, of which the median or the greatest counts.
     """
-    of = {"seeds": ("loss", "size"), "loss": ("loss", "median"), "least": ("loss", "min"), "greatest": ("loss", "max")}
-    of |= {name: (name, "median") for name in medians}
-    frame = pd.DataFrame(rows).astype(dict.fromkeys(medians, float))
+    of = {"seeds": (value, "size"), value: (value, "median"), "least": (value, "min"), "greatest": (value, "max")}
+    of |= {name: (name, "median") for name in medians} | {name: (name, "max") for name in most}
+    if not rows:
+        return pd.DataFrame(columns=[*same, *of])
+    frame = pd.DataFrame(rows).astype(dict.fromkeys((*medians, *most), float))
     return frame.groupby([*same], dropna=False).agg(**of).reset_index()
 
 

@@ -7,8 +7,7 @@ type size is the same at any number of rows.
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +16,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import Bbox, ScaledTranslation
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from dpbench.report import style
+from dpbench.report.drawing.sheet import AXIS, MARGIN, REFERENCE, WIDTH, beside, legend, logarithmic, place, sheet
+from dpbench.report.style import missing
 
-WIDTH = 9.4
-_MARGIN, _NUMBERS, _DETAILS, _GAP = 0.12, 0.58, 0.52, 0.2
-_ROW, _HEADING, _LEGEND, _TITLE, AXIS, _CAPTION_LINE = 0.19, 0.25, 0.27, 0.33, 0.55, 0.145
+_NUMBERS, _DETAILS, _GAP = 0.58, 0.52, 0.2
+_ROW, _HEADING, _LEGEND, _TITLE = 0.19, 0.25, 0.27, 0.33
 _NAMES, _CHARACTER, _BOLD, _LONGEST = (1.1, 2.3), 0.068, 0.082, 26
-_CAPTION_CHARACTERS = 152
-_CAPTION = "caption"
 # The axis is logarithmic if the largest length over the smallest exceeds this.
 LOG_FROM = 25.0
 _SIMULATED = "//////"
@@ -39,15 +36,9 @@ _GOES_ON: dict[str, Any] = {
     "markersize": 5,
     "markevery": [-1],
 }
-PUBLISHED: dict[str, Any] = {
-    "marker": "D",
-    "markersize": 4.6,
-    "markerfacecolor": "white",
-    "markeredgecolor": style.INK,
-    "markeredgewidth": 1.0,
-    "linestyle": "",
-    "zorder": 5,
-}
+_RANGE: dict[str, Any] = {"color": style.INK, "linewidth": 1.1, "marker": "|", "markersize": 5, "zorder": 3}
+_OUTLINE: dict[str, Any] = {"markerfacecolor": "white", "markeredgecolor": style.INK, "markeredgewidth": 1.0}
+PUBLISHED: dict[str, Any] = {"marker": "D", "markersize": 4.6, "linestyle": "", "zorder": 5} | _OUTLINE
 
 
 @dataclass(frozen=True)
@@ -63,6 +54,36 @@ class Bar:
     note: str = ""
     simulated: bool = False
     at_least: bool = False
+
+    @property
+    def is_range(self) -> bool:
+        """True if there are whiskers."""
+        return self.low is not None and self.high is not None and self.high > self.low
+
+
+def bar(row: Any, column: str, text: Callable[[Any], str], note: str = "note", unit: float = 1.0, **more: Any) -> Bar:
+    """The bar of one cell of a table, with its range and its published value if the table has them.
+
+    Args:
+        row: of the table.
+        column: with the length of the bar.
+        text: from a number to its text.
+        note: the column of the words for an empty cell.
+        unit: of the axis, in the table's.
+        more: further fields of `Bar`.
+    """
+    value, low, high, told = (
+        _number(getattr(row, name, None)) for name in (column, f"{column}_low", f"{column}_high", f"published_{column}")
+    )
+    if value is None:
+        words = getattr(row, note)
+        return Bar(published=told, note="" if missing(words) else str(words))
+    ends = [None if end is None else end / unit for end in (low, high)]
+    return Bar(value / unit, ends[0], ends[1], told, **{"text": text(getattr(row, column))} | more)
+
+
+def _number(value: Any) -> float | None:
+    return None if missing(value) or isinstance(value, str) else float(value)
 
 
 @dataclass(frozen=True)
@@ -117,37 +138,26 @@ def bars(
     """
     strips = [[Block(rows, panels)], *([list(below)] if below else [])]
     depths = [max(block.depth() for block in strip) for strip in strips]
-    signs = _signs([panel for strip in strips for block in strip for panel in block.panels], ranges)
+    signs = _signs([bar for strip in strips for block in strip for panel in block.panels for bar in panel.bars], ranges)
     top = _LEGEND if signs else 0.0
-    figure, height = sheet(top + sum(depths) + (_TITLE + AXIS) * len(strips), caption)
+    figure, _ = sheet(top + sum(depths) + (_TITLE + AXIS) * len(strips), caption)
     for strip, depth in zip(strips, depths, strict=True):
-        width = (WIDTH - 2 * _MARGIN - (len(strip) - 1) * _GAP) / len(strip)
+        width = (WIDTH - 2 * MARGIN - (len(strip) - 1) * _GAP) / len(strip)
         for index, block in enumerate(strip):
-            _draw(figure, block, _MARGIN + index * (width + _GAP), width, top + _TITLE, height)
+            _draw(figure, block, MARGIN + index * (width + _GAP), width, top + _TITLE)
         top += _TITLE + depth + AXIS
-    if signs:
-        corner = (1 - _MARGIN / WIDTH, 1 - 0.04 / height)
-        figure.legend(
-            handles=signs,
-            loc="upper right",
-            bbox_to_anchor=corner,
-            ncols=len(signs),
-            frameon=False,
-            fontsize=8,
-            handlelength=1.6,
-            borderpad=0.2,
-        )
+    legend(figure, signs, right=True, handlelength=1.6)
     return figure
 
 
-def _draw(figure: Figure, block: Block, left: float, width: float, top: float, height: float) -> None:
-    """Draw a block with its rows beginning at `top`, in a figure of height `height`."""
+def _draw(figure: Figure, block: Block, left: float, width: float, top: float) -> None:
+    """Draw a block with its rows beginning at `top`."""
     positions: list[float] = []
     headings: list[tuple[str, float]] = []
     depth, first = 0.0, set(block.headings())
     for index, row in enumerate(block.rows):
         if index in first:
-            headings.append((_shortened(row.group), depth + 0.6 * _HEADING))
+            headings.append((style.shortened(row.group, _LONGEST), depth + 0.6 * _HEADING))
             depth += _HEADING
         positions.append(depth + _ROW / 2)
         depth += _ROW
@@ -156,65 +166,47 @@ def _draw(figure: Figure, block: Block, left: float, width: float, top: float, h
     if not block.panels:  # nothing to compare: the caption and the table give the reason
         return
     share = (width - names - (len(block.panels) - 1) * _GAP) / len(block.panels)
-    depth = block.depth()
     for index, panel in enumerate(block.panels):
-        at = left + names + index * (share + _GAP)
         numbers = _NUMBERS + (_DETAILS if any(bar.detail for bar in panel.bars) else 0)
-        axes = figure.add_axes((at / WIDTH, 1 - (top + depth) / height, (share - numbers) / WIDTH, depth / height))
+        axes = place(figure, left + names + index * (share + _GAP), top, share - numbers, block.depth())
         _scale(axes, panel)
-        axes.set_ylim(depth, 0)
-        if index == 0:
-            axes.set_yticks(positions, [row.label for row in block.rows])
-        else:
-            axes.set_yticks([])
+        axes.set_ylim(block.depth(), 0)
+        axes.set_yticks(positions if index == 0 else [], [row.label for row in block.rows] if index == 0 else [])
         for row, y, bar in zip(block.rows, positions, panel.bars, strict=True):
             _bar(axes, row, y, bar)
         for heading, y in headings if index == 0 else ():
-            _beside(axes, 0, y, -3.5, heading, size=8.5, ha="right", weight="bold")
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 14]}…{name[-13:]}"
+            beside(axes, 0, y, -3.5, heading, fontsize=8.5, ha="right", weight="bold")
 
 
 def _scale(axes: Axes, panel: Panel) -> None:
     shown = [*panel.bars, *panel.beside]
     ends = [v for b in shown for v in (b.value, b.low, b.high, b.published, panel.reference) if v]
-    if ends and max(ends) / min(ends) > LOG_FROM:
-        axes.set_xscale("log")
+    is_log = bool(ends) and max(ends) / min(ends) > LOG_FROM
+    if is_log:
+        logarithmic(axes.xaxis, (1.0, 3.0) if max(ends) / min(ends) < 300 else (1.0,), "{x:,g}")
         axes.set_xlim(min(ends) / 1.8, max(ends) * 1.3)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if max(ends) / min(ends) < 300 else (1.0,)))
-        axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.set_xlim(0, max(ends, default=1.0) * 1.06)
         axes.xaxis.set_major_locator(MaxNLocator(5) if ends else NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.set_title(panel.title, pad=7)
-    axes.set_xlabel(panel.label + (", logarithmic" if axes.get_xscale() == "log" else ""), labelpad=3)
-    axes.grid(axis="x", color=style.GRID, linewidth=0.7)
-    axes.tick_params(length=0)
+        axes.xaxis.set_major_formatter("{x:,g}")
+    axes.set_title(panel.title)
+    axes.set_xlabel(panel.label + (", logarithmic" if is_log else ""))
+    axes.yaxis.grid(False)
     if panel.reference:
-        axes.axvline(panel.reference, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=2.5)
+        axes.axvline(panel.reference, **REFERENCE | {"zorder": 2.5})
 
 
 def _bar(axes: Axes, row: Row, y: float, bar: Bar) -> None:
     color, left = style.backend(row.backend).color, axes.get_xlim()[0]
     if bar.value is not None:
-        drawn = Rectangle(
-            (left, y - _ROW * 0.37),
-            bar.value - left,
-            _ROW * 0.74,
-            facecolor="white" if bar.simulated else color,
-            edgecolor=color,
-            linewidth=0.8,
-            hatch=_SIMULATED if bar.simulated else None,
-            zorder=2,
+        fill: dict[str, Any] = {"facecolor": "white", "hatch": _SIMULATED} if bar.simulated else {"facecolor": color}
+        corner = (left, y - _ROW * 0.37)
+        # the axes' own methods rescan all artists at each call
+        axes.add_patch(
+            Rectangle(corner, bar.value - left, _ROW * 0.74, edgecolor=color, linewidth=0.8, zorder=2, **fill)
         )
-        axes.add_patch(drawn)  # the axes' own methods rescan all artists at each call
-        if bar.low is not None and bar.high is not None and bar.high > bar.low:
-            axes.add_line(
-                Line2D([bar.low, bar.high], [y, y], color=style.INK, linewidth=1.1, marker="|", markersize=5, zorder=3)
-            )
+        if bar.is_range:
+            axes.add_line(Line2D([bar.low or 0.0, bar.high or 0.0], [y, y], **_RANGE))
         if bar.at_least:
             ends = [bar.value, axes.get_xlim()[1]]
             axes.add_line(Line2D(ends, [y, y], color=color, zorder=3, clip_on=False, **_GOES_ON))
@@ -222,11 +214,11 @@ def _bar(axes: Axes, row: Row, y: float, bar: Bar) -> None:
         axes.add_line(Line2D([bar.published], [y], **PUBLISHED))
     if bar.value is None and not bar.text:
         words = f"✕ {bar.note}" if bar.note else "not measured"
-        start = _clear_of(axes, bar.published, words)
         ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # over the grid and the reference line
-        _beside(axes, 0, y, start, words, size=7.6, color=style.FAILURE if bar.note else style.FAINT, bbox=ground)
-    _beside(axes, 1, y, 7, bar.text, size=8)
-    _beside(axes, 1, y, 7 + 72 * (_NUMBERS - 0.12), bar.detail, size=7.4, color=style.FAINT)
+        looks: dict[str, Any] = {"fontsize": 7.6, "color": style.FAILURE if bar.note else style.FAINT, "bbox": ground}
+        beside(axes, 0, y, _clear_of(axes, bar.published, words), words, **looks)
+    beside(axes, 1, y, 7, bar.text)
+    beside(axes, 1, y, 7 + 72 * (_NUMBERS - 0.12), bar.detail, fontsize=7.4, color=style.FAINT)
 
 
 def _clear_of(axes: Axes, marker: float | None, words: str) -> float:
@@ -238,54 +230,18 @@ def _clear_of(axes: Axes, marker: float | None, words: str) -> float:
     return 5 if 5 + 4.4 * len(words) < position - 5 else position + 7
 
 
-def _beside(axes: Axes, x: float, y: float, points: float, text: str, size: float, **looks: Any) -> None:
-    """Text in the row at `y`, `points` to the right of the axes' left (x=0) or right (x=1) edge."""
-    if text:
-        offset = ScaledTranslation(points / 72, -0.5 / 72, axes.figure.dpi_scale_trans)
-        place = axes.get_yaxis_transform() + offset
-        axes.text(x, y, text, transform=place, va="center", fontsize=size, zorder=4, **looks)
-
-
-def _signs(panels: Sequence[Panel], ranges: str) -> list[Artist]:
+def _signs(drawn: Sequence[Bar], ranges: str) -> list[Artist]:
     """Legend entries for the signs in use."""
-    drawn = [bar for panel in panels for bar in panel.bars]
-    handles: list[Artist] = []
-    if any(bar.simulated and bar.value is not None for bar in drawn):
-        handles.append(Patch(facecolor="white", edgecolor=style.INK, hatch=_SIMULATED, label="simulated memory"))
-        if any(bar.value is not None and not bar.simulated for bar in drawn):
-            handles.append(Patch(facecolor=style.FAINT, edgecolor=style.INK, label="measured"))
-    if any(bar.high is not None and bar.low is not None and bar.high > bar.low for bar in drawn):
-        handles.append(
-            Line2D([], [], color=style.INK, linewidth=1.1, marker="|", markersize=5, label=f"range of {ranges}")
-        )
-    if any(bar.at_least for bar in drawn):
-        handles.append(Line2D([], [], color=style.INK, label="not limited by memory", **_GOES_ON))
-    if any(bar.published is not None for bar in drawn):
-        handles.append(Line2D([], [], label="published", **PUBLISHED))
-    return handles
-
-
-def sheet(depth: float, caption: str) -> tuple[Figure, float]:
-    """Create a figure `depth` inches deep with the caption below: (figure, its height in inches).
-
-    Args:
-        depth: inches of the drawing.
-    """
-    text = "\n".join(textwrap.fill(paragraph, _CAPTION_CHARACTERS) for paragraph in caption.splitlines())
-    height = depth + _CAPTION_LINE * (text.count("\n") + 1) + _MARGIN
-    figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    looks: dict[str, Any] = {"fontsize": 7.4, "color": "#444444", "va": "bottom", "linespacing": 1.35}
-    figure.text(_MARGIN / WIDTH, _MARGIN / height, text, label=_CAPTION, **looks)
-    return figure, height
-
-
-def without_caption(figure: Figure) -> tuple[Artist | None, Bbox]:
-    """(the caption artist or None, the part of the sheet above it in inches): for pages that show the caption as text.
-
-    Args:
-        figure: of `sheet`.
-    """
-    width, height = map(float, figure.get_size_inches())
-    caption = next((text for text in figure.texts if text.get_label() == _CAPTION), None)
-    below = _CAPTION_LINE * (caption.get_text().count("\n") + 1) if caption is not None else 0.0
-    return caption, Bbox([[0.0, below], [width, height]])
+    simulated = {bar.simulated for bar in drawn if bar.value is not None}
+    outline: dict[str, Any] = {"edgecolor": style.INK}
+    signs: list[tuple[bool, Artist]] = [
+        (True in simulated, Patch(facecolor="white", hatch=_SIMULATED, label="simulated memory", **outline)),
+        (len(simulated) == 2, Patch(facecolor=style.FAINT, label="measured", **outline)),
+        (any(bar.is_range for bar in drawn), Line2D([], [], label=f"range of {ranges}", **_RANGE)),
+        (
+            any(bar.at_least for bar in drawn),
+            Line2D([], [], color=style.INK, label="not limited by memory", **_GOES_ON),
+        ),
+        (any(bar.published is not None for bar in drawn), Line2D([], [], label="published", **PUBLISHED)),
+    ]
+    return [artist for is_used, artist in signs if is_used]

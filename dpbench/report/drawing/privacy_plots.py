@@ -1,4 +1,4 @@
-"""Draws accountants' results; `dpbench.report.privacy` makes their tables."""
+"""Draws accountants' results as curves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpbench.report import privacy, style
+from dpbench.report import style
 from dpbench.report.data import published
 from dpbench.report.drawing.curves import Curve, Mark, Panel, panels
 
+SETTING = ("sample_rate", "noise_multiplier", "steps", "delta")
+#: The accountant of the lower bound, and the one to compare prices with.
+LOWER, BASE = "prv:lower", "moments"
+ADJACENCIES = {"add_remove": "add or remove one", "zero_out": "make one zero", "replace_one": "replace one"}
 #: The right panel of ε against epochs shows accountants with a last ε within this factor of the smallest bound.
 _TIGHT = 3.0
 #: ε of Abadi et al. 2016 after 100 epochs.
@@ -43,46 +47,30 @@ def epochs(frame: pd.DataFrame, caption: str) -> Figure:
     low_marks = [mark for mark in shown if mark.y <= max((max(c.y) for c in tight), default=0.0)]
     right = Panel("The tight ones", "epochs (steps × sample rate)", "ε", tight, low_marks, y_log=False)
     row = [left, right] if 2 <= len(tight) < len(curves) else [left]
-    return panels([row], caption, height=3.4, published="printed in Abadi et al. 2016")
+    return panels(row, caption, height=3.4, published="printed in Abadi et al. 2016")
 
 
 def sweeps(frame: pd.DataFrame, caption: str) -> Figure:
     """ε along σ, q and δ, with the ratio to the certified lower bound below."""
     above: list[Panel] = []
     below: list[Panel] = []
+    limits: dict[str, Any] = {"y_log": False, "below": 0.7, "above": 2.5}
     for name, words in _AXES.items():
-        part = _along(frame, name)
-        first = not above
-        title = f"ε along {words.split()[-1]}"
-        first = not above
+        part, first = _along(frame, name), not above
         title = f"ε along {words.split()[-1]}"
         above.append(Panel(title, words, "ε" if first else "", _curves(part, name, "epsilon"), x_log=True))
-        ratios = [c for c in _curves(part, name, "ratio") if c.accountant != privacy.LOWER]
-        shade = [Curve(privacy.LOWER, "lower_bound", *_ends(ratios))] if ratios else []
-        below.append(
-            Panel(
-                "over the lower bound",
-                words,
-                "ratio" if first else "",
-                [*shade, *ratios],
-                x_log=True,
-                y_log=False,
-                below=0.7,
-                above=2.5,
-            )
-        )
-    return panels([above, below], caption, height=2.2)
-
-
-def _ends(curves: Sequence[Curve]) -> tuple[list[float], list[float]]:
-    xs = [x for curve in curves for x in curve.x]
-    return [min(xs), max(xs)], [1.0, 1.0]
+        ratios = [c for c in _curves(part, name, "ratio") if c.accountant != LOWER]
+        xs = [x for curve in ratios for x in curve.x]
+        shade = [Curve(LOWER, "lower_bound", [min(xs), max(xs)], [1.0, 1.0])] if xs else []
+        label = "ratio" if first else ""
+        below.append(Panel("over the lower bound", words, label, [*shade, *ratios], x_log=True, **limits))
+    return panels([*above, *below], caption, across=len(above), height=2.2)
 
 
 def _along(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     """The points that vary in this setting and share all others with most points."""
     kept = pd.Series(True, index=frame.index)
-    for other in privacy.SETTING:
+    for other in SETTING:
         if other != name:
             kept &= frame[other] == frame[other].mode().iloc[0]
     return frame[kept].sort_values(name)
@@ -96,9 +84,7 @@ def _curves(frame: pd.DataFrame, x: str, y: str) -> list[Curve]:
         if len(own):
             kind = str(own.kind.mode().iloc[0])
             found.append(Curve(str(accountant), kind, [float(v) for v in own[x]], [float(v) for v in own[y]]))
-    known = list(style.ACCOUNTANTS)
-    found.sort(key=lambda curve: known.index(curve.accountant) if curve.accountant in known else len(known))
-    return sorted(found, key=lambda curve: curve.kind != "lower_bound")
+    return sorted(found, key=lambda curve: (curve.kind != "lower_bound", style.accountant_key(curve.accountant)))
 
 
 def prices(frame: pd.DataFrame, caption: str) -> Figure:
@@ -115,7 +101,7 @@ def prices(frame: pd.DataFrame, caption: str) -> Figure:
         drawn.append(
             Panel(title, "target ε", label, close, note=note, x_log=True, y_log=False, reference=1.0, **_cut(close))
         )
-    return panels([drawn], caption, height=3.0)
+    return panels(drawn, caption, height=3.0)
 
 
 def tuned(frame: pd.DataFrame, caption: str) -> Figure:
@@ -129,16 +115,9 @@ def tuned(frame: pd.DataFrame, caption: str) -> Figure:
         ]
         reference = float(one.epsilon.iloc[0]) if len(one) else None
         title = f"The best of several runs, σ = {style.plain(float(str(sigma)))}"
-        label = "" if shown else "ε"
-        shown.append(
-            Panel(title, "runs on average", label, curves, x_log=True, reference=reference, below=_below(reference))
-        )
-    return panels([shown] if shown else [], caption, height=3.0)
-
-
-def _below(reference: float | None) -> float | None:
-    """The lower end of an axis that includes the reference."""
-    return None if reference is None else 0.8 * reference
+        limits: dict[str, Any] = {"reference": reference, "below": None if reference is None else 0.8 * reference}
+        shown.append(Panel(title, "runs on average", "" if shown else "ε", curves, x_log=True, **limits))
+    return panels(shown, caption, across=max(1, len(shown)), height=3.0)
 
 
 def _bought(part: pd.DataFrame, unknown: str) -> tuple[str, str] | None:
@@ -148,7 +127,7 @@ def _bought(part: pd.DataFrame, unknown: str) -> tuple[str, str] | None:
         return None
     target = min(valid.target_epsilon, key=lambda e: abs(e - _ABADI))
     at = valid[valid.target_epsilon == target]
-    base = at[at.accountant == privacy.BASE]
+    base = at[at.accountant == BASE]
     if not len(base):
         return None
     old, found = float(base.value.iloc[0]), at.value.astype(float)

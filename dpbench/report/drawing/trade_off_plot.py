@@ -7,14 +7,11 @@ import math
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from accounting.membership import RATES, TradeOff, line
 from dpbench.report import style
-from dpbench.report.drawing.bars import sheet
-from dpbench.report.drawing.curves import box
+from dpbench.report.drawing.sheet import grid, logarithmic
 
-_LEFT, _TOP, _WIDTH, _HEIGHT, _BETWEEN = 0.75, 0.4, 3.7, 3.3, 0.95
 #: Colours of the area that attacks can reach, the curve, and ε alone.
 _REACHED, _LINE, _ALONE = "#C7DCEF", "#2266AA", "#CC3311"
 
@@ -37,19 +34,23 @@ def draw(curve: TradeOff, epsilon: float | None, delta: float) -> Figure:
         words.append("Dashed: what the best attack certainly reaches.")
     if epsilon is not None and math.isfinite(epsilon):
         words.append(f"Dotted: the bound that (ε, δ) = ({epsilon:.4g}, {style.plain(delta)}) alone gives.")
-    figure, height = sheet(_TOP + _HEIGHT + 0.6, " ".join(words))
     alone = None if epsilon is None or not math.isfinite(epsilon) else TradeOff((line(epsilon, delta),))
-    with_logarithm = np.geomspace(1e-4, 0.999, 120)
-    for place, rates in enumerate(
-        (np.concatenate([with_logarithm[:60:6], np.linspace(0.011, 0.999, 90)]), with_logarithm)
-    ):
-        left = _LEFT + place * (_WIDTH + _BETWEEN)
-        axes = figure.add_axes(box(left, _TOP, _WIDTH, _HEIGHT, height))
-        _panel(axes, np.sort(rates), curve, alone, logarithmic=bool(place))
+    figure, axes = grid(" ".join(words), 2, 2, 3.3, left=0.75, gap=0.95)
+    rates = np.geomspace(1e-4, 0.999, 120)
+    _panel(axes[0], np.concatenate([rates[:60:6], np.linspace(0.011, 0.999, 90)]), curve, alone)
+    _panel(axes[1], rates, curve, alone)
+    form = lambda rate, _: f"{100 * rate:.4g} %"  # noqa: E731
+    for axis in (axes[0].xaxis, axes[0].yaxis):
+        axis.set_major_formatter(form)
+    for axis in (axes[1].xaxis, axes[1].yaxis):
+        logarithmic(axis, form=form)
+    axes[1].set_ylim(float(rates[0]), 1.05)
+    axes[0].set_title("What an attack can reach")
+    axes[1].set_title("The same in logarithms: few false positives")
     return figure
 
 
-def _panel(axes: Axes, rates: np.ndarray, curve: TradeOff, alone: TradeOff | None, *, logarithmic: bool) -> None:
+def _panel(axes: Axes, rates: np.ndarray, curve: TradeOff, alone: TradeOff | None) -> None:
     most = [curve.true_positives(rate) for rate in rates]
     axes.fill_between(rates, rates, most, color=_REACHED, label="attacks can be here")
     axes.plot(rates, most, color=_LINE, linewidth=1.6, label="upper bound on every attack")
@@ -62,17 +63,6 @@ def _panel(axes: Axes, rates: np.ndarray, curve: TradeOff, alone: TradeOff | Non
     axes.plot(rates, rates, color=style.FAINT, linewidth=0.9, label="guessing")
     for rate in RATES:
         axes.plot([rate], [curve.true_positives(rate)], "o", color=_LINE, markersize=4)
-    if logarithmic:
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_ylim(float(rates[0]), 1.05)
-    axes.set_title("The same in logarithms: few false positives" if logarithmic else "What an attack can reach", pad=7)
-    axes.set_xlabel("false positive rate", labelpad=3)
-    axes.set_ylabel("true positive rate", labelpad=4)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{100 * rate:.4g} %"))
-        if logarithmic:
-            axis.set_minor_locator(NullLocator())
-    axes.tick_params(length=0)
-    axes.grid(color=style.GRID, linewidth=0.7)
-    axes.legend(loc="lower right", frameon=False, fontsize=7.6)
+    axes.set_xlabel("false positive rate")
+    axes.set_ylabel("true positive rate")
+    axes.legend(loc="lower right")

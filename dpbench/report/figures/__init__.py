@@ -1,6 +1,6 @@
 """Every figure: a module with a `FIGURE` (`dpbench.report.parts.FigureKind`), under the module's name.
 
-A new figure is a new file; modules without a `FIGURE` are shared helpers.
+A new figure is a new file; a module with several has them in `FIGURES`, under their names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dpbench.report.parts import FigureKind
 
 def found() -> dict[str, FigureKind]:
     """Name -> figure, in the order of a page."""
-    names = [module.name for module in pkgutil.iter_modules(__path__)]
-    kinds = {name: getattr(import_module(f"{__name__}.{name}"), "FIGURE", None) for name in names}
-    known = [(kind.place, name, kind) for name, kind in kinds.items() if isinstance(kind, FigureKind)]
-    return {name: kind for _, name, kind in sorted(known, key=lambda entry: entry[:2])}
+    kinds: dict[str, FigureKind] = {}
+    for module in pkgutil.iter_modules(__path__):
+        own = import_module(f"{__name__}.{module.name}")
+        kinds |= {module.name: own.FIGURE} if hasattr(own, "FIGURE") else own.FIGURES
+    return dict(sorted(kinds.items(), key=lambda item: (item[1].place, item[0])))

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from dpbench.report import captions, readable, style
+from dpbench.report import readable, style
+from dpbench.report.captions import span
 from dpbench.report.data.select import LeftOut, Record
-from dpbench.report.drawing.bars import WIDTH, sheet
-from dpbench.report.drawing.curves import box
+from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, place, sheet
 from dpbench.report.parts import FigureKind
 from dpbench.training import FAULTS, FORMS, TESTS
 
@@ -46,7 +46,6 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     for record in records:
         trial, result = record.trial, record.result
         if "epsilon_lower_bound" not in result:
-            left_out[f"{trial['fault'] or 'sound'} {trial['backend']}: {record.outcome}"] += 1
             continue
         above = result["epsilon_lower_bound"] > result["claimed_epsilon"]
         by = result.get("refuted_by", ["one_run"] if above else [])  # the first audits had only that test
@@ -88,10 +87,10 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The attack, its tests, and the meaning of the two kinds of row."""
     if not len(frame):
-        return captions.caption(["No audit gave a number."], records, left_out, setting=False)
+        return ["No audit gave a number."]
     said = [
         finding(frame),
         "A number: how many of the row's runs a test refutes; a dot: none, which is no proof of privacy.",
@@ -104,7 +103,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     ]
     if levels := sorted(set(frame.level.dropna())):
         said.append(f"A sound engine is refuted by any test with probability {style.plain(levels[-1])} at most, a run.")
-    return captions.caption([" ".join(said)], records, left_out, setting=False)
+    return said
 
 
 def finding(frame: pd.DataFrame) -> str:
@@ -122,32 +121,28 @@ def finding(frame: pd.DataFrame) -> str:
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A row for each form of the sound engine and for each fault, a column for each test, and the verdict in words."""
     groups = _grouped(frame)
-    places, heads, depth = [], [], 0.0
-    for i, ((fault, *_), _part) in enumerate(groups):
-        if i == 0 or bool(fault) != bool(groups[i - 1][0][0]):
-            heads.append(("with a seeded fault" if fault else "the engine as it is", depth + 0.6 * _HEAD))
-            depth += _HEAD
-        places.append(depth + _ROW / 2)
-        depth += _ROW
-    depth = max(depth, _ROW)
+    sound = sum(not fault for (fault, *_), _ in groups)
+    heads = {0: "the engine as it is"} if sound else {}
+    heads |= {sound: "with a seeded fault"} if sound < len(groups) else {}
+    places = [i * _ROW + _ROW / 2 + _HEAD * sum(at <= i for at in heads) for i in range(len(groups))]
+    depth = max(_ROW * len(groups) + _HEAD * len(heads), _ROW)
     figure, height = sheet(_TOP + depth + 0.16, caption)
-    axes = figure.add_axes(box(_NAMES, _TOP, WIDTH - _NAMES - _WORDS, depth, height))
-    figure.text(0.12 / WIDTH, 1 - 0.2 / height, "Runs that a test refutes", fontsize=9.5, weight="bold", va="center")
-    axes.set_xlim(-0.5, len(TESTS) - 0.5)
-    axes.set_ylim(depth, 0)
+    axes = place(figure, _NAMES, _TOP, WIDTH - _NAMES - _WORDS, depth)
+    figure.text(MARGIN / WIDTH, 1 - 0.2 / height, "Runs that a test refutes", fontsize=9.5, weight="bold", va="center")
+    axes.set(xlim=(-0.5, len(TESTS) - 0.5), ylim=(depth, 0))
     for (_, part), y in zip(groups, places, strict=True):
         counts = _counts(part)
         for x, test in enumerate(TESTS):
             _cell(axes, x, y, counts[test], part)
-        _beside(axes, 1, y, 6, _verdict(part), _LOOKS[_worst(part)])
-    plain = {part.sample_rate.min() for _, part in groups}
-    names = [_name(setting, min(plain)) for setting, _ in groups]
-    axes.set_yticks(places, names)
-    for head, y in heads:
-        _beside(axes, 0, y, -3.5, head, style.INK, ha="right", weight="bold")
+        beside(axes, 1, y, 6, _verdict(part), color=_LOOKS[_worst(part)])
+    usual = frame.sample_rate.min()
+    axes.set_yticks(places, [_name(setting, usual) for setting, _ in groups])
+    for first, head in heads.items():
+        beside(axes, 0, places[first] - _ROW / 2 - 0.4 * _HEAD, -3.5, head, ha="right", weight="bold")
     axes.set_xticks(range(len(TESTS)), [_HEADS[test] for test in TESTS], rotation=35, ha="left")
     axes.xaxis.tick_top()
-    axes.tick_params(length=0, labelsize=8, pad=2)
+    axes.tick_params(labelsize=8, pad=2)
+    axes.grid(False)
     axes.spines[:].set_visible(False)
     return figure
 
@@ -196,36 +191,21 @@ def _verdict(part: pd.DataFrame) -> str:
 
 def _range(values: pd.Series[float], digits: int = 3) -> str:
     """'1.02 to 1.35'; one number if all are alike, '' if there are none."""
-    found = [f"{value:.{digits}g}" for value in (values.min(), values.max()) if value == value]
-    return " to ".join(dict.fromkeys(found))
+    known = values.dropna()
+    return span([f"{value:.{digits}g}" for value in (known.min(), known.max())]) if len(known) else ""
 
 
 def _certified(bounds: pd.Series[float]) -> str:
     """As `_range`, of lower bounds."""
-    found = [readable.rounded_epsilon(b, "lower_bound", 3) for b in (bounds.min(), bounds.max()) if b == b]
-    return " to ".join(dict.fromkeys(found))
-
-
-def _beside(axes: Axes, x: float, y: float, points: float, words: str, color: str, **looks: Any) -> None:
-    axes.annotate(
-        words,
-        (x, y),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(points, -0.5),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
-        color=color,
-        annotation_clip=False,
-        **looks,
+    known = bounds.dropna()
+    return (
+        span([readable.rounded_epsilon(b, "lower_bound", 3) for b in (known.min(), known.max())]) if len(known) else ""
     )
 
 
 FIGURE = FigureKind(
     doc="which tests of an audit refute what an engine claims: the engine as it is, and with seeded faults",
     kinds=("audit",),
-    cell=lambda r: r.id,
-    facets={"experiment": ("audit",)},
     table=table,
     text=text,
     caption=caption,

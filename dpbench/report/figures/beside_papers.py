@@ -8,20 +8,25 @@ ratios to that paper's own ordinary training, except for the largest batch.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from dpbench.report import captions, readable, style
-from dpbench.report.data import published, tables
+from dpbench.report.captions import span
+from dpbench.report.data import published
 from dpbench.report.data.paired import COLUMNS, entries, paired_row
 from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
-from dpbench.report.data.statistics import Row, batch, count_failures, exactness, frame_of, good_rounds, in_order, why
-from dpbench.report.drawing import bars as figures
+from dpbench.report.data.statistics import Row, batch, exactness, frame_of, good_rounds, in_order, why
+from dpbench.report.drawing import bars
 from dpbench.report.drawing.bars import Bar, Panel
+from dpbench.report.figures import max_batch_throughput as largest
 from dpbench.report.figures import overhead
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import of
 from dpbench.report.style import missing
 
 #: 40 GB and 40 GiB are the same budget.
@@ -70,7 +75,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             left_out["of a model that is not in those figures"] += len(group)
             continue
         own: dict[str, Row] = {}
-        for part in (_timed(group, left_out), _peaks(group, left_out), _largest(group, left_out)):
+        for part in (_timed(group, left_out), _peaks(group), _largest(group, left_out)):
             for backend, row in part.items():
                 own.setdefault(backend, {}).update(row)
         for backend, row in own.items():
@@ -98,17 +103,14 @@ def _timed(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
     trials = [r for r in group if r.kind == "overhead"]
     if not trials:
         return {}
-    own = entries(newest_trial(trials, left_out))
-    count_failures(own, left_out)
-    by_backend = grouped(own, lambda r: r.trial["backend"])
+    by_backend = grouped(entries(newest_trial(trials, left_out)), lambda r: r.trial["backend"])
     base = by_backend.get("nonprivate", [])
     return {name: {"batch_size": batch(found[0])} | paired_row(found, base) for name, found in by_backend.items()}
 
 
-def _peaks(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
+def _peaks(group: Sequence[Record]) -> dict[str, Row]:
     """Simulated peaks at one batch size."""
     peaks = [r for r in group if r.kind == "peak" and r.trial.get("simulated") and r.trial["memory_budget"] is None]
-    count_failures(peaks, left_out)
     found = grouped(peaks, lambda r: r.trial["backend"])
     good = {name: own[-1].result["memory"]["peak_bytes"] for name, own in found.items() if own[-1].outcome == "ok"}
     rows: dict[str, Row] = {}
@@ -126,7 +128,7 @@ def _largest(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
     probes = [r for r in group if r.kind in ("peak", "step") and r.trial.get("memory_budget") is not None]
     if not probes:
         return {}
-    frame = tables.max_batch_throughput(probes, left_out)
+    frame = largest.table(probes, left_out)
     lines: list[Any] = list(frame.itertuples(index=False))
     base = next((line.images_per_second for line in lines if line.backend == "nonprivate"), None)
     rows: dict[str, Row] = {}
@@ -142,41 +144,26 @@ def _largest(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
     """`table` for people."""
-    sizes = {"Pixels": lambda r: "" if missing(r.image_size) else str(r.image_size)}
-    timed = readable.paired(frame, sizes | {"B": lambda r: "" if missing(r.batch_size) else str(r.batch_size)})
-    more = readable.texts(
-        frame,
-        {
-            "Throughput ratio": lambda r: "" if missing(r.throughput_ratio) else style.times(r.throughput_ratio),
-            "Simulated at B": lambda r: "" if missing(r.simulated_batch_size) else str(r.simulated_batch_size),
-            "Simulated peak": _peak_text,
-            "Simulated memory ratio": lambda r: (
-                "" if missing(r.simulated_memory_ratio) else style.times(r.simulated_memory_ratio)
-            ),
-            "Maximum batch": _largest_text,
-            "Published maximum batch": lambda r: (
-                "" if missing(r.published_max_batch_size) else f"{r.published_max_batch_size:,g}"
-            ),
-            "Published in": lambda r: "" if missing(r.published_in) else str(r.published_in),
-        },
-    )
-    return pd.concat([timed, more[[name for name in more if more[name].any()]]], axis=1)
+
+    def most(row: Any) -> str:
+        how = f" ({row.max_batch_memory})"
+        none = missing(row.max_batch_size) and missing(row.max_batch_note)
+        return "" if none else largest.max_batch(row.max_batch_size, row.max_batch_fails_at, row.max_batch_note, how)
+
+    timed = readable.paired(frame, {"Pixels": of("image_size"), **readable.BATCH})
+    more: readable.Columns = {
+        "Throughput ratio": of("throughput_ratio", style.times),
+        "Simulated at B": of("simulated_batch_size"),
+        "Simulated peak": of("simulated_bytes", style.size, "simulated_note"),
+        "Simulated memory ratio": of("simulated_memory_ratio", style.times),
+        "Maximum batch": most,
+        "Published maximum batch": of("published_max_batch_size", "{:,g}".format),
+        "Published in": of("published_in"),
+    }
+    return pd.concat([timed, readable.texts(frame, more, tuple(more))], axis=1)
 
 
-def _peak_text(row: Any) -> str:
-    if missing(row.simulated_bytes):
-        return "" if missing(row.simulated_note) else str(row.simulated_note)
-    return style.size(row.simulated_bytes)
-
-
-def _largest_text(row: Any) -> str:
-    if missing(row.max_batch_size):
-        return "" if missing(row.max_batch_note) else str(row.max_batch_note)
-    words = f"{'≥ ' if missing(row.max_batch_fails_at) else ''}{row.max_batch_size:,} ({row.max_batch_memory})"
-    return words if missing(row.max_batch_note) else f"{words}, {row.max_batch_note}"
-
-
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The source of each number."""
     apart = frame[frame.backend.isin(list(style.PUBLISHED_ALONE))]
     frame = frame.drop(apart.index)
@@ -184,11 +171,11 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     said = [f"After {' and '.join(sources)}: published values (diamonds) are of that paper's GPU."]
     if frame.time_ratio.notna().any():
         sizes = sorted(set(frame.batch_size.dropna()))
-        at = f"batch size {sizes[0]}" if len(sizes) == 1 else f"batch sizes {sizes[0]} to {sizes[-1]}"
+        at = f"batch size{'s' if len(sizes) > 1 else ''} {span(sizes)}"
         said.append(f"Time: measured here at {at}, all backends in one process; {overhead.pairs(frame)}.")
     if frame.simulated_memory_ratio.notna().any():
-        sizes = sorted(set(frame.simulated_batch_size.dropna()))
-        said.append(f"Peak memory: simulated under fake tensors at B={', '.join(map(str, sizes))}, not measured.")
+        at = captions.join(sorted(set(frame.simulated_batch_size.dropna())))
+        said.append(f"Peak memory: simulated under fake tensors at B={at}, not measured.")
     kinds = set(frame.max_batch_memory.dropna())
     if kinds:
         budget = style.size(frame.max_batch_budget_bytes.dropna().iloc[0])
@@ -196,7 +183,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     tokens = sorted({size for size in (style.without_length(m)[1] for m in frame.model) if size is not None})
     if tokens:
         said.append(
-            f"Sequences of {', '.join(map(str, tokens))} tokens; the figure does not print the length of its own, so "
+            f"Sequences of {captions.join(tokens)} tokens; the figure does not print the length of its own, so "
             "compare the backends with each other there."
         )
     if len(apart):
@@ -206,8 +193,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         )
     if any("crossvit" in model for model in frame.model):
         said.append("CrossViT reads 240×240 pixels here.")
-    kept = [r for r in records if r.trial["model"] in set(frame.model)]
-    return captions.caption(said, kept or records, left_out)
+    return said
 
 
 def finding(frame: pd.DataFrame) -> str:
@@ -224,82 +210,74 @@ def finding(frame: pd.DataFrame) -> str:
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A row a model and backend; a panel for each kind of number."""
-    largest = frame.max_batch_size.notna().any() or frame.max_batch_note.notna().any()
-    if not largest:  # next to ratios, ordinary training's own row adds nothing
+    searched = frame.max_batch_size.notna().any() or frame.max_batch_note.notna().any()
+    if not searched:  # next to ratios, ordinary training's own row adds nothing
         frame = frame[frame.backend != "nonprivate"]
     cells: list[Any] = list(frame.itertuples(index=False))
     sized = frame[["model", "image_size"]].drop_duplicates().groupby("model").size().max() > 1
     rows = [
-        figures.Row(
+        bars.Row(
             style.model(c.model) + (f", {c.image_size:g} px" if sized and not missing(c.image_size) else ""),
             c.backend,
             style.backend(c.backend).name,
         )
         for c in cells
     ]
+    ratio = partial(bars.bar, text=style.times)
     panels = []
     if frame.batch_size.notna().any():
         panels.append(Panel("Time per step, measured", "times non-private", [_time_bar(c) for c in cells], 1.0))
     elif frame.throughput_ratio.notna().any():
-        bars = [_ratio_bar(c.throughput_ratio, c.published_time_ratio, c.max_batch_note) for c in cells]
-        panels.append(Panel("Time per sample at the largest batch", "times non-private", bars, 1.0))
-    if frame.simulated_batch_size.notna().any():
-        at = ", ".join(map(str, sorted(set(frame.simulated_batch_size.dropna()))))
-        bars = [
-            _ratio_bar(c.simulated_memory_ratio, c.published_memory_ratio, c.simulated_note, simulated=True)
+        found = [
+            replace(ratio(c, "throughput_ratio", note="max_batch_note"), published=ratio(c, "time_ratio").published)
             for c in cells
         ]
-        panels.append(Panel(f"Peak memory at B={at}, simulated", "times non-private", bars, 1.0))
-    elif frame.memory_ratio.notna().any() and not largest:
-        bars = [_ratio_bar(c.memory_ratio, c.published_memory_ratio, c.note) for c in cells]
-        panels.append(Panel("Peak memory, measured", "times non-private", bars, 1.0))
-    if largest:
+        panels.append(Panel("Time per sample at the largest batch", "times non-private", found, 1.0))
+    if frame.simulated_batch_size.notna().any():
+        at = captions.join(sorted(set(frame.simulated_batch_size.dropna())))
+        found = [
+            replace(
+                ratio(c, "simulated_memory_ratio", note="simulated_note", simulated=True),
+                published=ratio(c, "memory_ratio").published,
+            )
+            for c in cells
+        ]
+        panels.append(Panel(f"Peak memory at B={at}, simulated", "times non-private", found, 1.0))
+    elif frame.memory_ratio.notna().any() and not searched:
+        panels.append(
+            Panel("Peak memory, measured", "times non-private", [ratio(c, "memory_ratio") for c in cells], 1.0)
+        )
+    if searched:
         budget = style.size(frame.max_batch_budget_bytes.dropna().iloc[0])
-        kinds = ", ".join(sorted(set(frame.max_batch_memory.dropna())))
+        kinds = captions.join(sorted(set(frame.max_batch_memory.dropna())))
         panels.append(Panel(f"Maximum batch in {budget}, {kinds}", "samples", [_batch_bar(c) for c in cells]))
-    return figures.bars(rows, panels, caption)
+    return bars.bars(rows, panels, caption)
 
 
 def _time_bar(row: Any) -> Bar:
     if row.backend == "nonprivate":
         return Bar(text="–" if missing(row.step_seconds) else style.duration(row.step_seconds))
-    bar = _ratio_bar(row.time_ratio, row.published_time_ratio, row.note)
-    if missing(row.time_ratio) or not row.time_ratio_high > row.time_ratio_low:
-        return bar
-    return Bar(bar.value, float(row.time_ratio_low), float(row.time_ratio_high), bar.published, bar.text)
-
-
-def _ratio_bar(value: Any, beside: Any, note: Any, simulated: bool = False) -> Bar:
-    told = None if missing(beside) else float(beside)
-    if missing(value):
-        return Bar(note="" if missing(note) else str(note), published=told)
-    return Bar(float(value), published=told, text=style.times(value), simulated=simulated)
+    return bars.bar(row, "time_ratio", style.times)
 
 
 def _batch_bar(row: Any) -> Bar:
-    told = None if missing(row.published_max_batch_size) else float(row.published_max_batch_size)
-    if missing(row.max_batch_size):
-        return Bar(note="" if missing(row.max_batch_note) else str(row.max_batch_note), published=told)
-    at_least = missing(row.max_batch_fails_at)
-    text = f"{'≥ ' if at_least else ''}{row.max_batch_size:,}"
-    simulated = row.max_batch_memory == "simulated"
-    return Bar(float(row.max_batch_size), published=told, text=text, simulated=simulated, at_least=at_least)
+    at_least, simulated = missing(row.max_batch_fails_at), row.max_batch_memory == "simulated"
+    text = ("≥ {:,}" if at_least else "{:,}").format
+    return bars.bar(row, "max_batch_size", text, "max_batch_note", simulated=simulated, at_least=at_least)
 
 
 FIGURE = FigureKind(
     doc="papers' figures again: Figure 4 of arXiv:2205.10683, Figures 4 and 5 of arXiv:2210.00038",
     kinds=("overhead", "peak", "step"),
     cell=cell,
-    facets={
-        **dict.fromkeys(("experiment", "precision"), ("overhead", "peak", "step")),
-        "memory_budget": ("peak", "step"),
-        "threads": ("overhead",),
-    },
+    by=("experiment", "precision"),
+    facets={"memory_budget": ("peak", "step"), "threads": ("overhead",)},
     table=table,
     text=text,
     caption=caption,
     plot=plot,
     applies=applies,
     finding=finding,
+    setting=True,
     place=140,
 )

@@ -15,13 +15,13 @@ import pandas as pd
 
 from dpbench.records.reader import PAIRED
 from dpbench.report.data import claims as judges
-from dpbench.report.data import tables
 from dpbench.report.data.claims import HELD, NOT_COMPARABLE, NOT_HELD, NOT_MEASURED, Judgement, Numbers
 from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.report.data.statistics import frame_of
 from dpbench.report.figures import beside_papers as beside
-from dpbench.report.figures import overhead, training_step
+from dpbench.report.figures import max_batch_throughput, overhead, training_step
 from dpbench.report.parts import Claim, FigureKind
+from dpbench.report.readable import of
 from dpbench.report.summary import several
 
 COLUMNS = ("claim", "source", "held_if", "verdict", "finding", "experiments", "records")
@@ -238,16 +238,15 @@ def numbers(records: Sequence[Record]) -> Numbers:
     """
     single = [r for r in records if r.trial.get("precision", "float32") == "float32"]
     uncounted: LeftOut = LeftOut()
-    paired = overhead.table(
-        [r for r in single if r.kind in PAIRED and r.trial.get("way", "eager") == "eager"], uncounted
-    )
+    eager = [r for r in single if r.kind in PAIRED and r.trial.get("way", "eager") == "eager"]
+    paired = overhead.table(eager, uncounted)
     probes = [r for r in single if r.kind not in PAIRED and r.trial.get("memory_budget") is not None]
     frames = [
-        tables.max_batch_throughput(group, uncounted).assign(image_size=size)
+        max_batch_throughput.table(group, uncounted).assign(image_size=size)
         for (size, _), group in grouped(probes, lambda r: (r.trial["image_size"], r.trial["memory_budget"])).items()
     ]
-    largest = pd.concat(frames) if frames else frame_of([], (*tables.MAX_BATCH_THROUGHPUT, "image_size"))
-    return Numbers(paired, largest)
+    largest = [row for frame in frames for row in frame.itertuples(index=False)]
+    return Numbers(list(paired.itertuples(index=False)), largest)
 
 
 def table(records: Sequence[Record], left_out: LeftOut, every: bool = False) -> pd.DataFrame:
@@ -278,12 +277,6 @@ def table(records: Sequence[Record], left_out: LeftOut, every: bool = False) -> 
     return frame_of(rows, COLUMNS)
 
 
-def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`table` for people, without the reasons, which stand below it with the verdicts."""
-    shown = frame[["claim", "source", "held_if", "verdict"]]
-    return shown.set_axis(["Claim", "Source", "Held if", "Verdict"], axis=1)
-
-
 def finding(frame: pd.DataFrame) -> str:
     """The number of claims with each verdict."""
     counts = [f"{int((frame.verdict == v).sum())} {v}" for v in (HELD, NOT_HELD, NOT_COMPARABLE, NOT_MEASURED)]
@@ -293,22 +286,16 @@ def finding(frame: pd.DataFrame) -> str:
 
 def claims(records: Sequence[Record], frame: pd.DataFrame) -> list[Claim]:
     """The claims, for the page."""
-    lines: list[Any] = list(frame.itertuples(index=False))
     paths = {f"{r.run}.jsonl": str(r.path) for r in records if r.path is not None}
+    rows: Any = frame.itertuples(index=False)
     return [
-        Claim(
-            line.claim,
-            line.source,
-            line.verdict,
-            line.finding,
-            [paths[name] for name in str(line.records).split() if name in paths],
-        )
-        for line in lines
+        Claim(row.claim, row.source, row.verdict, row.finding, [paths[n] for n in row.records.split() if n in paths])
+        for row in rows
     ]
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """The evidence for the verdicts."""
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
+    """The evidence for the verdicts; what was measured under a load, and what failed, stands at other figures."""
     return (
         "Each verdict is computed from the records of this device alone. Published values are of other devices and "
         "mostly other batch sizes: what holds or not here is the ratio or the order, on this machine; 2 % "
@@ -321,11 +308,10 @@ FIGURE = FigureKind(
     doc="what papers claim, and what these records say to it",
     kinds=(*PAIRED, "peak", "largest", "confirm", "step"),
     cell=cell,
-    facets={},
+    by=(),
     table=table,
-    text=text,
+    text={"Claim": of("claim"), "Source": of("source"), "Held if": of("held_if"), "Verdict": of("verdict")},
     caption=caption,
-    plot=None,
     applies=applies,
     finding=finding,
     claims=claims,

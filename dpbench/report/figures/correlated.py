@@ -8,14 +8,14 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpbench.report import captions, style
+from dpbench.report import readable
+from dpbench.report.captions import settings
 from dpbench.report.data.select import LeftOut, Record
-from dpbench.report.data.statistics import losses_of_seeds
-from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
-from dpbench.report.drawing.curves import box, plain_log
+from dpbench.report.data.statistics import over_seeds
+from dpbench.report.drawing.sheet import grid, logarithmic, spread
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import as_percent, digits, of
 
-_TOP, _DEPTH, _LEFT, _GAP = 0.36, 2.3, 0.62, 0.45
 _LOOKS = (("#0077BB", "o"), ("#EE7733", "s"), ("#009988", "^"), ("#AA3377", "D"))
 _SAME = ["data", "network", "target_epsilon", "batch_size", "place"]
 _MEDIANS = ["accuracy", "epsilon", "noise_multiplier"]
@@ -33,74 +33,60 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     rows = []
     for record in records:
         trial, result = record.trial, record.result
-        if "accuracy" not in result:
-            left_out[f"ε {trial['target_epsilon']}, {trial['noise']}: {record.outcome}"] += 1
-            continue
-        name, _, sampling = trial["noise"].partition("@")
-        count = int(name.partition(":")[2] or name.startswith("gaussian"))
-        place = (int(sampling == "one_pass"), count + name.startswith("blt"))
-        row = {name: trial[name] for name in (*_SAME[:-1], "lr")} | {name: result.get(name) for name in _MEDIANS}
-        rows.append({**row, "place": place, "loss": float(result["test_losses"][-1])})
-    columns = [*_SAME, "noise", "lr", "seeds", "loss", "least", "greatest", *_MEDIANS]
-    if not rows:
-        return pd.DataFrame(columns=columns)
-    found = losses_of_seeds(rows, [*_SAME, "lr"], _MEDIANS)
+        if "accuracy" in result:
+            name, _, sampling = trial["noise"].partition("@")
+            count = int(name.partition(":")[2] or name.startswith("gaussian"))
+            place = (int(sampling == "one_pass"), count + name.startswith("blt"))
+            row = {name: trial[name] for name in (*_SAME[:-1], "lr")} | {name: result.get(name) for name in _MEDIANS}
+            rows.append({**row, "place": place, "loss": float(result["test_losses"][-1])})
+    found = over_seeds(rows, [*_SAME, "lr"], "loss", _MEDIANS)
     found["noise"] = found.place.map(_name)
+    columns = [*_SAME, "noise", "lr", "seeds", "loss", "least", "greatest", *_MEDIANS]
     best = found[columns].sort_values("loss", kind="stable").drop_duplicates(_SAME)
     return best.sort_values(_SAME, ignore_index=True)
 
 
-def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table for people."""
-    shown = frame.drop(columns="place")
-    shown["accuracy"] = [f"{100 * value:.1f} %" for value in frame.accuracy]
-    for name, digits in (("loss", 4), ("least", 4), ("greatest", 4), ("epsilon", 4), ("noise_multiplier", 4)):
-        shown[name] = [f"{value:.{digits}g}" for value in frame[name]]
-    return shown
+_TEXT: readable.Columns = {
+    **{name: of(name) for name in (*_SAME[:-1], "noise", "lr", "seeds")},
+    **{name: of(name, digits(4)) for name in ("loss", "least", "greatest")},
+    "accuracy": of("accuracy", as_percent),
+    **{name: of(name, digits(4)) for name in ("epsilon", "noise_multiplier")},
+}
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The source of ε, and what it excludes."""
-    deltas = sorted({record.trial["delta"] for record in records})
-    said = [
-        "Loss on held-out images, median and range of the seeds at the best of the learning rates by that loss (a",
-        f"choice that is not accounted), at the same ε in each panel; δ = {', '.join(map(style.plain, deltas))}, an",
-        "upper bound by prv. One band is DP-SGD with Poisson batches; of more bands batches come from as many groups",
-        "of records in turn. At the right, batches in the same order each epoch, which amplify nothing: DP-SGD (one",
-        "pass) and BLT, for neighbours of whom one has a record's gradient made zero. Noise is seeded here, so that",
-        "training can be repeated.",
+    return [
+        "Loss on held-out images, median and range of the seeds at the best of the learning rates by that loss (a "
+        f"choice that is not accounted), at the same ε in each panel; δ = {settings(records, 'delta')}, an "
+        "upper bound by prv. One band is DP-SGD with Poisson batches; of more bands batches come from as many groups "
+        "of records in turn. At the right, batches in the same order each epoch, which amplify nothing: DP-SGD (one "
+        "pass) and BLT, for neighbours of whom one has a record's gradient made zero. Noise is seeded here, so that "
+        "training can be repeated."
     ]
-    return captions.caption(said, records, left_out, setting=False)
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A panel for each ε."""
-    figure, height = sheet(_TOP + _DEPTH + AXIS + 0.2, caption)
     targets, sizes = sorted(frame.target_epsilon.unique()), sorted(frame.batch_size.unique())
     places = sorted(frame.place.unique())
-    count = max(1, len(targets))
-    wide = (WIDTH - _LEFT - 0.15 - _GAP * (count - 1)) / count
-    for i, target in enumerate(targets):
-        axes = figure.add_axes(box(_LEFT + i * (wide + _GAP), _TOP, wide, _DEPTH, height))
+    figure, panels = grid(caption, len(targets), max(1, len(targets)), 2.3)
+    for axes, target in zip(panels, targets, strict=True):
         for j, size in enumerate(sizes):
             part = frame[(frame.target_epsilon == target) & (frame.batch_size == size)].sort_values("place")
             color, marker = _LOOKS[j % len(_LOOKS)]
             for passes in (0, 1):
-                of = part[part.place.str[0] == passes]  # not by a list: an empty one would choose columns
-                at = [places.index(place) + 0.12 * j for place in of.place]
-                look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.2}
-                look |= {"linestyle": "none"} if passes else {"label": f"batches of {size}"}
-                axes.errorbar(at, of.loss, [of.loss - of.least, of.greatest - of.loss], capsize=2, **look)
-        axes.set_xticks(range(len(places)), [_TICKS.get(place, _tick(place)) for place in places])
-        axes.tick_params("x", labelsize=7)
+                line = part[part.place.str[0] == passes]  # not by a list: an empty one would choose columns
+                at = [places.index(place) + 0.12 * j for place in line.place]
+                look: dict[str, Any] = {"linestyle": "none"} if passes else {"label": f"batches of {size}"}
+                spread(axes, at, line, "loss", color=color, marker=marker, **look)
+        logarithmic(axes.yaxis, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7))
+        axes.set_xticks(range(len(places)), [_TICKS.get(p, "BLT" if p[0] else str(p[1])) for p in places], fontsize=7)
         axes.set_xlabel("bands (1: DP-SGD)")
-        axes.set_yscale("log")
-        plain_log(axes.yaxis, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7))
-        axes.set_title(f"ε = {target:g}", fontsize=9)
-        axes.grid(color=style.GRID, linewidth=0.5)
-        if i == 0:
-            axes.set_ylabel("test loss")
-            axes.legend(fontsize=7.6, frameon=False)
+        axes.set_title(f"ε = {target:g}")
+    if panels:
+        panels[0].set_ylabel("test loss")
+        panels[0].legend()
     return figure
 
 
@@ -132,17 +118,11 @@ def _name(place: tuple[int, int]) -> str:
     return _NAMES.get(place) or (f"BLT of at most {place[1] - 1} buffers" if place[0] else f"{place[1]} bands")
 
 
-def _tick(place: tuple[int, int]) -> str:
-    return "BLT" if place[0] else str(place[1])
-
-
 FIGURE = FigureKind(
     doc="test loss at one ε by the steps that noise is correlated over, and in one pass with a BLT",
     kinds=("correlated",),
-    cell=lambda r: r.id,
-    facets={"experiment": ("correlated_noise",)},
     table=table,
-    text=text,
+    text=_TEXT,
     caption=caption,
     plot=plot,
     finding=finding,

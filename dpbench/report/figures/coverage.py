@@ -5,21 +5,24 @@ Two tables of the same records: shares by library and task, with a picture, and 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from dpbench.conformance.coverage import EAGER
 from dpbench.report import captions, readable, style
 from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.data.statistics import frame_of
-from dpbench.report.drawing.bars import WIDTH, sheet
+from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, legend, place, sheet
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import BACKEND, of
 
 #: status -> (word, colour), in the order of a bar's parts.
 PARTS = {
@@ -33,7 +36,7 @@ _GRAVITY = (NOT_BUILT, *PARTS)
 ALL = "all libraries"
 _COLUMNS = ("library", "task", "backend", "listed", "built", *PARTS, "exact_share")
 _LIBRARIES = {"tiny": "transformers"}
-_ROW, _HEADING, _TOP, _AXIS, _NAMES, _NUMBERS, _GAP, _MARGIN = 0.165, 0.24, 0.34, 0.42, 1.0, 1.65, 0.25, 0.12
+_ROW, _HEADING, _TOP, _AXIS, _NAMES, _NUMBERS, _GAP = 0.165, 0.24, 0.34, 0.42, 1.0, 1.65, 0.25
 
 Verdict = tuple[Record, str, str, str]
 """(record, backend, status, reason)."""
@@ -55,7 +58,7 @@ def verdicts(record: Record) -> Iterator[Verdict]:
             yield record, row["backend"], row["status"], row["reason"] or ""
 
 
-def place(record: Record) -> tuple[str, str]:
+def _place(record: Record) -> tuple[str, str]:
     """(library, task)."""
     scheme = record.trial["model"].partition(":")[0]
     return _LIBRARIES.get(scheme, scheme), record.trial["task"]
@@ -73,7 +76,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             if status == "unavailable":
                 left_out[f"{style.backend(backend).name} is not available here"] += 1
                 continue
-            counts.setdefault((*place(record), backend), Counter())[status] += 1
+            counts.setdefault((*_place(record), backend), Counter())[status] += 1
             model = record.trial["model"].removesuffix(EAGER)
             graver[backend, model] = max(status, graver.get((backend, model), status), key=_GRAVITY.index)
     for (backend, _), status in graver.items():
@@ -91,30 +94,25 @@ def _order(item: tuple[tuple[str, str, str], Any]) -> tuple[Any, ...]:
     return library != ALL, library, task, style.backend_key(backend)
 
 
-def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`table` for people."""
-    return readable.texts(
-        frame,
-        {
-            "Library": lambda r: r.library,
-            "Task": lambda r: r.task,
-            "Backend": lambda r: style.backend(r.backend).name,
-            "Models": lambda r: str(r.listed),
-            "Built": lambda r: str(r.built),
-            "Exact": lambda r: str(r.exact),
-            "Refused": lambda r: str(r.refused),
-            "Wrong": lambda r: str(r.wrong),
-            "Crashed": lambda r: str(r.crash),
-            "Exact of built": lambda r: _share(r.exact_share),
-        },
-    )
+def _share(value: float) -> str:
+    return "–" if style.missing(value) else f"{100 * float(value):.1f} %"
 
 
-def _share(value: float | None) -> str:
-    return "–" if style.missing(value) else f"{100 * float(value or 0):.1f} %"
+_TEXT = {
+    "Library": of("library"),
+    "Task": of("task"),
+    **BACKEND,
+    "Models": of("listed"),
+    "Built": of("built"),
+    "Exact": of("exact"),
+    "Refused": of("refused"),
+    "Wrong": of("wrong"),
+    "Crashed": of("crash"),
+    "Exact of built": lambda r: _share(r.exact_share),
+}
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The method, the models that do not build, and the versions of the libraries."""
     built = [record for record in records if record.result.get("built")]
     failing = sum(not r.result["built"] for r in records if r.outcome == "ok")
@@ -135,9 +133,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     found = sorted(
         {f"{n} {p[n]}" for p in packages for n in ("timm", "torchvision", "transformers", "opacus") if p.get(n)}
     )
-    if found:
-        said.append(f"{', '.join(found)}.")
-    return captions.caption(said, records, left_out, setting=False)
+    return [*said, f"{', '.join(found)}."] if found else said
 
 
 def finding(frame: pd.DataFrame) -> str:
@@ -162,53 +158,40 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     depths = [_HEADING + _ROW * len(rows) for _, rows in groups]
     left = next((i + 1 for i in range(len(groups)) if 2 * sum(depths[: i + 1]) > sum(depths) - _ROW), len(groups))
     depth = max(sum(depths[:left]), sum(depths[left:]), _ROW)
-    figure, height = sheet(_TOP + depth + _AXIS, caption)
-    width = (WIDTH - 2 * _MARGIN - _GAP) / 2
+    figure, _ = sheet(_TOP + depth + _AXIS, caption)
+    width = (WIDTH - 2 * MARGIN - _GAP) / 2
     for column, own in enumerate((groups[:left], groups[left:])):
         if own:
-            start = _MARGIN + column * (width + _GAP) + _NAMES
-            room = sum(_HEADING + _ROW * len(rows) for _, rows in own)
-            box = (start, height - _TOP - room, width - _NAMES - _NUMBERS, room)
-            _bars(figure.add_axes((box[0] / WIDTH, box[1] / height, box[2] / WIDTH, box[3] / height)), own, room)
-    handles = [Patch(facecolor=color, label=word) for word, color in PARTS.values()]
-    corner = (1 - _MARGIN / WIDTH, 1 - 0.04 / height)
-    looks: dict[str, Any] = {"frameon": False, "fontsize": 8, "handlelength": 1.6, "borderpad": 0.2}
-    figure.legend(handles=handles, loc="upper right", bbox_to_anchor=corner, ncols=len(handles), **looks)
+            start, room = MARGIN + column * (width + _GAP) + _NAMES, sum(_HEADING + _ROW * len(rows) for _, rows in own)
+            _bars(place(figure, start, _TOP, width - _NAMES - _NUMBERS, room), own, room)
+    legend(figure, [Patch(facecolor=color, label=word) for word, color in PARTS.values()], right=True, handlelength=1.6)
     return figure
 
 
-def _bars(axes: Any, groups: Sequence[tuple[Any, pd.DataFrame]], room: float) -> None:
+def _bars(axes: Axes, groups: Sequence[tuple[Any, pd.DataFrame]], room: float) -> None:
     """Groups of rows from the top down; `room` is their depth in inches."""
-    axes.set_xlim(0, 1)
-    axes.set_ylim(room, 0)
-    names, y = [], 0.0
+    axes.set(xlim=(0, 1), ylim=(room, 0))
+    places, names, y = [], [], 0.0
     for (library, task), rows in groups:
-        heading = f"{library}, {task}" if task else library
-        most = int(rows.listed.max())
-        heading += f": {int(rows.built.max())} of {most} built"
-        looks: dict[str, Any] = {"va": "center", "fontsize": 8, "weight": "bold"}
-        axes.annotate(heading, (0, y + 0.6 * _HEADING), (-72 * (_NAMES - 0.02), 0), textcoords="offset points", **looks)
+        heading = f"{f'{library}, {task}' if task else library}: {rows.built.max()} of {rows.listed.max()} built"
+        beside(axes, 0, y + 0.6 * _HEADING, -72 * (_NAMES - 0.02), heading, weight="bold")
         y += _HEADING
         row: Any
         for row in rows.itertuples():
-            names.append((y + _ROW / 2, style.backend(row.backend).name))
-            at = 0.0
-            for status, (_, color) in PARTS.items():
-                share = getattr(row, status) / row.built if row.built else 0.0
-                axes.add_patch(
-                    Rectangle((at, y + 0.1 * _ROW), share, 0.8 * _ROW, facecolor=color, linewidth=0, zorder=2)
-                )
-                at += share
+            shares = [getattr(row, status) / row.built if row.built else 0.0 for status in PARTS]
+            starts = [0.0, *itertools.accumulate(shares)][: len(shares)]
+            colors = [color for _, color in PARTS.values()]
+            axes.barh([y + _ROW / 2] * len(PARTS), shares, 0.8 * _ROW, starts, color=colors, linewidth=0, zorder=2)
             faults = ((row.wrong, "wrong"), (row.crash, "crashed"))
             numbers = "  ".join([_share(row.exact_share), *(f"{count} {word}" for count, word in faults if count)])
-            beside: dict[str, Any] = {"va": "center", "fontsize": 7.6, "textcoords": "offset points"}
-            axes.annotate(numbers, (1, y + _ROW / 2), (5, -0.5), **beside)
+            beside(axes, 1, y + _ROW / 2, 5, numbers, fontsize=7.6)
+            places.append(y + _ROW / 2)
+            names.append(style.backend(row.backend).name)
             y += _ROW
-    axes.set_yticks([at for at, _ in names], [name for _, name in names], fontsize=7.6)
+    axes.set_yticks(places, names, fontsize=7.6)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "25", "50", "75", "100 %"], fontsize=7.6)
-    axes.set_xlabel("share of the models that are built", fontsize=8, labelpad=2)
-    axes.grid(axis="x", color=style.GRID, linewidth=0.7)
-    axes.tick_params(length=0)
+    axes.set_xlabel("share of the models that are built", fontsize=8)
+    axes.yaxis.grid(False)
     axes.spines["left"].set_visible(False)
 
 
@@ -217,32 +200,26 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
     Reasons that differ only in numbers and quoted names count as one, except for wrong results.
     """
-    found: dict[tuple[str, str, str], list[str]] = {}
-    first: dict[tuple[str, str, str], str] = {}
+    rows = []
     for record in records:
         for _, backend, status, said in verdicts(record):
-            if status in ("exact", "unavailable"):
-                continue
-            short = first_problem(said) if status == "refused" else said
-            of = "" if status == NOT_BUILT else backend
-            key = (of, status, short if status == "wrong" else re.sub(r"'[^']*'|\d[\d.e+-]*", "#", short))
-            models = found.setdefault(key, [])
-            first.setdefault(key, short)
-            if record.trial["model"] not in models:
-                models.append(record.trial["model"])
+            if status not in ("exact", "unavailable"):
+                short = first_problem(said) if status == "refused" else said
+                alike = short if status == "wrong" else re.sub(r"'[^']*'|\d[\d.e+-]*", "#", short)
+                of = "" if status == NOT_BUILT else backend
+                rows.append((of, status, alike, short, record.trial["model"]))
+    found = pd.DataFrame(rows, columns=["backend", "status", "alike", "reason", "which"])
+    told = found.drop_duplicates(["backend", "status", "alike", "which"]).groupby(["backend", "status", "alike"])
+    frame = told.agg(
+        models=("which", "size"), reason=("reason", "first"), which=("which", lambda names: ", ".join(sorted(names)))
+    ).reset_index()
     grave = ["wrong", "crash", "refused", NOT_BUILT]
-    keys = sorted(found, key=lambda k: (k[0] == "", style.backend_key(k[0]), grave.index(k[1]), -len(found[k]), k[2]))
-    rows = [
-        {
-            "backend": k[0],
-            "status": k[1],
-            "models": len(found[k]),
-            "reason": first[k],
-            "which": ", ".join(sorted(found[k])),
-        }
-        for k in keys
+    keys = [
+        (row.backend == "", style.backend_key(row.backend), grave.index(row.status), -row.models, row.alike)
+        for row in readable.rows(frame)
     ]
-    return frame_of(rows, ("backend", "status", "models", "reason", "which"))
+    order = sorted(range(len(frame)), key=lambda i: keys[i])
+    return frame.iloc[order].reset_index(drop=True)[["backend", "status", "models", "reason", "which"]]
 
 
 def first_problem(said: str) -> str:
@@ -255,36 +232,34 @@ def first_problem(said: str) -> str:
     return problem.partition(": ")[2] or problem
 
 
-def reasons_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`reasons` for people."""
-    return readable.texts(
-        frame,
-        {
-            "Backend": lambda r: style.backend(r.backend).name if r.backend else "any",
-            "": lambda r: PARTS[r.status][0].partition(",")[0] if r.status in PARTS else r.status,
-            "Models": lambda r: str(r.models),
-            "First of the reasons": lambda r: r.reason,
-            "Which": lambda r: r.which,
-        },
-    )
-
-
-def reasons_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """The columns of the table."""
-    said = ["Every model on which a backend is not exact, and every one that is not built, by reason."]
-    return captions.caption(said, records, left_out, setting=False)
-
-
-FIGURE = FigureKind(
-    doc="on which of the models that people load each backend is exact, by library and task",
-    kinds=("coverage",),
-    cell=captions.libraries,  # a count is of one version
-    facets={"experiment": ("coverage",)},
-    table=table,
-    text=text,
-    caption=caption,
-    plot=plot,
-    finding=finding,
-    with_causes=False,
-    place=180,
-)
+_REASONS = {
+    "Backend": lambda r: style.backend(r.backend).name if r.backend else "any",
+    "": lambda r: PARTS[r.status][0].partition(",")[0] if r.status in PARTS else r.status,
+    "Models": of("models"),
+    "First of the reasons": of("reason"),
+    "Which": of("which"),
+}
+FIGURES = {
+    "coverage": FigureKind(
+        doc="on which of the models that people load each backend is exact, by library and task",
+        kinds=("coverage",),
+        cell=captions.libraries,  # a count is of one version
+        table=table,
+        text=_TEXT,
+        caption=caption,
+        plot=plot,
+        finding=finding,
+        with_causes=False,
+        place=180,
+    ),
+    "coverage_reasons": FigureKind(
+        doc="why a backend is not exact on a model that people load, or the model is not built",
+        kinds=("coverage",),
+        cell=captions.libraries,
+        table=reasons,
+        text=_REASONS,
+        caption="Every model on which a backend is not exact, and every one that is not built, by reason.",
+        with_causes=False,
+        place=190,
+    ),
+}

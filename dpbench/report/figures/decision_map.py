@@ -14,20 +14,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from dpbench.report import captions, readable, style
+from dpbench.report import readable, style
 from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.report.data.statistics import Row, frame_of
-from dpbench.report.drawing.bars import WIDTH, sheet
-from dpbench.report.drawing.curves import box
+from dpbench.report.drawing.sheet import MARGIN, REFERENCE, grid, legend
 from dpbench.report.parts import FigureKind
-from dpbench.report.style import missing
+from dpbench.report.readable import of
 
-_ACROSS, _MARGIN, _LEFT, _GAP = 2, 0.12, 0.62, 0.62
-_LEGEND, _HEAD, _DEPTH, _AXIS = 0.3, 0.36, 1.75, 0.42
 _GHOST, _INSTANTIATE = "#2266AA", "#CC3311"
-_KINDS = {"ghost": _GHOST, "instantiate": _INSTANTIATE}
 COLUMNS = (
     *("model", "inputs", "batch_size", "use", "parameter", "operation", "T", "d", "p", "two_T_squared", "p_times_d"),
     *("paper", "ours", "plan", "ghost_bytes", "instantiate_bytes", "ghost_flops", "instantiate_flops"),
@@ -46,8 +42,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     for key, group in sorted(models.items(), key=lambda item: (style.model_key(item[0][0]), item[0][1] or 0)):
         found = group[-1].result.get("rows")
         if not found:
-            said = group[-1].result.get("problems") or group[-1].result.get("usage")
-            left_out["model that cannot be explained" if said else style.OUTCOMES.get(group[-1].outcome, "error")] += 1
+            left_out["model that cannot be explained"] += group[-1].outcome == "ok"
             continue
         linear = [row for row in found if row["two_T_squared"] is not None and row["plan"] is not None]
         left_out["uses that have one route only (biases, normalisations, sums)"] += len(found) - len(linear)
@@ -62,7 +57,11 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
                     "paper": row["paper_choice"],
                     "ours": "ghost" if row["plan"].startswith("ghost") else "instantiate",
                     **{name: row[name] for name in ("parameter", "T", "d", "p", "two_T_squared", "p_times_d", "plan")},
-                    **{f"{route}_{unit}": row[unit][route] for route in _KINDS for unit in ("bytes", "flops")},
+                    **{
+                        f"{route}_{unit}": row[unit][route]
+                        for route in ("ghost", "instantiate")
+                        for unit in ("bytes", "flops")
+                    },
                 }
             )
     return frame_of(rows, COLUMNS)
@@ -76,29 +75,22 @@ def _inputs(record: Record) -> str:
     return f"{record.result['summary']['inputs'][0][-1]} px"
 
 
-def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`table` for people."""
-    return readable.texts(
-        frame,
-        {
-            "Model": lambda r: _name(r.model),
-            "Inputs": lambda r: r.inputs,
-            "Parameter": lambda r: r.parameter,
-            "Operation": lambda r: r.operation,
-            "T": lambda r: f"{r.T:,}",
-            "d": lambda r: f"{r.d:,}",
-            "p": lambda r: f"{r.p:,}",
-            "2T²": lambda r: f"{r.two_T_squared:,}",
-            "pd": lambda r: f"{r.p_times_d:,}",
-            "Papers' rule": lambda r: r.paper,
-            "Ours": lambda r: r.ours + ("" if r.ours == r.paper else " ≠"),
-            "Plan": lambda r: r.plan,
-            "Ghost bytes": lambda r: "" if missing(r.ghost_bytes) else style.size(r.ghost_bytes),
-            "Instantiated bytes": lambda r: "" if missing(r.instantiate_bytes) else style.size(r.instantiate_bytes),
-            "Ghost flops": lambda r: "" if missing(r.ghost_flops) else f"{r.ghost_flops:.2g}",
-            "Instantiated flops": lambda r: "" if missing(r.instantiate_flops) else f"{r.instantiate_flops:.2g}",
-        },
-    )
+_TEXT: readable.Columns = {
+    "Model": lambda r: _name(r.model),
+    "Inputs": of("inputs"),
+    "Parameter": of("parameter"),
+    "Operation": of("operation"),
+    **{name: of(name, "{:,}".format) for name in ("T", "d", "p")},
+    "2T²": of("two_T_squared", "{:,}".format),
+    "pd": of("p_times_d", "{:,}".format),
+    "Papers' rule": of("paper"),
+    "Ours": lambda r: r.ours + ("" if r.ours == r.paper else " ≠"),
+    "Plan": of("plan"),
+    "Ghost bytes": of("ghost_bytes", style.size),
+    "Instantiated bytes": of("instantiate_bytes", style.size),
+    "Ghost flops": of("ghost_flops", "{:.2g}".format),
+    "Instantiated flops": of("instantiate_flops", "{:.2g}".format),
+}
 
 
 def finding(frame: pd.DataFrame) -> str:
@@ -114,9 +106,9 @@ def finding(frame: pd.DataFrame) -> str:
     )
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The meaning of the marks."""
-    said = [
+    return [
         "Each mark is a use of a weight, in the order of the forward pass, at 2T² over pd: the papers' rule "
         "(arXiv:2205.10683) takes the ghost norm up to 1 and instantiates above. Filled: bk_mixed's planner takes the "
         "ghost norm; hollow: the instantiated gradient; a ring: it differs from that rule.",
@@ -124,7 +116,6 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "memory of ordinary training and a little more, where the rule minimises space.",
         finding(frame),
     ]
-    return captions.caption(said, records, left_out, setting=False)
 
 
 def _name(reference: str) -> str:
@@ -133,104 +124,61 @@ def _name(reference: str) -> str:
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A panel a model and input size."""
-    panels: list[Any] = [(key, own) for key, own in frame.groupby(["model", "inputs", "batch_size"], sort=False)]
-    across = min(_ACROSS, max(1, len(panels)))
-    down = max(1, -(-len(panels) // across))
-    figure, height = sheet(_LEGEND + down * (_HEAD + _DEPTH + _AXIS), caption)
-    share = (WIDTH - _MARGIN - _LEFT - (across - 1) * _GAP) / across
-    for index, ((model, inputs, batch_size), own) in enumerate(panels):
-        column, line = index % across, index // across
-        top = _LEGEND + line * (_HEAD + _DEPTH + _AXIS) + _HEAD
-        axes = figure.add_axes(box(_LEFT + column * (share + _GAP), top, share, _DEPTH, height))
+    models: list[Any] = list(frame.groupby(["model", "inputs", "batch_size"], sort=False))
+    figure, panels = grid(caption, len(models), 2, 1.75, foot=0.42, right=MARGIN, gap=0.62, above=0.3)
+    for index, (axes, ((model, inputs, batch_size), own)) in enumerate(zip(panels, models, strict=True)):
         differ = int((own.paper != own.ours).sum())
-        axes.set_title(f"{_name(model)}, {inputs}, B={batch_size}", pad=5, fontsize=8.8)
         said = f"{differ} of {len(own)} differ" if differ else f"alike in all {len(own)}"
+        axes.set_title(f"{_name(model)}, {inputs}, B={batch_size}", pad=5, fontsize=8.8)
         axes.set_title(said, loc="right", pad=5, fontsize=7.6, weight="normal", color=style.FAINT)
-        _panel(axes, own, first=column == 0)
-    figure.legend(
-        handles=_signs(),
-        loc="upper left",
-        bbox_to_anchor=((_LEFT - 0.1) / WIDTH, 1 - 0.02 / height),
-        ncols=4,
-        frameon=False,
-        fontsize=8,
-        handlelength=1.4,
-        columnspacing=1.6,
-        borderpad=0.2,
-    )
+        _panel(axes, own)
+        if index % 2 == 0:
+            axes.set_ylabel("2T² / pd")
+    signs = [
+        Line2D([], [], label="ours: ghost norm", **_LOOKS["ghost"]),
+        Line2D([], [], label="ours: instantiated", **_LOOKS["instantiate"]),
+        Line2D([], [], label="differs from the papers' rule", **_RING),
+        Line2D([], [], label="2T² = pd (shaded: ghost)", **REFERENCE),
+    ]
+    legend(figure, signs, at=0.52, handlelength=1.4, columnspacing=1.6)
     return figure
 
 
-def _panel(axes: Axes, own: pd.DataFrame, first: bool) -> None:
-    ratios = own.two_T_squared.astype(float) / own.p_times_d.astype(float)
-    low, high = min(0.1, ratios.min()) / 3, max(10.0, ratios.max()) * 3
+def _panel(axes: Axes, own: pd.DataFrame) -> None:
+    own = own.assign(ratio=own.two_T_squared.astype(float) / own.p_times_d.astype(float))
+    low = min(0.1, own.ratio.min()) / 3
     axes.set_yscale("log")
-    axes.set_ylim(low, high)
-    axes.set_xlim(0.3, len(own) + 0.7)
-    axes.axhline(1, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=1.5)
+    axes.set(ylim=(low, max(10.0, own.ratio.max()) * 3), xlim=(0.3, len(own) + 0.7))
+    axes.axhline(1, **REFERENCE)
     axes.axhspan(low, 1, color=_GHOST, alpha=0.06, linewidth=0)
     axes.yaxis.set_major_locator(LogLocator(numticks=7))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _power(value)))
+    axes.yaxis.set_major_formatter(lambda value, _: style.power(value, 0.01, 1001))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.grid(axis="y", color=style.GRID, linewidth=0.6)
-    axes.tick_params(length=0, labelsize=7.6)
+    axes.xaxis.grid(False)
+    axes.tick_params(labelsize=7.6)
     axes.set_xlabel("use of a weight, in the order of the forward pass", labelpad=1, fontsize=7.8)
-    if first:
-        axes.set_ylabel("2T² / pd", labelpad=3)
-    for row, ratio in zip(own.itertuples(index=False), ratios, strict=True):
-        known: Any = row
-        look = _look(known.ours)
-        if known.ours != known.paper:
-            axes.plot([known.use], [ratio], **_RING)
-        axes.plot([known.use], [ratio], **look)
+    for part, look in (
+        (own[own.ours != own.paper], _RING),
+        *((own[own.ours == choice], look) for choice, look in _LOOKS.items()),
+    ):
+        axes.plot(part.use, part.ratio, **look)
 
 
-_RING: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 9.5,
-    "linestyle": "",
-    "markerfacecolor": "none",
-    "markeredgecolor": style.INK,
-    "markeredgewidth": 0.8,
-    "zorder": 3,
+_MARK: dict[str, Any] = {"linestyle": "", "markersize": 4.6, "markeredgewidth": 1.2, "zorder": 4}
+_RING = _MARK | {"marker": "o", "markersize": 9.5, "markerfacecolor": "none", "markeredgecolor": style.INK}
+_RING |= {"markeredgewidth": 0.8, "zorder": 3}
+_LOOKS = {
+    "ghost": _MARK | {"marker": "o", "color": _GHOST},
+    "instantiate": _MARK | {"marker": "s", "color": _INSTANTIATE, "markerfacecolor": "white"},
 }
-
-
-def _look(choice: str) -> dict[str, Any]:
-    color = _KINDS[choice]
-    face = color if choice == "ghost" else "white"
-    shape: dict[str, Any] = {
-        "marker": "o" if choice == "ghost" else "s",
-        "markersize": 4.6,
-        "linestyle": "",
-        "zorder": 4,
-    }
-    return shape | {"markerfacecolor": face, "markeredgecolor": color, "markeredgewidth": 1.2}
-
-
-def _signs() -> list[Line2D]:
-    return [
-        Line2D([], [], label="ours: ghost norm", **_look("ghost")),
-        Line2D([], [], label="ours: instantiated", **_look("instantiate")),
-        Line2D([], [], label="differs from the papers' rule", **_RING),
-        Line2D([], [], color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), label="2T² = pd (shaded: ghost)"),
-    ]
-
-
-def _power(value: float) -> str:
-    if 0.01 <= value <= 1000:
-        return f"{value:g}"
-    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 FIGURE = FigureKind(
     doc="ghost norm or instantiated gradient in each layer, by the papers' rule and by ours",
     kinds=("explain",),
-    cell=lambda r: r.id,
-    facets={"experiment": ("explain",)},
     table=table,
-    text=text,
+    text=_TEXT,
     caption=caption,
     plot=plot,
     applies=applies,

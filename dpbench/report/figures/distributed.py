@@ -7,21 +7,22 @@ from statistics import median
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 
-from dpbench.report import captions, style
+from dpbench.report import readable, style
+from dpbench.report.captions import join
 from dpbench.report.data.select import LeftOut, Record
-from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
-from dpbench.report.drawing.curves import box
+from dpbench.report.drawing.sheet import grid, logarithmic
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import of
 
 BASELINE = "nonprivate"
 SPREADS = {"ddp": "DDP", "fsdp": "FSDP2"}
 _COLORS = ("#0077BB", "#EE7733", "#009988", "#CC3311", "#33BBEE", "#EE3377")
 _MARKERS = "os^Dvp"
-_TOP, _DEPTH, _LEFT, _GAP, _BETWEEN = 0.36, 1.9, 0.62, 0.45, 0.42
 _SAME = ["model", "spread", "precision", "backend", "batch_size", "processes"]
+_ALIKE = [name for name in _SAME if name != "processes"]
 _NUMBERS = ["samples_per_second", "throughput_ratio", "least", "greatest", "scaling", "peak_bytes", "memory_ratio"]
 _COLUMNS = [*_SAME, "rounds", *_NUMBERS, "oversubscribed"]
 
@@ -36,7 +37,6 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     for record in records:
         trial, result = record.trial, record.result
         if "backends" not in result:
-            left_out[f"{trial['model']} {trial['spread']} {trial['processes']}: {record.outcome}"] += 1
             continue
         seconds = {name: _rounds(entry) for name, entry in result["backends"].items()}
         base = seconds.get(BASELINE, {})
@@ -58,7 +58,9 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
                 }
             )
     frame = pd.DataFrame(rows, columns=[c for c in _COLUMNS if c != "scaling"])
-    frame["scaling"] = [_scaling(frame, row) for _, row in frame.iterrows()]
+    alone = frame[frame.processes == 1].drop_duplicates(_ALIKE)[[*_ALIKE, "samples_per_second"]]
+    each = frame.merge(alone, "left", _ALIKE, suffixes=("", "_alone"))
+    frame["scaling"] = each.samples_per_second / each.processes / each.samples_per_second_alone
     return frame[_COLUMNS].sort_values(_SAME, kind="stable").reset_index(drop=True)
 
 
@@ -67,95 +69,73 @@ def _rounds(entry: dict[str, Any]) -> dict[int, float]:
     return {turn["round"]: median(turn["step_seconds"]) for turn in entry["turns"]}
 
 
-def _scaling(frame: pd.DataFrame, row: Any) -> float | None:
-    alike = [name for name in _SAME if name != "processes"]
-    alone = frame[(frame[alike] == row[alike]).all(axis=1) & (frame.processes == 1)]
-    if not len(alone):
-        return None
-    return float(row.samples_per_second / row.processes / alone.samples_per_second.iloc[0])
+_TEXT: readable.Columns = {
+    **{name: of(name) for name in (*_SAME, "rounds")},
+    "samples_per_second": of("samples_per_second", "{:.3g} /s".format),
+    **{name: of(name, "{:.3f}".format) for name in ("throughput_ratio", "least", "greatest", "scaling")},
+    "peak_bytes": of("peak_bytes", style.size),
+    "memory_ratio": of("memory_ratio", "{:.3f}".format),
+    "oversubscribed": lambda r: "yes" if r.oversubscribed else "",
+}
 
 
-def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table for people."""
-    shown = frame.copy()
-    shown["samples_per_second"] = [f"{value:.3g} /s" for value in frame.samples_per_second]
-    shown["peak_bytes"] = [style.size(int(value)) for value in frame.peak_bytes]
-    for name in ("throughput_ratio", "least", "greatest", "scaling", "memory_ratio"):
-        shown[name] = ["" if pd.isna(value) else f"{value:.3f}" for value in frame[name]]
-    shown["oversubscribed"] = ["yes" if value else "" for value in frame.oversubscribed]
-    return shown
-
-
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The parts of a step, and its communication."""
     libraries = sorted({r.result["communication"] for r in records if "communication" in r.result})
-    rounds = sorted(set(frame["rounds"])) if len(frame) else []
-    said = [
-        "Training steps in several processes, each with as many samples (weak scaling): forward, backward,",
-        "communication, noise and optimizer. Throughput beside ordinary training in the same processes and rounds,",
-        f"median and range of {', '.join(map(str, rounds))} rounds; memory of the process that holds most, measured.",
-        f"Communication by {', '.join(libraries) or 'none'}. Hollow: more processes than CPUs or GPUs, which share",
-        "them.",
+    return [
+        "Training steps in several processes, each with as many samples (weak scaling): forward, backward, "
+        "communication, noise and optimizer. Throughput beside ordinary training in the same processes and rounds, "
+        f"median and range of {join(sorted(set(frame['rounds'])))} rounds; memory of the process that holds most, "
+        f"measured. Communication by {join(libraries) or 'none'}. Hollow: more processes than CPUs or GPUs, which "
+        "share them."
     ]
-    return captions.caption(said, records, left_out, setting=False)
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """Throughput above, memory below, a column for DDP and one for FSDP2; a line a model and precision."""
-    figure, height = sheet(_TOP + 2 * _DEPTH + _BETWEEN + AXIS + 0.2, caption)
     spreads = [name for name in SPREADS if name in set(frame.spread)] or ["ddp"]
-    wide = (WIDTH - _LEFT - 0.15 - _GAP * (len(spreads) - 1)) / len(spreads)
+    figure, panels = grid(caption, 2 * len(spreads), len(spreads), 1.9, foot=0.5)
     private = frame[frame.backend != BASELINE]
-    lines = list(dict.fromkeys(zip(private.model, private.precision, private.backend, strict=True)))
-    for column, spread in enumerate(spreads):
-        for row, (field, label) in enumerate((("throughput_ratio", "throughput"), ("memory_ratio", "peak memory"))):
-            place = (_LEFT + column * (wide + _GAP), _TOP + row * (_DEPTH + _BETWEEN))
-            axes = figure.add_axes(box(*place, wide, _DEPTH, height))
-            for i, key in enumerate(lines):
-                own = private[(private.spread == spread)]
-                own = own[(own.model == key[0]) & (own.precision == key[1]) & (own.backend == key[2])]
-                _line(axes, own.sort_values("processes"), field, i, key)
-            axes.axhline(1.0, color="#555555", linewidth=1.0)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sorted(set(frame.processes)) or [1])
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.xaxis.set_minor_locator(NullLocator())
-            highest = frame["greatest" if row == 0 else field].max()
-            axes.set_ylim(0.0, 1.1 * max(1.0, 0.0 if pd.isna(highest) else float(highest)))
-            axes.grid(color=style.GRID, linewidth=0.5)
-            if row == 0:
-                axes.set_title(SPREADS[spread], fontsize=9)
-            else:
-                axes.set_xlabel("processes")
-            if column == 0:
-                axes.set_ylabel(f"{label} / ordinary")
-            if (row, column) == (0, len(spreads) - 1) and lines:
-                axes.legend(fontsize=6.8, frameon=False, loc="lower right")
+    lines = list(private.groupby(["model", "precision", "backend"], sort=False))
+    for index, axes in enumerate(panels):
+        row, column = divmod(index, len(spreads))
+        field, most = (("throughput_ratio", "greatest"), ("memory_ratio", "memory_ratio"))[row]
+        for i, (key, own) in enumerate(lines):
+            part = own[own.spread == spreads[column]].sort_values("processes")
+            if len(part):
+                _line(axes, part, field, i, key)
+        axes.axhline(1.0, color="#555555", linewidth=1.0)
+        logarithmic(axes.xaxis, at=sorted(set(frame.processes)) or [1])
+        highest = frame[most].astype(float).max()
+        axes.set_ylim(0.0, 1.1 * max(1.0, 0.0 if pd.isna(highest) else highest))
+        axes.set_title(SPREADS[spreads[column]])
+        axes.set_xlabel("processes")
+        if column == 0:
+            axes.set_ylabel(f"{('throughput', 'peak memory')[row]} / ordinary")
+    if lines:
+        panels[len(spreads) - 1].legend(fontsize=6.8, loc="lower right")
     return figure
 
 
-def _line(axes: Any, part: pd.DataFrame, field: str, i: int, key: tuple[str, str, str]) -> None:
-    if not len(part):
-        return
+def _line(axes: Axes, part: pd.DataFrame, field: str, i: int, key: Any) -> None:
+    model, precision, backend = key
     color, marker = _COLORS[i % len(_COLORS)], _MARKERS[i % len(_MARKERS)]
-    style_of = "--" if key[1] == "mixed" else "-"
-    name = key[0].partition("?")[0].rpartition(":")[2]
-    label = f"{name}, {key[2]}" + (", mixed precision" if key[1] == "mixed" else "")
-    axes.plot(part.processes, part[field], style_of, color=color, linewidth=1.2, label=label)
-    for _, row in part.iterrows():
+    name = model.partition("?")[0].rpartition(":")[2]
+    label = f"{name}, {backend}" + (", mixed precision" if precision == "mixed" else "")
+    axes.plot(part.processes, part[field], "--" if precision == "mixed" else "-", color=color, label=label)
+    for row in readable.rows(part):
         face = "white" if row.oversubscribed else color
-        axes.plot([row.processes], [row[field]], marker, color=color, markerfacecolor=face, markersize=4.5)
-        if field == "throughput_ratio":
-            axes.vlines(row.processes, row.least, row.greatest, color=color, linewidth=1.0)
+        axes.plot([row.processes], [getattr(row, field)], marker, color=color, markerfacecolor=face)
+    if field == "throughput_ratio":
+        axes.vlines(part.processes, part.least, part.greatest, color=color, linewidth=1.0)
 
 
 FIGURE = FigureKind(
     doc="throughput and memory of private beside ordinary training in several processes, under DDP and FSDP2",
     kinds=("distributed",),
-    cell=lambda r: r.id,
-    facets=dict.fromkeys(("experiment", "threads"), ("distributed",)),
+    by=("experiment", "threads"),
     table=table,
-    text=text,
+    text=_TEXT,
     caption=caption,
     plot=plot,
     place=250,

@@ -1,4 +1,4 @@
-"""The tables of the experiment `evidence`: the device, norms against float64, parts of a step, and profiles.
+"""Tables without pictures: the device, norms against float64, counts and parts of a step, and profiles.
 
 One table a stage, without pictures. Quantities that other experiments measure too (overhead, the largest batch, peaks)
 have their figures there.
@@ -7,16 +7,18 @@ have their figures there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
 import pandas as pd
 
-from dpbench.report import captions, readable, style
+from dpbench.report import readable, style
+from dpbench.report.captions import span
 from dpbench.report.data.select import LeftOut, Record
-from dpbench.report.data.statistics import Row, count_failures, frame_of
+from dpbench.report.data.statistics import Row, frame_of, in_order
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import BACKEND, BATCH, MODEL, of
 from dpbench.report.style import missing
 
 #: Part of a private step -> the corresponding part of a plain one.
@@ -42,7 +44,6 @@ _WORDS = {
 
 def device_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each bandwidth (bytes/s), rate (flops/s) and latency (seconds of one), and for each fact."""
-    count_failures(records, left_out)
     rows: list[Row] = []
     for record in (r for r in records if r.result):
         found = record.result
@@ -55,15 +56,6 @@ def device_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     return frame_of(rows, ("what", "precision", "said", "rate", "unit", "seconds"))
 
 
-def device_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`device_table` for people."""
-    return readable.texts(frame, {"What": _what, "": _value})
-
-
-def _what(row: Any) -> str:
-    return str(row.what).replace("_", " ") + ("" if missing(row.precision) else f", {row.precision}")
-
-
 def _value(row: Any) -> str:
     if not missing(row.seconds):
         return style.duration(row.seconds)
@@ -72,18 +64,14 @@ def _value(row: Any) -> str:
     return f"{row.rate / 1e9:,.0f} GB/s" if row.unit == "B/s" else f"{row.rate / 1e12:.3g} Tflop/s"
 
 
-def device_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-    """The method."""
-    said = [
-        "What the device can do at best: medians of repetitions. A copy counts the bytes read and the bytes written; a "
-        "product is 2n³ operations, in float32 with TF32 off; a latency is of one operation on one number."
-    ]
-    return captions.caption(said, records, left_out, setting=False)
+_DEVICE: readable.Columns = {
+    "What": lambda r: str(r.what).replace("_", " ") + of("precision", ", {}".format)(r),
+    "": _value,
+}
 
 
 def norms_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each way to a norm, by precision profile: the largest relative error, its limit, whether it holds."""
-    left_out.update(f"{_family(r)}: {style.OUTCOMES.get(r.outcome, r.outcome)}" for r in records if not _has_rows(r))
     rows = [
         {"family": r.trial["family"], "precision": r.trial["precision"], "small": r.trial["small"], **row}
         for r in records
@@ -93,36 +81,17 @@ def norms_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     return frame_of(rows, (*columns, "evidence", "small"))
 
 
-def _has_rows(record: Record) -> bool:
-    return bool(record.result.get("rows"))
+_NORMS: readable.Columns = {
+    **{name.capitalize(): of(name) for name in ("operation", "sizes", "parameter")},
+    "Route": lambda r: " ".join([r.route, *([r.way] if r.way else [])]),
+    "Precision": of("precision"),
+    "Largest error": of("error", lambda value: f"{float(value):.1e}", "–"),  # a record stores infinity as a word
+    "Limit": of("limit", "{:.0e}".format),
+    "Holds": lambda r: "yes" if r.outcome == "ok" else f"**{style.OUTCOMES.get(r.outcome, r.outcome)}**",
+}
 
 
-def _family(record: Record) -> str:
-    return f"{record.trial['family']} in {record.trial['precision']}"
-
-
-def norms_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`norms_table` for people."""
-    return readable.texts(
-        frame,
-        {
-            "Operation": lambda r: r.operation,
-            "Sizes": lambda r: r.sizes,
-            "Parameter": lambda r: r.parameter,
-            "Route": lambda r: " ".join([r.route, *([r.way] if r.way else [])]),
-            "Precision": lambda r: r.precision,
-            "Largest error": lambda r: _error(r.error),
-            "Limit": lambda r: f"{r.limit:.0e}",
-            "Holds": lambda r: "yes" if r.outcome == "ok" else f"**{style.OUTCOMES.get(r.outcome, r.outcome)}**",
-        },
-    )
-
-
-def _error(value: Any) -> str:
-    return "–" if missing(value) else f"{float(value):.1e}"  # a record stores infinity as a word
-
-
-def norms_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def norms_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The quantities compared."""
     said = [
         "Every way to a per-sample norm, and each clipped sum, beside autograd's in float64 of the very numbers that "
@@ -131,7 +100,7 @@ def norms_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Left
     ]
     if len(frame) and frame.small.astype(bool).all():
         said.append("Small sizes: of a CPU, or a smoke run.")
-    return captions.caption(said, records, left_out, setting=False)
+    return said
 
 
 def norms_finding(frame: pd.DataFrame) -> str:
@@ -152,7 +121,6 @@ def norms_finding(frame: pd.DataFrame) -> str:
 
 def parts_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each part of a private step, with that of a plain one; seconds are medians of the steps."""
-    count_failures(records, left_out)
     rows: list[Row] = []
     for record in (r for r in records if r.result):
         named = {name: record.trial[name] for name in ("model", "batch_size", "precision", "backend", "optimizer")}
@@ -182,27 +150,9 @@ def _part(entry: dict[str, Any], name: str) -> Row:
     return {"seconds": median(entry["step_seconds"]), **counts}
 
 
-def parts_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`parts_table` for people."""
-
-    def of(r: Any, unit: str) -> str:
-        told = [getattr(r, f"{which}_{unit}") for which in ("private", "plain")]
-        words = style.duration if unit == "seconds" else "{:,g}".format
-        return " / ".join("–" if missing(value) else words(value) for value in told)
-
-    return readable.texts(
-        frame,
-        {
-            "Model": lambda r: style.model(r.model),
-            "B": lambda r: str(r.batch_size),
-            "Precision": lambda r: r.precision,
-            "Part": lambda r: _WORDS[r.part],
-            "Time, private / plain": lambda r: of(r, "seconds"),
-            "Launches": lambda r: of(r, "launches"),
-            "Waits": lambda r: of(r, "waits"),
-            "Ratio": _ratio,
-        },
-    )
+def _both(unit: str, words: Callable[[Any], str]) -> Callable[[Any], str]:
+    private, plain = (of(f"{which}_{unit}", words, "–") for which in ("private", "plain"))
+    return lambda row: f"{private(row)} / {plain(row)}"
 
 
 def _ratio(row: Any) -> str:
@@ -211,7 +161,19 @@ def _ratio(row: Any) -> str:
     return style.times(row.private_seconds / row.plain_seconds)
 
 
-def parts_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+_PARTS: readable.Columns = {
+    **MODEL,
+    **BATCH,
+    "Precision": of("precision"),
+    "Part": of("part", _WORDS.__getitem__),
+    "Time, private / plain": _both("seconds", style.duration),
+    "Launches": _both("launches", "{:,g}".format),
+    "Waits": _both("waits", "{:,g}".format),
+    "Ratio": _ratio,
+}
+
+
+def parts_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The counted quantities."""
     counted = sorted(set(frame.counted))
     said = [
@@ -227,12 +189,11 @@ def parts_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Left
         )
     rows: Any = frame.itertuples()
     models = {f"{style.model(r.model)}: {r.tensors} tensors, {r.optimizer}" for r in rows}
-    return captions.caption([*said, *(f"{line}." for line in sorted(models))], records, left_out, setting=False)
+    return [*said, *(f"{line}." for line in sorted(models))]
 
 
 def profile_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each of the largest operations of each backend; rank 0 is the whole step."""
-    count_failures(records, left_out)
     rows = [row for record in records for row in _profile_rows(record, left_out)]
     named = ("model", "batch_size", "precision", "backend", "rank", "operation", "asked_by")
     return frame_of(rows, (*named, "calls", "seconds", "share", "launches", "waits", "trace", "counted"))
@@ -254,27 +215,22 @@ def _profile_rows(record: Record, left_out: LeftOut) -> Iterator[Row]:
             yield named | {"rank": rank, "operation": row["name"]} | told
 
 
-def profile_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`profile_table` for people."""
-    return readable.texts(
-        frame,
-        {
-            "Model": lambda r: style.model(r.model),
-            "B": lambda r: str(r.batch_size),
-            "Precision": lambda r: r.precision,
-            "Backend": lambda r: style.backend(r.backend).name,
-            "Operation": lambda r: r.operation if missing(r.asked_by) else f"{r.operation} ({r.asked_by})",
-            "Calls": lambda r: f"{r.calls:,g}",
-            "Time": lambda r: style.duration(r.seconds),
-            "Share": lambda r: f"{r.share:.1%}",
-            "Launches": lambda r: "" if missing(r.launches) else f"{r.launches:,g}",
-            "Waits": lambda r: "" if missing(r.waits) else f"{r.waits:,g}",
-            "Trace": lambda r: "" if missing(r.trace) else str(r.trace),
-        },
-    )
+_PROFILE: readable.Columns = {
+    **MODEL,
+    **BATCH,
+    "Precision": of("precision"),
+    **BACKEND,
+    "Operation": lambda r: r.operation + of("asked_by", " ({})".format)(r),
+    "Calls": of("calls", "{:,g}".format),
+    "Time": of("seconds", style.duration),
+    "Share": of("share", "{:.1%}".format),
+    "Launches": of("launches", "{:,g}".format),
+    "Waits": of("waits", "{:,g}".format),
+    "Trace": of("trace"),
+}
 
 
-def profile_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def profile_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The counted quantities, and where the traces are."""
     counted = Counter(frame.counted)
     said = [
@@ -283,25 +239,129 @@ def profile_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Le
     ]
     if frame.trace.notna().any():
         said.append("The traces lie beside the records, for chrome://tracing or ui.perfetto.dev.")
-    return captions.caption(said, records, left_out, setting=False)
+    return said
 
 
-def table_of(kind: str, doc: str, *, table: Any, text: Any, caption: Any, **more: Any) -> FigureKind:
-    """A table of trials of one kind, without a picture.
+#: Column of what is counted in a step without a GPU -> its word.
+_COUNTED = {"launches": "launches", "bytes": "bytes", "flops": "operations"}
 
-    Args:
-        kind: of trial.
-        doc: the heading.
-        table, text, caption, more: as `FigureKind` takes them.
-    """
-    return FigureKind(
-        doc=doc,
-        kinds=(kind,),
-        cell=lambda record: record.id,
-        facets={"experiment": (kind,)},
-        table=table,
-        text=text,
-        caption=caption,
-        plot=None,
-        **more,
-    )
+
+def launches_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row for each backend of each model; ratios are to ordinary training's."""
+    rows: list[Row] = []
+    for record in records:
+        backends = record.result.get("backends", {})
+        base = _counts(backends.get("nonprivate", {}))
+        for backend, entry in backends.items():
+            row: Row = {name: record.trial[name] for name in ("model", "batch_size")} | {"backend": backend}
+            row["dtype"] = record.trial.get("dtype", "float32")
+            if entry["outcome"] != "ok":
+                row["note"] = style.OUTCOMES.get(entry["outcome"], entry["outcome"])
+            counts = _counts(entry)
+            row |= counts | {f"{name}_ratio": counts[name] / base[name] for name in counts if base.get(name)}
+            rows.append(row)
+    ratios = [f"{name}_ratio" for name in (*_COUNTED, "seconds")]
+    frame = frame_of(rows, ("model", "batch_size", "dtype", "backend", *_COUNTED, "seconds", *ratios, "note"))
+    return in_order(frame, "dtype", "model", "backend")
+
+
+def _counts(entry: dict[str, Any]) -> dict[str, float]:
+    if entry.get("outcome") != "ok":
+        return {}
+    moved = entry["bytes_read"] + entry["bytes_written"]
+    found = {"launches": entry["launches"], "bytes": moved, "flops": entry["flops"]}
+    return found | ({"seconds": entry["seconds"]} if "seconds" in entry else {})  # of records that have none
+
+
+_LAUNCHES: readable.Columns = {
+    **MODEL,
+    **BATCH,
+    "Dtype": of("dtype"),
+    **BACKEND,
+    "Launches": of("launches", "{:,.0f}".format, "note"),
+    "Bytes": of("bytes", lambda count: f"{count / 1e9:,.2f} GB"),
+    "Operations": of("flops", lambda count: f"{count / 1e12:,.3f} Tflop"),
+    **{f"Ratio of {word}": of(f"{name}_ratio", style.times) for name, word in _COUNTED.items()},
+    "Predicted": of("seconds", lambda seconds: f"{1e3 * seconds:,.1f} ms"),
+    "Ratio of predicted": of("seconds_ratio", style.times),
+}
+
+
+_LAUNCHES_SAID = (
+    "Counted without a GPU on tensors without values, not measured: one eager step (forward, backward, norms and "
+    "clipped sum) with parameters and activations of one dtype, as it goes on a GPU of 80 GiB with Triton, routes "
+    "chosen by formula. "
+    "A launch is an operation of torch's or a Triton program; a GPU takes several kernels for some, such as a "
+    "convolution's backward pass. A CUDA graph replays the same operations, without Python between them. "
+    "Bytes: each operand and each result of an operation once, in no cache between two. Operations: of matrix "
+    "products, convolutions and attention, 2 for a multiplication and an addition. "
+    "Predicted times are floors, not measurements: each operation takes as long as its bytes (3.0 TB/s) or its "
+    "operations (767, 400 and 52 Tflop/s in bfloat16, TF32 and float32), rates that copies and large products "
+    "reached on an H100; Triton programs are taken to reach half, and unaligned rows of bfloat16 a fifth. The sum "
+    "is of a step that is replayed as a CUDA graph. "
+    "Models of transformers build their mask as they do in a step that is captured."
+)
+
+
+def launches_finding(frame: pd.DataFrame) -> str:
+    """The ratios of the private backend with the fewest launches."""
+    private = frame[(frame.backend != "nonprivate") & frame.launches_ratio.notna()]
+    if private.empty:
+        return ""
+    best = str(private.groupby("backend").launches_ratio.median().idxmin())
+    own = private[private.backend == best]
+    told = [f"{_range(own[f'{name}_ratio'])} the {word}" for name, word in _COUNTED.items()]
+    said = f"{style.backend(best).name} takes {told[0]}, {told[1]} and {told[2]} of ordinary training"
+    times = own.seconds_ratio.dropna()
+    return said + (f", and of the predicted time {_range(times)}." if len(times) else ".")
+
+
+def _range(ratios: pd.Series[float]) -> str:
+    return span(map(style.times, (ratios.min(), ratios.max())))
+
+
+FIGURES = {
+    "device": FigureKind(
+        doc="what the device can do at best: bandwidth, rates of matrix products, latencies, versions",
+        kinds=("device",),
+        table=device_table,
+        text=_DEVICE,
+        caption="What the device can do at best: medians of repetitions. A copy counts the bytes read and the bytes "
+        "written; a product is 2n³ operations, in float32 with TF32 off; a latency is of one operation on one number.",
+        place=260,
+    ),
+    "norms": FigureKind(
+        doc="every way to a per-sample norm beside float64, by precision",
+        kinds=("norms",),
+        table=norms_table,
+        text=_NORMS,
+        caption=norms_caption,
+        finding=norms_finding,
+        place=270,
+    ),
+    "launches": FigureKind(
+        doc="launches, bytes and operations of a step on a GPU, counted without one",
+        kinds=("launches",),
+        table=launches_table,
+        text=_LAUNCHES,
+        caption=_LAUNCHES_SAID,
+        finding=launches_finding,
+        place=275,
+    ),
+    "parts": FigureKind(
+        doc="a private step taken apart: time, launches and waits of each part, beside the plain step",
+        kinds=("parts",),
+        table=parts_table,
+        text=_PARTS,
+        caption=parts_caption,
+        place=280,
+    ),
+    "profile": FigureKind(
+        doc="where the time of a step goes: its largest operations, by backend",
+        kinds=("profile",),
+        table=profile_table,
+        text=_PROFILE,
+        caption=profile_caption,
+        place=290,
+    ),
+}

@@ -13,12 +13,14 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-from dpbench.report import captions, readable, style
+from dpbench.report import readable, style
 from dpbench.report.data.select import LeftOut, Record, grouped
-from dpbench.report.data.statistics import batch, count_failures, frame_of, good_rounds, in_order, why
-from dpbench.report.drawing.bars import WIDTH, sheet
+from dpbench.report.data.statistics import batch, frame_of, good_rounds, in_order, why
+from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, legend, place, sheet
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import of
 from dpbench.report.style import missing
 
 PARTS = ("model", "forward", "backward", "step")
@@ -26,13 +28,9 @@ _TITLES = {"model": "Parameters and buffers"}
 WITHIN = 0.05
 """The target error."""
 _COLUMNS = (
-    "model",
-    "batch_size",
-    "backend",
+    *("model", "batch_size", "backend"),
     *(f"{part}_{how}_bytes" for part in PARTS for how in ("simulated", "measured")),
-    "reserved_bytes",
-    "error",
-    "note",
+    *("reserved_bytes", "error", "note"),
 )
 _ROW, _TOP, _AXIS, _NAMES, _NUMBERS = 0.24, 0.62, 0.45, 1.3, 1.05
 
@@ -55,7 +53,6 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each (model, batch size, backend); `error` is simulated / measured - 1 of the whole step."""
     own = [record for record in records if _is_own(record)]
     left_out["probe of a search"] += len(records) - len(own)
-    count_failures(own, left_out)
     rows = []
     for (model, size, backend), group in grouped(
         own, lambda r: (r.trial["model"], batch(r), r.trial["backend"])
@@ -74,36 +71,31 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     return in_order(frame_of(rows, _COLUMNS), "model", "batch_size", "backend")
 
 
+def _peaks(part: str, row: Any) -> str:
+    """The measured bytes, and the simulated ones as a difference."""
+    measured, simulated = getattr(row, f"{part}_measured_bytes"), getattr(row, f"{part}_simulated_bytes")
+    if missing(measured):
+        return "–"
+    return style.size(measured) if missing(simulated) else f"{style.size(measured)} {simulated / measured - 1:+.1%}"
+
+
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`table` for people: measured bytes, and simulated ones as a difference; on CUDA also reserved ones."""
-
-    def of(part: str, r: Any) -> str:
-        measured, simulated = getattr(r, f"{part}_measured_bytes"), getattr(r, f"{part}_simulated_bytes")
-        if missing(measured):
-            return "–"
-        return style.size(measured) if missing(simulated) else f"{style.size(measured)} {simulated / measured - 1:+.1%}"
-
-    reserved = {"Reserved": lambda r: "" if missing(r.reserved_bytes) else style.size(r.reserved_bytes)}
-    return readable.texts(
-        frame,
-        {
-            "Model": lambda r: style.model(r.model),
-            "B": lambda r: str(r.batch_size),
-            "Backend": lambda r: style.backend(r.backend).name,
-            **{_TITLES.get(part, part.capitalize()): partial(of, part) for part in PARTS},
-            **(reserved if frame.reserved_bytes.notna().any() else {}),
-            "Note": lambda r: "" if missing(r.note) else r.note,
-        },
-    )
+    """`table` for people; on CUDA also reserved bytes."""
+    columns: readable.Columns = {
+        **readable.MODEL,
+        **readable.BATCH,
+        **readable.BACKEND,
+        **{_TITLES.get(part, part.capitalize()): partial(_peaks, part) for part in PARTS},
+        "Reserved": of("reserved_bytes", style.size),
+        "Note": of("note"),
+    }
+    return readable.texts(frame, columns, ("Reserved",))
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The comparison, and the cell with the largest error."""
-    said = [
-        "Peak memory of one step, simulated on fake tensors and measured by the allocator: simulated over measured."
-    ]
-    said.append(finding(frame) or "No cell has both.")
-    return captions.caption(said, records, left_out)
+    said = "Peak memory of one step, simulated on fake tensors and measured by the allocator: simulated over measured."
+    return [said, finding(frame) or "No cell has both."]
 
 
 def finding(frame: pd.DataFrame) -> str:
@@ -123,33 +115,27 @@ def finding(frame: pd.DataFrame) -> str:
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A row a backend, a mark a model, and the range in numbers."""
     backends = list(dict.fromkeys(sorted(frame.backend, key=style.backend_key)))
-    depth = _ROW * max(len(backends), 1)
-    figure, height = sheet(_TOP + depth + _AXIS, caption)
-    left, bottom = (0.12 + _NAMES) / WIDTH, 1 - (_TOP + depth) / height
-    axes = figure.add_axes((left, bottom, 1 - left - _NUMBERS / WIDTH, depth / height))
-    found = [float(error) for error in frame.error.dropna()]
-    reach = 1.15 * max([WITHIN, *map(abs, found)])
-    axes.set_xlim(-reach, reach)
-    axes.set_ylim(len(backends) - 0.5, -0.5)
+    depth, left = _ROW * max(len(backends), 1), MARGIN + _NAMES
+    figure, _ = sheet(_TOP + depth + _AXIS, caption)
+    axes = place(figure, left, _TOP, WIDTH - left - _NUMBERS, depth)
+    reach = 1.15 * max([WITHIN, *frame.error.dropna().astype(float).abs()])
+    axes.set(xlim=(-reach, reach), ylim=(max(len(backends), 1) - 0.5, -0.5))
     axes.fill_betweenx(axes.get_ylim(), -WITHIN, WITHIN, color=style.GRID, linewidth=0, zorder=0)
     axes.axvline(0, color=style.INK, linewidth=0.9, zorder=1)
     for y, backend in enumerate(backends):
-        errors = [float(error) for error in frame[frame.backend == backend].error.dropna()]
-        axes.plot(
-            errors, [y] * len(errors), "|", color=style.backend(backend).color, markersize=11, markeredgewidth=1.8
-        )
-        notes = [note for note in frame[frame.backend == backend].note if not missing(note)]
-        words = f"{min(errors):+.1%} to {max(errors):+.1%}" if errors else notes[0] if notes else "not run"
-        looks: dict[str, Any] = {"va": "center", "fontsize": 7.4}
-        axes.annotate(words, (1, y), (6, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points", **looks)
+        own = frame[frame.backend == backend]
+        errors, notes = own.error.dropna().astype(float), own.note.dropna()
+        look: dict[str, Any] = {"color": style.backend(backend).color, "markersize": 11, "markeredgewidth": 1.8}
+        axes.plot(errors, [y] * len(errors), "|", **look)
+        words = f"{min(errors):+.1%} to {max(errors):+.1%}" if len(errors) else [*notes, "not run"][0]
+        beside(axes, 1, y, 6, words, fontsize=7.4)
     axes.set_yticks(range(len(backends)), [style.backend(name).name for name in backends])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
-    axes.tick_params(length=0, labelsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(False)
     axes.set_xlabel("simulated beside measured peak of a step", fontsize=8)
-    handles = [Line2D([], [], marker="|", linestyle="", color=style.INK, markersize=11, label="one model")]
-    handles.append(Line2D([], [], color=style.GRID, linewidth=7, label=f"within {WITHIN:.0%}"))
-    at = (left, 1 - 0.08 / height)
-    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=at, ncols=2, frameon=False, fontsize=8)
+    one = Line2D([], [], marker="|", linestyle="", color=style.INK, markersize=11, label="one model")
+    legend(figure, [one, Patch(color=style.GRID, label=f"within {WITHIN:.0%}")], at=left)
     return figure
 
 
@@ -157,12 +143,13 @@ FIGURE = FigureKind(
     doc="simulated beside measured peak memory of a step, by model, backend and part of the step",
     kinds=("peak",),
     cell=cell,
-    facets=dict.fromkeys(("experiment", "precision", "image_size"), ("peak",)),
+    by=("experiment", "precision", "image_size"),
     table=table,
     text=text,
     caption=caption,
     plot=plot,
     finding=finding,
     applies=applies,
+    setting=True,
     place=30,
 )

@@ -1,7 +1,7 @@
 """The cost of clipping relative to ordinary training: a panel a model, a row a backend, with time and memory.
 
 The number beside each mark is its value. A filled mark is time, a hollow one memory, and the row has the backend's
-name: nothing depends on colour.
+name: nothing depends on colour. Whole training steps, `training_step`, have the same table and picture.
 """
 
 from __future__ import annotations
@@ -11,28 +11,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from dpbench.report import captions, findings, readable, style
 from dpbench.report.data import peaks, published
 from dpbench.report.data.paired import COLUMNS, entries, paired_row
 from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
-from dpbench.report.data.statistics import batch, count_failures, frame_of, in_order
-from dpbench.report.drawing.bars import WIDTH, sheet
+from dpbench.report.data.statistics import batch, frame_of, in_order
+from dpbench.report.drawing.sheet import MARGIN, REFERENCE, beside, grid, legend, logarithmic
 from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing
 
-_PANELS, _MARGIN, _NAMES, _GAP = 3, 0.12, 1.12, 0.14
-_ROW, _TITLE, _AXIS, _LEGEND = 0.165, 0.52, 0.36, 0.3
-# The column of numbers beside the panel: its width, and the places of the two, in inches from the panel's right edge.
-_NUMBERS, _AT = 0.92, (0.42, 0.89)
+# Inches: the least width of the names, the depth of a row, the width of the column of numbers at the right of a panel,
+# and the ends of the two numbers in it.
+_NAMES, _ROW, _NUMBERS, _AT = 1.12, 0.165, 0.92, {"time": 0.42, "memory": 0.89}
 # Smaller ratios appear as an arrow at the edge: only `microbatch` needs so little memory.
 _LOWEST = 0.6
-_CHARACTER, _LETTER = 0.083, 0.061  # inches, of a heading and of a name
 _TICKS = (1, 2, 4, 8, 16, 32, 64)
 #: How ordinary training and the others run -> a sentence.
 _WAYS = {
@@ -42,14 +38,9 @@ _WAYS = {
     "compiled": "Every step runs as one graph compiled by TorchInductor.",
 }
 _TIME: dict[str, Any] = {"marker": "o", "markersize": 4.4, "linestyle": "", "zorder": 4}
-_MEMORY: dict[str, Any] = {
-    "marker": "D",
-    "markersize": 5.8,  # around the other mark if they coincide
-    "linestyle": "",
-    "markerfacecolor": "white",
-    "markeredgewidth": 1.2,
-    "zorder": 3,
-}
+_MEMORY = _TIME | {"marker": "D", "markersize": 5.8, "markerfacecolor": "white", "markeredgewidth": 1.2, "zorder": 3}
+_RANGE: dict[str, Any] = {"color": style.INK, "linewidth": 1.0, "marker": "|", "markersize": 4.5, "zorder": 4.5}
+_PANEL = ["model", "image_size", "batch_size"]
 
 
 def cell(record: Record) -> tuple[Any, ...]:
@@ -69,7 +60,6 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         ordinary = by_backend.get("nonprivate", [])
         for backend, own in by_backend.items():
             found = newest_trial(own, left_out if backend != "nonprivate" else LeftOut())
-            count_failures(found, left_out)
             row = {"model": model, "batch_size": batch_size, "image_size": size, "backend": backend}
             row |= paired_row(found, [r for r in ordinary if r.id == found[0].id])
             if size == 32 and found[0].trial["precision"] == "float32" and backend != "nonprivate":
@@ -83,65 +73,59 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
     """`table` for people."""
-    sizes = {"Pixels": lambda r: "" if missing(r.image_size) else str(r.image_size), "B": lambda r: str(r.batch_size)}
-    return readable.paired(frame, sizes)
+    return readable.paired(frame, {"Pixels": readable.of("image_size"), **readable.BATCH})
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The meaning of the ratios."""
     said = [
         "Time and peak memory of one training step beside ordinary training of the same model: all backends take turns "
-        f"in one process, and a ratio is of two turns of one round; {pairs(frame)}. The axes are logarithmic."
+        f"in one process, and a ratio is of two turns of one round; {pairs(frame)}. The axes are logarithmic.",
+        *conditions(records, frame),
     ]
-    said += ways(records) + memory_source(frame) + alone(frame) + peaks.said(records, frame)
-    if absent := nowhere(frame):
-        said.append(f"No number on any model: {', '.join(absent)}.")
     if frame.published_time_ratio.notna().any():
         said.append(f"Published ({published.PAPER}, Table 4, B=256 on its GPU) stands in the table.")
-    return captions.caption(said, records, left_out)
+    return said
 
 
-def nowhere(frame: pd.DataFrame) -> list[str]:
-    """Backends without a number on any model although others have some, with the reason: "fastDP (unsupported)"."""
-    if frame.step_seconds.isna().all():
-        return []
-    return [
-        f"{style.backend(str(name)).name} ({', '.join(dict.fromkeys(own.note.dropna()))})"
-        for name, own in frame.groupby("backend", sort=False)
-        if own.step_seconds.isna().all()
-    ]
-
-
-def panels(frame: pd.DataFrame) -> tuple[list[tuple[Any, pd.DataFrame]], list[str]]:
-    """((model, size, batch size) and rows of each panel to draw, names of models that are only in the table).
-
-    A model with only one private backend compares nothing; it is drawn only if no model has more.
+def conditions(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
+    """Sentences on how steps ran, the source of the memory, and what has no panel or no number.
 
     Args:
-        frame: of `table`.
+        records, frame: of this figure, or of `training_step`.
     """
-    keys = ["model", "image_size", "batch_size"]
-    found = [(key, own) for key, own in frame.groupby(keys, sort=False, dropna=False)]
-    tried = [own.backend[own.backend != "nonprivate"].nunique() for _, own in found]
-    least = min(2, max(tried, default=0))
-    drawn = [each for each, count in zip(found, tried, strict=True) if count >= least]
-    alone = [key for (key, _), count in zip(found, tried, strict=True) if count < least]
-    return drawn, [f"{style.model(str(model))}, B={batch_size}" for model, _, batch_size in alone]
+    said = ways(records) + memory_source(frame)
+    alone = [key for key, own in _groups(frame) if len(_private(own)) < _rivals(frame)]
+    if alone:
+        names = "; ".join(f"{style.model(model)}, B={batch_size}" for model, _, batch_size in alone)
+        said.append(f"In the table alone, for one private backend was run there: {names}.")
+    said += peaks.said(records, frame)
+    if frame.step_seconds.notna().any():
+        absent = [
+            f"{style.backend(str(name)).name} ({', '.join(dict.fromkeys(own.note.dropna()))})"
+            for name, own in frame.groupby("backend", sort=False)
+            if own.step_seconds.isna().all()
+        ]
+        said += [f"No number on any model: {', '.join(absent)}."] if absent else []
+    return said
 
 
-def alone(frame: pd.DataFrame) -> list[str]:
-    """A sentence that names the models without a panel; empty if there are none."""
-    names = panels(frame)[1]
-    return [f"In the table alone, for one private backend was run there: {'; '.join(names)}."] if names else []
+def _groups(frame: pd.DataFrame) -> list[tuple[Any, pd.DataFrame]]:
+    return list(frame.groupby(_PANEL, sort=False, dropna=False))
+
+
+def _private(own: pd.DataFrame) -> set[str]:
+    return set(own.backend) - {"nonprivate"}
+
+
+def _rivals(frame: pd.DataFrame) -> int:
+    """How many private backends a panel has at least: a model with one is only in the table, if another has more."""
+    return min(2, max((len(_private(own)) for _, own in _groups(frame)), default=0))
 
 
 def pairs(frame: pd.DataFrame) -> str:
-    """ "median of 3 to 7 pairs, whiskers their range"."""
-    counts = sorted(set(frame.paired_rounds[(frame.backend != "nonprivate") & (frame.paired_rounds > 0)]))
-    if not counts:
-        return "no pair gave a number"
-    many = f"{counts[0]} pairs" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} pairs (fewer of slow backends)"
-    return "one pair" if counts == [1] else f"median of {many}, whiskers their range"
+    """'median of 3 to 7 pairs, whiskers their range'."""
+    return captions.rounds(frame.paired_rounds[frame.backend != "nonprivate"], "pairs", " (fewer of slow backends)")
 
 
 def ways(records: Sequence[Record]) -> list[str]:
@@ -166,58 +150,39 @@ def memory_source(frame: pd.DataFrame) -> list[str]:
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """Panels of models over the same rows of backends."""
-    models, _ = panels(frame)
+    models = [(key, own) for key, own in _groups(frame) if len(_private(own)) >= _rivals(frame)]
     frame = pd.concat([own for _, own in models]) if models else frame
-    shown = frame if frame.step_seconds.isna().all() else frame[frame.step_seconds.notna()]  # see `nowhere`
-    backends = sorted(set(shown.backend) - {"nonprivate"}, key=style.backend_key)
-    across = min(_PANELS, len(models))
-    down = -(-len(models) // across)
-    depth = _ROW * max(len(backends), 1)
-    figure, height = sheet(_LEGEND + down * (_TITLE + depth + _AXIS), caption)
+    shown = frame if frame.step_seconds.isna().all() else frame[frame.step_seconds.notna()]
+    backends = sorted(_private(shown), key=style.backend_key)
     names = [style.backend(backend).name for backend in backends]
-    aside = max(_NAMES, _LETTER * max(map(len, names), default=0))
-    share = (WIDTH - 2 * _MARGIN - aside - (across - 1) * _GAP) / across
-    highest = max([2.0, *_drawn(frame)]) * 1.25
-    for index, (key, own) in enumerate(models):
-        column, line = index % across, index // across
-        left = _MARGIN + aside + column * (share + _GAP)
-        bottom = height - _LEGEND - line * (_TITLE + depth + _AXIS) - _TITLE - depth
-        axes = figure.add_axes((left / WIDTH, bottom / height, (share - _NUMBERS) / WIDTH, depth / height))
-        axes.set_xscale("log")
+    left = MARGIN + max(_NAMES, 0.061 * max(map(len, names), default=0))
+    room: dict[str, float] = {"head": 0.52, "foot": 0.36, "right": MARGIN + _NUMBERS, "gap": 0.14 + _NUMBERS}
+    figure, panels = grid(caption, len(models), 3, _ROW * max(len(backends), 1), left=left, above=0.3, **room)
+    drawn = frame[["time_ratio", "time_ratio_high", "memory_ratio"]].astype(float).stack()
+    highest = 1.25 * float(max(2.0, *drawn))
+    ticks = [tick for tick in _TICKS if tick < highest]
+    several = frame.image_size.nunique() > 1
+    for index, (axes, (key, own)) in enumerate(zip(panels, models, strict=True)):
+        logarithmic(axes.xaxis, form="{x:g}×", at=ticks if len(ticks) <= 6 else ticks[::2])  # more would overlap
         axes.set_xlim(_LOWEST, highest)
         axes.set_ylim(len(backends) - 0.5, -0.5)
-        ticks = [tick for tick in _TICKS if tick < highest]
-        axes.xaxis.set_major_locator(FixedLocator(ticks if len(ticks) <= 6 else ticks[::2]))  # more would overlap
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-        if column == 0:
-            axes.set_yticks(range(len(backends)), names)
-        else:
-            axes.set_yticks([])
-        axes.tick_params(length=0, labelsize=7.8)
-        axes.grid(axis="x", color=style.GRID, linewidth=0.7)
-        axes.axvline(1, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=2)
-        several = len({size for (_, size, _), _ in models if not missing(size)}) > 1
-        _head(axes, key, own, with_size=several)
+        axes.set_yticks(range(len(backends)), names if index % 3 == 0 else [""] * len(names))
+        axes.tick_params(labelsize=7.8)
+        axes.yaxis.grid(False)
+        axes.axvline(1, **REFERENCE)
+        _head(axes, key, own, several)
         rows = {row.backend: row for row in own.itertuples(index=False)}
         for y, backend in enumerate(backends):
             _row(axes, y, backend, rows.get(backend))
-    figure.legend(
-        handles=_signs(frame),
-        loc="upper left",
-        bbox_to_anchor=((_MARGIN + aside - 0.1) / WIDTH, 1 - 0.02 / height),
-        ncols=4,
-        frameon=False,
-        fontsize=8,
-        handlelength=1.8,
-        borderpad=0.2,
-    )
+    gray: dict[str, Any] = {"color": "#555555"}
+    signs = [
+        (True, Line2D([], [], label="time", **gray | _TIME)),
+        ((frame.time_ratio_high > frame.time_ratio_low).any(), Line2D([], [], label="range of pairs", **_RANGE)),
+        (True, Line2D([], [], label="peak memory", **gray | _MEMORY)),
+        ((drawn < _LOWEST).any(), Line2D([], [], label=f"below {_LOWEST}×", **gray | _MEMORY | {"marker": "<"})),
+    ]
+    legend(figure, [line for is_used, line in signs if is_used], at=left - 0.1)
     return figure
-
-
-def _drawn(frame: pd.DataFrame) -> list[float]:
-    columns = frame[["time_ratio", "time_ratio_high", "memory_ratio"]]
-    return [float(value) for value in columns.to_numpy().ravel() if not missing(value)]
 
 
 def _head(axes: Axes, key: tuple[Any, ...], own: pd.DataFrame, with_size: bool) -> None:
@@ -225,68 +190,45 @@ def _head(axes: Axes, key: tuple[Any, ...], own: pd.DataFrame, with_size: bool) 
     model, size, batch_size = key
     base: Any = next(own[own.backend == "nonprivate"].itertuples(index=False), None)
     if base is None or missing(base.step_seconds):
-        beside = "no ordinary training" if base is None else f"non-private: {base.note}"
+        words = "no ordinary training" if base is None else f"non-private: {base.note}"
     else:
-        beside = f"1× = {style.duration(base.step_seconds)}"
-        beside += "" if missing(base.peak_bytes) else f", {style.size(base.peak_bytes)}"
+        words = f"1× = {style.duration(base.step_seconds)}"
+        words += "" if missing(base.peak_bytes) else f", {style.size(base.peak_bytes)}"
     after = (f", {size:g} px" if with_size and not missing(size) else "") + f", B={batch_size}"
-    name = style.model(model)
-    longest = int(axes.get_window_extent().width / axes.figure.dpi / _CHARACTER) + 6 - len(after)
-    name = name if len(name) <= longest else f"{name[: longest - 9]}…{name[-8:]}"
-    _note(axes, (0, 1), (0, 17), name + after, fontsize=8.8, fontweight="bold", va="bottom")
-    _note(axes, (0, 1), (0, 5), beside, fontsize=7.4, color=style.FAINT, va="bottom")
-    for at, word in zip(_AT, ("time", "memory"), strict=True):
-        _note(axes, (1, 1), (72 * at, 5), word, fontsize=7.4, color=style.FAINT, ha="right", va="bottom")
+    axes.set_title(style.shortened(style.model(model), 26 - len(after)) + after, pad=17, fontsize=8.8)
+    looks: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "color": style.FAINT}
+    axes.annotate(words, (0, 1), (0, 5), fontsize=7.4, **looks)
+    for word, at in _AT.items():
+        axes.annotate(word, (1, 1), (72 * at, 5), fontsize=7.4, ha="right", **looks)
 
 
 def _row(axes: Axes, y: int, backend: str, row: Any) -> None:
-    color = style.backend(backend).color
-    across = axes.get_yaxis_transform()
     if row is None or missing(row.time_ratio):
-        known = row is not None and not missing(row.note)
-        words = f"✕ {row.note}" if known else "not run" if row is None else "no ordinary training beside it"
-        looks = {"color": style.FAILURE if known else style.FAINT, "va": "center", "fontsize": 7.4}
+        failed = row is not None and not missing(row.note)
+        words = f"✕ {row.note}" if failed else "not run" if row is None else "no ordinary training beside it"
         ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the grid and the line at 1
-        _note(axes, (0, y), (4, 0), words, across, bbox=ground, **looks)
+        beside(axes, 0, y, 4, words, color=style.FAILURE if failed else style.FAINT, fontsize=7.4, bbox=ground)
         return
     if row.time_ratio_high > row.time_ratio_low:
-        ends = [max(row.time_ratio_low, _LOWEST), row.time_ratio_high]
-        axes.add_line(Line2D(ends, [y, y], color=style.INK, linewidth=1.0, marker="|", markersize=4.5, zorder=4.5))
-    for value, looks in ((row.memory_ratio, _MEMORY), (row.time_ratio, _TIME)):
+        axes.add_line(Line2D([max(row.time_ratio_low, _LOWEST), row.time_ratio_high], [y, y], **_RANGE))
+    for value, looks, at in ((row.memory_ratio, _MEMORY, "memory"), (row.time_ratio, _TIME, "time")):
+        beside(axes, 1, y, 72 * _AT[at], "–" if missing(value) else style.times(value), fontsize=7.6, ha="right")
         if not missing(value):
-            drawn: dict[str, Any] = looks | {"marker": "<"} if value < _LOWEST else looks
+            drawn: dict[str, Any] = looks | ({"marker": "<"} if value < _LOWEST else {})
+            color = style.backend(backend).color
             axes.add_line(Line2D([max(value, _LOWEST)], [y], color=color, clip_on=False, **drawn))
-    for at, value in zip(_AT, (row.time_ratio, row.memory_ratio), strict=True):
-        words = "–" if missing(value) else style.times(value)
-        _note(axes, (1, y), (72 * at, -0.5), words, across, fontsize=7.6, ha="right", va="center")
-
-
-def _note(axes: Axes, xy: Any, offset: Any, words: str, coordinates: Any = "axes fraction", **looks: Any) -> None:
-    axes.annotate(
-        words, xy, offset, xycoords=coordinates, textcoords="offset points", annotation_clip=False, zorder=5, **looks
-    )
-
-
-def _signs(frame: pd.DataFrame) -> list[Artist]:
-    gray = "#555555"
-    handles: list[Artist] = [Line2D([], [], color=gray, label="time", **_TIME)]
-    if (frame.time_ratio_high > frame.time_ratio_low).any():
-        handles.append(Line2D([], [], color=style.INK, linewidth=1, marker="|", markersize=5, label="range of pairs"))
-    handles.append(Line2D([], [], color=gray, label="peak memory", **_MEMORY))
-    if any(value < _LOWEST for value in _drawn(frame)):
-        handles.append(Line2D([], [], color=gray, label=f"below {_LOWEST}×", **_MEMORY | {"marker": "<"}))
-    return handles
 
 
 FIGURE = FigureKind(
     doc="time and memory of every backend beside ordinary training, interleaved in one process",
     kinds=("overhead",),
     cell=cell,
-    facets=dict.fromkeys(("experiment", "precision", "threads"), ("overhead",)),
+    by=("experiment", "precision", "threads"),
     table=table,
     text=text,
     caption=caption,
     plot=plot,
     finding=findings.paired,
+    setting=True,
     place=90,
 )

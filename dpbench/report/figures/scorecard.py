@@ -13,10 +13,11 @@ from matplotlib.lines import Line2D
 
 from dpbench.conformance.scorecard import as_row, scorecard
 from dpbench.conformance.sensitivity import scorecard as sensitivity
-from dpbench.report import captions, findings, style
+from dpbench.report import style
 from dpbench.report.data.select import LeftOut, Record
-from dpbench.report.drawing.bars import WIDTH, sheet
+from dpbench.report.drawing.sheet import WIDTH, legend, place, sheet
 from dpbench.report.parts import FigureKind
+from dpbench.report.summary import several
 
 #: result -> (marker, colour, size)
 MARKS = {"exact": ("o", "#BBD5BB", 18), "refuses": ("_", "#555555", 40), "wrong": ("X", style.FAILURE, 52)}
@@ -32,7 +33,6 @@ def applies(records: Sequence[Record]) -> bool:
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row a case, a column a backend; then a row of counts, and one for each dtype of hard records."""
     ran = [record for record in records if record.result.get("rows")]
-    left_out.update(f"{r.trial['backend']}: {r.outcome}" for r in records if not r.result.get("rows"))
     ran.sort(key=lambda record: style.backend_key(record.trial["backend"]))
     judged, moved = ([r for r in ran if r.kind == kind] for kind in ("conformance", "sensitivity"))
     header, *lines = scorecard(as_row(r.trial["backend"], verdict) for r in judged for verdict in r.result["rows"])
@@ -56,7 +56,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     return short.rename(columns={name: style.backend(name).name for name in frame.columns[1:]})
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The cases and backends judged."""
     said = [
         f"{len(cases(frame))} cases: small models in float64 and float32, clipping functions, batches, side effects.",
@@ -65,38 +65,46 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     ]
     if len(moves(frame)):
         said.append("Beneath: the furthest that a hard record moves the sum, in units of C, which should be 1.")
-    return captions.caption(said, records, left_out, setting=False)
+    return said
+
+
+def finding(frame: pd.DataFrame) -> str:
+    """The backends that are never wrong, and how often the others are."""
+    judged, backends = cases(frame), list(frame.columns[1:])
+    if judged.empty or not backends:
+        return ""
+    wrong = {name: int((judged[name] == "wrong").sum()) for name in backends}
+    never = sum(not count for count in wrong.values())
+    worst = sorted((name for name in backends if wrong[name]), key=lambda name: -wrong[name])
+    told = f"; wrong: {', '.join(f'{style.backend(n).name} in {wrong[n]}' for n in worst)}" if worst else ""
+    of = f"Of {several(len(backends), 'backend')} {never or 'none'}"
+    return f"{of} {'is' if never < 2 else 'are'} never wrong in {several(len(judged), 'case')}{told}."
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A grid of marks, cases down and backends across."""
-    names, backends, further = list(cases(frame)["case"]), list(frame.columns[1:]), moves(frame)
-    depth = _ROW * max(len(names) + len(further), 1)
-    figure, height = sheet(_TOP + depth + 0.1, caption)
-    axes = figure.add_axes((_NAMES / WIDTH, 1 - (_TOP + depth) / height, 1 - (_NAMES + 0.75) / WIDTH, depth / height))
-    axes.set_xlim(-0.5, max(len(backends), 1) - 0.5)
-    axes.set_ylim(max(len(names) + len(further), 1) - 0.5, -0.5)
+    judged, further, backends = cases(frame), moves(frame), list(frame.columns[1:])
+    count = max(len(judged) + len(further), 1)
+    figure, _ = sheet(_TOP + _ROW * count + 0.1, caption)
+    axes = place(figure, _NAMES, _TOP, WIDTH - _NAMES - 0.75, _ROW * count)
+    axes.set(xlim=(-0.5, max(len(backends), 1) - 0.5), ylim=(count - 0.5, -0.5))
     for result, (marker, color, size) in MARKS.items():
-        at = [(x, y) for x, b in enumerate(backends) for y, value in enumerate(cases(frame)[b]) if value == result]
-        xs, ys = [x for x, _ in at], [y for _, y in at]
+        ys, xs = (judged[backends] == result).to_numpy().nonzero()
         axes.scatter(xs, ys, marker=marker, c=color, s=size, linewidths=1.6, clip_on=False)
-    for y, line in enumerate(further.itertuples(index=False), len(names)):
+    for y, line in enumerate(further.itertuples(index=False), len(judged)):
         for x, said in enumerate(line[1:]):
             axes.text(x, y, said.removesuffix(" C"), ha="center", va="center", fontsize=6)
-    labels = [*names, *(f"hard record, {name.removeprefix(sensitivity.FURTHEST)}, in C" for name in further["case"])]
+    hard = [f"hard record, {name.removeprefix(sensitivity.FURTHEST)}, in C" for name in further["case"]]
+    labels = [*judged["case"], *hard]
     axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
     axes.set_xticks(range(len(backends)), [style.backend(b).name for b in backends], rotation=35, ha="left")
     axes.xaxis.tick_top()
-    axes.tick_params(length=0)
-    axes.grid(color=style.GRID, linewidth=0.5)
     axes.spines[:].set_visible(False)
     handles = [
-        Line2D(
-            [], [], marker=marker, color=color, linestyle="", markersize=size**0.5, markeredgewidth=1.6, label=result
-        )
-        for result, (marker, color, size) in MARKS.items()
+        Line2D([], [], marker=m, color=c, linestyle="", markersize=size**0.5, markeredgewidth=1.6, label=result)
+        for result, (m, c, size) in MARKS.items()
     ]
-    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 1 - 0.1 / height), frameon=False)
+    legend(figure, handles, ncols=1)
     return figure
 
 
@@ -104,12 +112,13 @@ FIGURE = FigureKind(
     doc="is each backend exact, does it refuse, or is it wrong, on every conformance case",
     kinds=("conformance", "sensitivity"),
     cell=lambda r: (r.kind, r.trial["backend"], r.trial.get("dtype")),
+    by=(),
     facets={"experiment": ("conformance",)},
     table=table,
     text=text,
     caption=caption,
     plot=plot,
     applies=applies,
-    finding=findings.scorecard,
+    finding=finding,
     place=170,
 )

@@ -10,15 +10,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from dpbench.conformance.sensitivity import DTYPES, FAILURES
 from dpbench.conformance.sensitivity.scorecard import FIELDS, as_row, in_units
-from dpbench.report import captions, style
+from dpbench.report import style
 from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.data.statistics import frame_of
-from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
-from dpbench.report.drawing.curves import box
+from dpbench.report.drawing.sheet import AXIS, MARGIN, REFERENCE, WIDTH, beside, legend, place, sheet
 from dpbench.report.parts import FigureKind
 from dpbench.trials.backends import PEERS
 
@@ -49,10 +48,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     rows = []
     for record in records:
         trial = record.trial
-        if not record.result.get("rows"):
-            left_out[f"{style.backend(trial['backend']).name}, {trial['dtype']}: {record.outcome}"] += 1
-            continue
-        for found in record.result["rows"]:
+        for found in record.result.get("rows") or ():
             met = found.get("counts") or {}
             counts = {name: met.get(name, 0) for name in (NUMBER, REFUSED)}
             rows.append(as_row(trial["backend"], trial["dtype"], found) | counts)
@@ -85,9 +81,9 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The question, the right result, and the columns."""
-    said = [
+    return [
         "How far the sum of clipped gradients moves when one record is added, ‖S(D ∪ x) - S(D)‖ / C of the sums as"
         " computed, differences in float64: DP-SGD's noise hides C and no more. A mark is the worst record of one of",
         f"{frame.case.nunique()} hard cases: inputs whose gradients cancel, squares that overflow or vanish, records"
@@ -95,7 +91,6 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "numbers. The green ground: at most 1.01 C, in 16 bits 1.05 C. Counts of cases, over all dtypes. Not a number:",
         "the sum is none, and destroyed. Record refused: it is named. Model refused: with any batch.",
     ]
-    return captions.caption([" ".join(said)], records, left_out, setting=False)
 
 
 def finding(frame: pd.DataFrame) -> str:
@@ -119,8 +114,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     backends = list(dict.fromkeys(frame.backend))
     depth = _ROW * max(len(backends), 1)
     figure, height = sheet(_TOP + depth + AXIS, caption)
-    width = WIDTH - _NAMES - _WORDS * len(COLUMNS) - 0.12
-    axes = figure.add_axes(box(_NAMES, _TOP, width, depth, height))
+    axes = place(figure, _NAMES, _TOP, WIDTH - _NAMES - _WORDS * len(COLUMNS) - MARGIN, depth)
     known = [float(value) for value in frame.excess.dropna()]
     _scale(axes, max([10.0, *known]), depth)
     for number, backend in enumerate(backends):
@@ -130,23 +124,19 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         for column, (name, (_, color)) in enumerate(COLUMNS.items()):
             count = _cases(part, name)
             looks: dict[str, Any] = {"ha": "center", "fontsize": 8.5, "color": color if count else "#BBBBBB"}
-            _beside(axes, 1, top + _ROW / 2, 72 * _WORDS * (column + 0.55), str(count or "·"), **looks)
+            beside(axes, 1, top + _ROW / 2, 72 * _WORDS * (column + 0.55), str(count or "·"), **looks)
     for column, (heading, color) in enumerate(COLUMNS.values()):
-        _beside(axes, 1, -0.17, 72 * _WORDS * (column + 0.55), heading, ha="center", fontsize=7.6, color=color)
-    figure.text(0.12 / WIDTH, 1 - 0.16 / height, _title(frame), fontsize=10.5, weight="bold", va="center")
+        beside(axes, 1, -0.17, 72 * _WORDS * (column + 0.55), heading, ha="center", fontsize=7.6, color=color)
+    title = f"How far can one record move the sum? {frame.case.nunique()} hard records, in units of C"
+    figure.text(MARGIN / WIDTH, 1 - 0.16 / height, title, fontsize=10.5, weight="bold", va="center")
     handles = [
         Line2D([], [], marker=marker, color=color, linestyle="", markersize=size, label=dtype)
         for dtype, (color, marker, size) in LOOKS.items()
         if dtype in set(frame["dtype"])
     ]
-    corner = (0.12 / WIDTH - 0.005, 1 - 0.26 / height)
-    looks = {"frameon": False, "fontsize": 8, "handletextpad": 0.1, "columnspacing": 1.1, "borderpad": 0.2}
-    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, ncols=len(handles), **looks)
+    corner = (MARGIN / WIDTH, 1 - 0.26 / height)
+    legend(figure, handles, bbox_to_anchor=corner, handletextpad=0.1, columnspacing=1.1)
     return figure
-
-
-def _title(frame: pd.DataFrame) -> str:
-    return f"How far can one record move the sum? {frame.case.nunique()} hard records, in units of C"
 
 
 def _scale(axes: Axes, most: float, depth: float) -> None:
@@ -155,19 +145,15 @@ def _scale(axes: Axes, most: float, depth: float) -> None:
     axes.set_xlim(0.25, 10 ** (math.ceil(math.log10(most)) + 0.15))
     axes.set_ylim(depth, 0)
     axes.fill_betweenx((0, depth), 0.25, 1.05, color=_KEPT, linewidth=0, zorder=0)
-    axes.axvline(1.0, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=1.5)
+    axes.axvline(1.0, **REFERENCE)
     axes.xaxis.set_major_locator(LogLocator(numticks=14))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(_power))
-    axes.set_xlabel(
-        "the computed sum moves by, in units of C, logarithmic; the noise hides C", fontsize=8.5, labelpad=3
-    )
-    axes.grid(axis="x", color=style.GRID, linewidth=0.7)
+    axes.xaxis.set_major_formatter(_power)
+    axes.set_xlabel("the computed sum moves by, in units of C, logarithmic; the noise hides C")
     axes.set_yticks([])
-    axes.tick_params(length=0, labelsize=8)
 
 
-def _power(value: float, _: int) -> str:
+def _power(value: float, _: float) -> str:
     """'C', '10', '1,000', '10⁷'."""
     if value < 0.99:
         return ""
@@ -195,13 +181,13 @@ def _names(axes: Axes, part: pd.DataFrame, top: float) -> None:
     """The backend, and its case with the largest move."""
     most = _furthest(part)
     far = most is not None and most.outcome in FAILURES
-    _beside(axes, 0, top + 0.34 * _ROW, -72 * (_NAMES - 0.12), style.backend(part.backend.iloc[0]).name, fontsize=9.5)
+    beside(axes, 0, top + 0.34 * _ROW, -72 * (_NAMES - 0.12), style.backend(part.backend.iloc[0]).name, fontsize=9.5)
     if most is None:
         words = "no number"
     else:
         words = f"{in_units(most.excess)}" + (f": {most.case}, {most.dtype}" if far else " at most")
     ink = style.FAILURE if far else style.FAINT
-    _beside(axes, 0, top + 0.7 * _ROW, -72 * (_NAMES - 0.12), words, fontsize=7.2, color=ink)
+    beside(axes, 0, top + 0.7 * _ROW, -72 * (_NAMES - 0.12), words, fontsize=7.2, color=ink)
 
 
 def _furthest(part: pd.DataFrame) -> Any:
@@ -215,17 +201,11 @@ def _cases(part: pd.DataFrame, name: str) -> int:
     return int((part.outcome == UNSUPPORTED).sum()) if name == UNSUPPORTED else int((part[name] > 0).sum())
 
 
-def _beside(axes: Axes, x: float, y: float, points: float, words: str, **looks: Any) -> None:
-    """Words in a row, `points` from the left (x = 0) or the right edge."""
-    place: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
-    axes.annotate(words, (x, y), xytext=(points, -0.5), va="center", annotation_clip=False, **place, **looks)
-
-
 FIGURE = FigureKind(
     doc="how far hard records move the clipped sum, in units of C, by library and dtype",
     kinds=("sensitivity",),
     cell=lambda record: (record.trial["backend"], record.trial["dtype"]),
-    facets={},
+    by=(),
     table=table,
     text=text,
     caption=caption,

@@ -16,25 +16,18 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpbench.records.conditions import shared_warnings
-from dpbench.report import captions, style
+from dpbench.report import readable, style
 from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.data.statistics import TRAINING, trained
 from dpbench.report.drawing.bars import Bar, Panel, Row, bars
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import of
 
-_SAME = ["data", "network", "clip", "backend", "target_epsilon"]
 #: The backend used to compare budgets and clipping functions.
 _REFERENCE = "bk_mixed"
 _COLUMNS = [
-    "by",
-    *_SAME,
-    "goal",
-    "seeds",
-    "reached",
-    "epochs",
-    "seconds",
-    "seconds_low",
-    "seconds_high",
-    "seconds_per_epoch",
+    *("by", *TRAINING, "goal", "seeds", "reached"),
+    *("epochs", "seconds", "seconds_low", "seconds_high", "seconds_per_epoch"),
 ]
 
 
@@ -46,22 +39,17 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     groups: dict[tuple[Any, ...], list[Record]] = {}
     ordinary: dict[tuple[str, str], list[float]] = {}
     for record in records:
-        trial = record.trial
-        if "accuracy" not in record.result:
-            left_out[f"{trial['network']} {trial['backend']}: {record.outcome}"] += 1
-            continue
-        private = trial["target_epsilon"] is not None
-        named = trial if private else {**trial, "clip": "none", "backend": "ordinary"}
-        groups.setdefault(tuple(named[name] for name in _SAME), []).append(record)
-        if not private:
-            ordinary.setdefault((trial["data"], trial["network"]), []).append(record.result["accuracy"])
+        if named := trained(record):
+            groups.setdefault(tuple(named.values()), []).append(record)
+            if named["backend"] == "ordinary":
+                ordinary.setdefault((named["data"], named["network"]), []).append(record.result["accuracy"])
     rows = []
     for key, group in groups.items():
         if key[:2] not in ordinary:
             left_out["without ordinary training to compare with"] += len(group)
             continue
         goal = math.floor(0.95 * median(ordinary[key[0], key[1]]) * 20 + 1e-9) / 20
-        named = dict(zip(_SAME, key, strict=True)) | {"goal": goal}
+        named = dict(zip(TRAINING, key, strict=True)) | {"goal": goal}
         if key[3] in ("ordinary", _REFERENCE):
             rows.append(named | {"by": "budget"} | _reached(group, goal))
         peers = [other for k, other in groups.items() if (*k[:3], k[4]) == (*key[:3], key[4])]
@@ -106,23 +94,18 @@ def applies(records: Sequence[Record]) -> bool:
     return any(record.trial["target_epsilon"] is None and "accuracy" in record.result for record in records)
 
 
-def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table for people."""
-    budget = ["" if pd.isna(value) else f"{value:g}" for value in frame.target_epsilon]
-    return pd.DataFrame(
-        {
-            **{name: frame[name] for name in ("by", "data", "network", "clip", "backend")},
-            "ε": budget,
-            "goal": [f"{100 * value:.0f} %" for value in frame.goal],
-            "reached by": [f"{a} of {b}" for a, b in zip(frame.reached, frame.seeds, strict=True)],
-            "epochs": ["" if pd.isna(value) else f"{value:g}" for value in frame.epochs],
-            "time": ["" if pd.isna(value) else style.duration(value) for value in frame.seconds],
-            "time an epoch": [style.duration(value) for value in frame.seconds_per_epoch],
-        }
-    )
+_TEXT: readable.Columns = {
+    **{name: of(name) for name in ("by", *TRAINING[:-1])},
+    "ε": of("target_epsilon", "{:g}".format),
+    "goal": of("goal", "{:.0%}".format),
+    "reached by": lambda r: f"{r.reached} of {r.seeds}",
+    "epochs": of("epochs", "{:g}".format),
+    "time": of("seconds", style.duration),
+    "time an epoch": of("seconds_per_epoch", style.duration),
+}
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """What was timed, and whether the machine was idle."""
     said = (
         "Epochs and seconds of training until the accuracy on held-out images is first as high as stands beside each "
@@ -130,31 +113,27 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "the seconds, in which the checks of the first batch are, but no evaluation and no calibration. By ε: flat "
         "clipping with bk_mixed. By backend: the seeds that all were run with; same batches, same noise. One thread."
     )
-    whole = captions.caption([said], records, left_out, setting=False)
-    return "\n".join([whole, *shared_warnings(records)])
+    return [said, *shared_warnings(records)]
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """For each model a block of budgets and a block of backends; epochs at the left, seconds at the right."""
     rows, epochs, seconds = [], [], []
-    for (data, network), part in frame.groupby(["data", "network"], sort=False):
-        where = f"{network}, {str(data).partition(':')[0]}"
-        goal = f"{100 * part.goal.iloc[0]:.0f} %"
-        shown = part[part["clip"].isin(["flat", "none"])]
-        for by_backend in (False, True):
-            block = shown[shown.by == ("backend" if by_backend else "budget")]
-            for _, row in block.iterrows():
-                ordinary = row.backend == "ordinary"
-                label = "ordinary" if ordinary else row.backend if by_backend else f"ε = {row.target_epsilon:g}"
-                group = f"{where}, ε = {row.target_epsilon:g}" if by_backend else f"{where}: {goal}"
-                rows.append(Row(group, "nonprivate" if ordinary else row.backend, label))
-                note = f"{row.reached} of {row.seeds} seeds did"
-                late = pd.isna(row.epochs)
-                epochs.append(Bar(note=note) if late else Bar(row.epochs, text=f"{row.epochs:g}"))
-                low, high = (row.seconds_low, row.seconds_high) if row.seeds > 1 else (None, None)
-                seconds.append(
-                    Bar(note=note) if late else Bar(row.seconds, low, high, text=style.duration(row.seconds))
-                )
+    for (data, network, by), part in frame.groupby(["data", "network", "by"], sort=False):
+        where, of_budget = f"{network}, {str(data).partition(':')[0]}", by == "budget"
+        for row in readable.rows(part[part["clip"].isin(["flat", "none"])]):
+            ordinary, budget = row.backend == "ordinary", f"ε = {row.target_epsilon:g}"
+            label = "ordinary" if ordinary else budget if of_budget else row.backend
+            group = f"{where}: {100 * row.goal:.0f} %" if of_budget else f"{where}, {budget}"
+            rows.append(Row(group, "nonprivate" if ordinary else row.backend, label))
+            if pd.isna(row.epochs):
+                late = Bar(note=f"{row.reached} of {row.seeds} seeds did")
+                epochs.append(late)
+                seconds.append(late)
+                continue
+            epochs.append(Bar(row.epochs, text=f"{row.epochs:g}"))
+            low, high = (row.seconds_low, row.seconds_high) if row.seeds > 1 else (None, None)
+            seconds.append(Bar(row.seconds, low, high, text=style.duration(row.seconds)))
     panels = [Panel("Epochs to accuracy", "epochs", epochs), Panel("Time to accuracy", "seconds", seconds)]
     return bars(rows, panels, caption, ranges="seeds")
 
@@ -162,10 +141,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 FIGURE = FigureKind(
     doc="epochs and seconds until a model is nearly as accurate as by ordinary training, by ε and by backend",
     kinds=("utility",),
-    cell=lambda r: r.id,
-    facets={"experiment": ("utility",)},
     table=table,
-    text=text,
+    text=_TEXT,
     caption=caption,
     plot=plot,
     applies=applies,

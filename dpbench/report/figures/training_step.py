@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.report import captions, findings, readable, style
-from dpbench.report.data import peaks
+from dpbench.report import findings, style
+from dpbench.report.captions import span
 from dpbench.report.data.paired import entries
-from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.data.select import Record
 from dpbench.report.figures import overhead
 from dpbench.report.parts import FigureKind
 
@@ -22,25 +22,19 @@ def cell(record: Record) -> tuple[Any, ...]:
     return *overhead.cell(record), *record.trial["backends"]
 
 
-def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table for people."""
-    return readable.paired(frame, {"B": lambda r: str(r.batch_size)})
-
-
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The meaning of the ratios."""
     optimizer = ", ".join(sorted({str(record.trial["optimizer"]) for record in records}))
+    energy = sorted({str(record.result["energy"]) for record in records if "energy" in record.result})
     said = [
         "Time and peak memory of one whole training step, forward to optimizer, each library's noise included, beside "
         f"the plain step of the same optimizer ({optimizer}): an engine takes turns with that in one process, and "
         f"a ratio is of two turns of one round; {overhead.pairs(frame)}. Backends stand for their engines: ours is "
-        "dpbench.PrivacyEngine. The axes are logarithmic."
+        "dpbench.PrivacyEngine. The axes are logarithmic.",
+        *overhead.conditions(records, frame),
+        *other_framework(records, frame),
     ]
-    said += overhead.ways(records) + overhead.memory_source(frame) + overhead.alone(frame) + peaks.said(records, frame)
-    said += other_framework(records, frame)
-    if absent := overhead.nowhere(frame):
-        said.append(f"No number on any model: {', '.join(absent)}.")
-    return captions.caption(said, records, left_out)
+    return said + ([f"Energy: {', '.join(energy)}."] if energy else [])
 
 
 def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
@@ -63,7 +57,7 @@ def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]
     found = [e.result for e in entries(records) if "plain" in e.result and "compile_seconds" in e.result]
     versions = sorted({" ".join(pair) for result in found for pair in result.get("versions", {}).items()})
     compiling = sorted(float(result["compile_seconds"]["private"]) for result in found)
-    took = " to ".join(dict.fromkeys(style.duration(seconds) for seconds in (*compiling[:1], *compiling[-1:])))
+    took = span(map(style.duration, compiling)) if compiling else "an unknown time"
     return [
         "§ The same model in jax, its gradients compared with the oracle's; jitted, and beside jax's jitted plain "
         f"step, not beside torch's. That step takes {', '.join(steps)}. Compiling the private one took {took}, not "
@@ -76,11 +70,12 @@ FIGURE = FigureKind(
     doc="the whole private training step of every engine beside the plain one, interleaved in one process",
     kinds=(KIND,),
     cell=cell,
-    facets=dict.fromkeys(("experiment", "precision", "threads", "optimizer"), (KIND,)),
+    by=("experiment", "precision", "threads", "optimizer"),
     table=overhead.table,
-    text=text,
+    text=overhead.text,
     caption=caption,
     plot=overhead.plot,
     finding=findings.paired,
+    setting=True,
     place=100,
 )

@@ -1,4 +1,4 @@
-"""Accuracy against ε: a panel a network, a line a clipping function, ordinary training as a band."""
+"""Accuracy against ε, and during training; the difference of exact backends from the oracle."""
 
 from __future__ import annotations
 
@@ -6,150 +6,248 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from dpbench.report import captions, findings, style
+from dpbench.report import readable, style
+from dpbench.report.captions import settings
 from dpbench.report.data.select import LeftOut, Record
-from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
-from dpbench.report.drawing.curves import box
+from dpbench.report.data.statistics import TRAINING, over_seeds, trained
+from dpbench.report.drawing.sheet import REFERENCE, grid, logarithmic, spread
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import as_percent, digits, of
+from dpbench.report.summary import several
 
 #: clipping function -> (colour, marker, factor that moves it beside ε)
 LOOKS = {"flat": ("#0077BB", "o", 1.0), "automatic": ("#EE7733", "s", 1.035), "per_layer": ("#009988", "^", 0.965)}
-_TOP, _DEPTH, _LEFT, _GAP = 0.36, 2.3, 0.62, 0.3
-_SAME = ["data", "network", "clip", "backend", "target_epsilon"]
+#: Colours of budgets, from the smallest, repeated if needed; and of ordinary training.
+_COLORS, _ORDINARY = ("#CC3311", "#EE7733", "#DDAA33", "#117733", "#2266AA"), "#555555"
+#: Drawn for equal trajectories on a logarithmic axis.
+_NONE = 1e-9
+_MEDIANS, _MOST = ["seconds", "seconds_to_98"], ["epsilon", "noise_multiplier", "test_loss_of_seed_0"]
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each setting: median, least and greatest accuracy of its seeds, and the training's cost."""
     rows = []
     for record in records:
-        if "accuracy" not in record.result:
-            left_out[f"{record.trial['network']} {record.trial['backend']}: {record.outcome}"] += 1
+        if not (named := trained(record)):
             continue
-        private = record.trial["target_epsilon"] is not None
-        named = {name: record.trial[name] for name in _SAME}
-        named |= {} if private else {"clip": "none", "backend": "ordinary"}
-        result = record.result
-        best = max(point["accuracy"] for point in result["curve"])
-        reached = next(point["seconds"] for point in result["curve"] if point["accuracy"] >= 0.98 * best)
-        rows.append(
-            named
-            | {
-                "accuracy": result["accuracy"],
-                "epsilon": result.get("epsilon"),
-                "noise_multiplier": result.get("noise_multiplier"),
-                "seconds": result["curve"][-1]["seconds"],
-                "seconds_to_98": reached,
-                "test_loss": float(result["test_losses"][-1]),
-                "seed": record.trial["seed"],
-            }
-        )
-    columns = [*_SAME, "seeds", "accuracy", "least", "greatest", "epsilon", "noise_multiplier", "seconds"]
-    if not rows:
-        return pd.DataFrame(columns=[*columns, "seconds_to_98", "test_loss_of_seed_0"])
-    frame = pd.DataFrame(rows)
-    found = []
-    for keys, part in frame.groupby(_SAME, dropna=False, sort=True):
-        first = part[part.seed == 0].test_loss
-        found.append(
-            dict(zip(_SAME, keys, strict=True))
-            | {
-                "seeds": len(part),
-                "accuracy": part.accuracy.median(),
-                "least": part.accuracy.min(),
-                "greatest": part.accuracy.max(),
-                "epsilon": part.epsilon.max(),
-                "noise_multiplier": part.noise_multiplier.max(),
-                "seconds": part.seconds.median(),
-                "seconds_to_98": part.seconds_to_98.median(),
-                "test_loss_of_seed_0": first.iloc[0] if len(first) else None,
-            }
-        )
-    return pd.DataFrame(found)
+        curve, result = record.result["curve"], record.result
+        best = max(point["accuracy"] for point in curve)
+        found = {
+            "accuracy": result["accuracy"],
+            "epsilon": result.get("epsilon"),
+            "noise_multiplier": result.get("noise_multiplier"),
+            "seconds": curve[-1]["seconds"],
+            "seconds_to_98": next(point["seconds"] for point in curve if point["accuracy"] >= 0.98 * best),
+            "test_loss_of_seed_0": float(result["test_losses"][-1]) if record.trial["seed"] == 0 else None,
+        }
+        rows.append(named | found)
+    return over_seeds(rows, TRAINING, "accuracy", _MEDIANS, _MOST)
 
 
-def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table for people: accuracies in per cent."""
-    shown = frame.copy()
-    for name in ("accuracy", "least", "greatest"):
-        shown[name] = [f"{100 * value:.1f} %" for value in frame[name]]
-    for name, digits in (("epsilon", 3), ("noise_multiplier", 4), ("seconds", 3), ("seconds_to_98", 3)):
-        shown[name] = ["" if pd.isna(value) else f"{value:.{digits}g}" for value in frame[name]]
-    shown["target_epsilon"] = ["" if pd.isna(value) else f"{value:g}" for value in frame.target_epsilon]
-    shown["test_loss_of_seed_0"] = ["" if pd.isna(v) else f"{v:.6f}" for v in frame.test_loss_of_seed_0]
-    return shown
+_TEXT: readable.Columns = {
+    **{name: of(name) for name in TRAINING[:-1]},
+    "target_epsilon": of("target_epsilon", "{:g}".format),
+    "seeds": of("seeds"),
+    **{name: of(name, as_percent) for name in ("accuracy", "least", "greatest")},
+    **{name: of(name, digits(3)) for name in ("epsilon", *_MEDIANS)},
+    "noise_multiplier": of("noise_multiplier", digits(4)),
+    "test_loss_of_seed_0": of("test_loss_of_seed_0", "{:.6f}".format),
+}
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """The source of ε, and what it excludes."""
-    trials = [record.trial for record in records]
-    deltas = sorted({trial["delta"] for trial in trials})
-    sizes = sorted({trial["batch_size"] for trial in trials})
-    said = [
-        f"Accuracy on held-out images, median and range of the seeds; δ = {', '.join(map(style.plain, deltas))},",
-        f"Poisson batches of {', '.join(map(str, sizes))} expected, ε an upper bound by prv. Line and band: ordinary",
-        "training of the same model on the same batches. Noise is seeded here, so that training can be repeated;",
-        "choosing the settings is not accounted. The table also has each backend: exact ones differ by rounding.",
+    return [
+        f"Accuracy on held-out images, median and range of the seeds; δ = {settings(records, 'delta')}, Poisson "
+        f"batches of {settings(records, 'batch_size')} expected, ε an upper bound by prv. Line and band: ordinary "
+        "training of the same model on the same batches. Noise is seeded here, so that training can be repeated; "
+        "choosing the settings is not accounted. The table also has each backend: exact ones differ by rounding."
     ]
-    return captions.caption(said, records, left_out, setting=False)
+
+
+def finding(frame: pd.DataFrame) -> str:
+    """The best private accuracy at the middle target ε, and ordinary training's."""
+    private = frame[frame.target_epsilon.notna()]
+    if private.empty:
+        return ""
+    target = style.middle(private.target_epsilon)
+    best: Any = private[private.target_epsilon == target].sort_values("accuracy").iloc[-1]
+    said = (
+        f"At ε = {target:g} the best private model ({best.network}, {best['clip'].replace('_', '-')} clipping) reaches "
+        f"{best.accuracy:.1%} on {best.data.partition(':')[0]} (median of {several(int(best.seeds), 'seed')})"
+    )
+    same = (frame.backend == "ordinary") & (frame.network == best.network) & (frame.data == best.data)
+    ordinary = frame[same]
+    return said + (f", ordinary training {ordinary.accuracy.iloc[0]:.1%}." if len(ordinary) else ".")
+
+
+def _models(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """'cnn on digits', and the rows of each."""
+    groups = frame.groupby(["data", "network"], sort=False)
+    return [(f"{network} on {str(data).partition(':')[0]}", own) for (data, network), own in groups]
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
-    """A panel for each data set and model, with one scale of accuracy."""
-    panels = list(dict.fromkeys(zip(frame.data, frame.network, strict=True)))
-    figure, height = sheet(_TOP + _DEPTH + AXIS + 0.2, caption)
-    count = max(1, len(panels))
-    wide = (WIDTH - _LEFT - 0.15 - _GAP * (count - 1)) / count
+    """A panel for each data set and model, with one scale of accuracy; a line a clipping function."""
+    models = _models(frame)
+    figure, panels = grid(caption, max(1, len(models)), max(1, len(models)), 2.3, gap=0.3)
     low = float(frame.least.min()) if len(frame) else 0.0
-    for i, (data, network) in enumerate(panels):
-        axes = figure.add_axes(box(_LEFT + i * (wide + _GAP), _TOP, wide, _DEPTH, height))
-        part = frame[(frame.data == data) & (frame.network == network)]
-        ordinary = part[part.backend == "ordinary"]
-        for _, row in ordinary.iterrows():
-            axes.axhline(row.accuracy, color="#555555", linewidth=1.0, label="ordinary training")
-            axes.axhspan(row.least, row.greatest, color="#555555", alpha=0.15, linewidth=0)
+    for i, (axes, (name, part)) in enumerate(zip(panels, models, strict=False)):
+        for _, row in part[part.backend == "ordinary"].iterrows():
+            axes.axhline(row.accuracy, color=_ORDINARY, linewidth=1.0, label="ordinary training")
+            axes.axhspan(row.least, row.greatest, color=_ORDINARY, alpha=0.15, linewidth=0)
         for clip, (color, marker, beside) in LOOKS.items():
-            _line(axes, part[(part["clip"] == clip) & (part.backend == "bk_mixed")], clip, color, marker, beside)
-        axes.set_xscale("log")
-        ticks = sorted(part.target_epsilon.dropna().unique())
-        axes.set_xticks(ticks)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_locator(NullLocator())
+            line = part[(part["clip"] == clip) & (part.backend == "bk_mixed")].sort_values("target_epsilon")
+            if len(line):
+                label = f"{clip.replace('_', '-')} clipping"
+                spread(axes, line.target_epsilon * beside, line, "accuracy", color=color, marker=marker, label=label)
+        logarithmic(axes.xaxis, at=sorted(part.target_epsilon.dropna().unique()))
         axes.set_ylim(max(0.0, low - 0.03), 1.0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlabel("ε")
-        axes.set_title(f"{network} on {data.partition(':')[0]}", fontsize=9)
-        axes.grid(color=style.GRID, linewidth=0.5)
-        if i > 0:
-            axes.tick_params(labelleft=False)  # they share one scale
-        else:
+        axes.set_title(name)
+        axes.tick_params(labelleft=i == 0)  # they share one scale
+        if i == 0:
             axes.set_ylabel("accuracy")
-        if i == 0 and axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7.6, frameon=False, loc="lower right")
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(loc="lower right")
     return figure
 
 
-def _line(axes: Any, part: pd.DataFrame, clip: str, color: str, marker: str, beside: float) -> None:
-    part = part.sort_values("target_epsilon")
-    if not len(part):
-        return
-    errors = [part.accuracy - part.least, part.greatest - part.accuracy]
-    at = part.target_epsilon * beside
-    label = f"{clip.replace('_', '-')} clipping"
-    axes.errorbar(at, part.accuracy, errors, color=color, marker=marker, markersize=4, linewidth=1.2, label=label)
+def curves(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row for each setting and epoch: accuracies of the seeds, and the difference from microbatch's test loss.
+
+    `loss_difference`: relative, for equal seeds, the largest of those with a microbatch run; None without one.
+    """
+    rows = [
+        named
+        | {"seed": record.trial["seed"], "epoch": number + 1, "loss": record.result["test_losses"][number], **point}
+        for record in records
+        if (named := trained(record))
+        for number, point in enumerate(record.result["curve"])
+    ]
+    point = ["data", "network", "clip", "target_epsilon", "seed", "epoch"]
+    oracle = {tuple(row[name] for name in point): row["loss"] for row in rows if row["backend"] == "microbatch"}
+    for row in rows:
+        known = None if row["backend"] == "microbatch" else oracle.get(tuple(row[name] for name in point))
+        row["loss_difference"] = None if known is None else abs(row["loss"] / known - 1)
+    return over_seeds(rows, [*TRAINING, "epoch", "steps"], "accuracy", most=["loss_difference"])
 
 
-FIGURE = FigureKind(
-    doc="accuracy against ε by model and clipping function, beside ordinary training",
-    kinds=("utility",),
-    cell=lambda r: r.id,
-    facets={"experiment": ("utility",)},
-    table=table,
-    text=text,
-    caption=caption,
-    plot=plot,
-    finding=findings.utility,
-    place=210,
-)
+def curves_text(frame: pd.DataFrame) -> pd.DataFrame:
+    """Each setting half-way and at the end; the largest difference so far."""
+    groups = [own for _, own in frame.groupby(TRAINING, dropna=False, sort=False)]
+    so_far = [own.assign(apart=own.loss_difference.cummax()) for own in groups]
+    rows = [own.iloc[[*{max(0, len(own) // 2 - 1), len(own) - 1}]].sort_values("epoch") for own in so_far]
+    columns: readable.Columns = {
+        **{name: of(name) for name in TRAINING[:-1]},
+        "ε": of("target_epsilon", "{:g}".format),
+        "epoch": of("epoch"),
+        "seeds": of("seeds"),
+        "accuracy": of("accuracy", as_percent),
+        "range": lambda r: f"{100 * r.least:.1f} to {100 * r.greatest:.1f} %",
+        "test loss from microbatch's": of("apart", "{:.1e}".format),
+    }
+    return readable.texts(pd.concat(rows) if rows else frame, columns)
+
+
+def curves_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
+    """The meaning of the lines."""
+    said = [
+        "Above: accuracy on held-out images after each epoch, median and range of the seeds; flat clipping, bk_mixed; "
+        "grey is ordinary training of the same model on the same batches."
+    ]
+    apart = frame.loss_difference.max()
+    if not pd.isna(apart):
+        said.append(
+            "Below: the test loss of every other exact backend beside microbatch's (the definition) after the same "
+            f"steps with the same seed, batches and noise: the largest relative difference so far, {apart:.1e} at "
+            "the end; lines at the lower edge do not differ. What differs is rounding, which jumps where it changes "
+            "the winner of a max-pooling; in float64 they agree to 1e-13 (a test holds it)."
+        )
+    return said
+
+
+def curves_plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """A column for each data set and model: accuracy, with the differences, if any, beneath."""
+    models = _models(frame)
+    compared = [(name, own[own.loss_difference.notna()]) for name, own in models]
+    down = 2 if any(len(own) for _, own in compared) else 1
+    figure, panels = grid(caption, down * len(models), len(models), 2.1, left=0.72, gap=0.62)
+    for axes, (name, own) in zip(panels, models, strict=False):
+        axes.set_title(f"{name}: accuracy")
+        _accuracies(axes, own)
+    for axes, (name, own) in zip(panels[len(models) :], compared, strict=False):
+        if len(own):
+            network = name.partition(" on ")[0]
+            axes.set_title(f"{network}, ε = {own.target_epsilon.iloc[0]:g}: test loss beside microbatch's")
+            _differences(axes, own)
+        else:
+            axes.remove()
+    for axes in figure.axes:
+        axes.set_xlabel("epochs")
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return figure
+
+
+def _accuracies(axes: Axes, part: pd.DataFrame) -> None:
+    flat = part[((part["clip"] == "flat") & (part.backend == "bk_mixed")) | (part.backend == "ordinary")]
+    budgets = sorted(flat.target_epsilon.dropna().unique(), reverse=True)
+    lines = [(flat[flat.target_epsilon.isna()], _ORDINARY, "ordinary training")]
+    lines += [
+        (flat[flat.target_epsilon == budget], _COLORS[-1 - i % len(_COLORS)], f"ε = {budget:g}")
+        for i, budget in enumerate(budgets)
+    ]
+    for line, color, label in lines:
+        if len(line):
+            axes.plot(line.epoch, line.accuracy, color=color, label=label)
+            axes.fill_between(line.epoch, line.least, line.greatest, color=color, alpha=0.16, linewidth=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylim(max(0.0, flat.accuracy.min() - 0.05) if len(flat) else 0.0, 1.0)
+    if len(flat):
+        axes.legend(loc="lower right")
+
+
+def _differences(axes: Axes, part: pd.DataFrame) -> None:
+    for name in sorted(set(part.backend), key=style.backend_key):
+        line, look = part[part.backend == name], style.backend(name)
+        known = line.loss_difference.cummax().clip(lower=_NONE)
+        looks: dict[str, Any] = {"color": look.color, "marker": look.marker, "markevery": max(1, len(line) // 10)}
+        axes.plot(line.epoch, known, label=look.name, markersize=3.5, linewidth=1.0, **looks)
+    axes.set_yscale("log")
+    axes.set_ylim(_NONE, 1e-1)
+    axes.axhline(2.0**-23, **REFERENCE)
+    axes.annotate("one step of float32", (1, 2.0**-23), xycoords=axes.get_yaxis_transform(), xytext=(-2, -9),
+                  textcoords="offset points", ha="right", fontsize=7.4, color=style.FAINT)  # fmt: skip
+    axes.yaxis.set_major_locator(LogLocator(numticks=6))
+    axes.yaxis.set_major_formatter(lambda value, _: style.power(value, 0.01, 1001))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.legend(loc="upper right", ncols=3)
+
+
+FIGURES = {
+    "utility": FigureKind(
+        doc="accuracy against ε by model and clipping function, beside ordinary training",
+        kinds=("utility",),
+        table=table,
+        text=_TEXT,
+        caption=caption,
+        plot=plot,
+        finding=finding,
+        place=210,
+    ),
+    "utility_curves": FigureKind(
+        doc="accuracy against epochs by ε, and the distance of each exact backend from the oracle on the way",
+        kinds=("utility",),
+        table=curves,
+        text=curves_text,
+        caption=curves_caption,
+        plot=curves_plot,
+        place=220,
+    ),
+}

@@ -171,7 +171,7 @@ def _section(part: Part, number: int, folder: Path) -> dict[str, Any]:
         "id": f"{prefix}-{part.name}",
         "heading": heading,
         "device": part.device,
-        "setting": [(name.replace("_", " "), _setting(name, value)) for name, value in part.setting.items()],
+        "setting": [(name.replace("_", " "), style.setting(name, value)) for name, value in part.setting.items()],
         "finding": part.finding,
         "svg": svg.inline(part.figure, prefix, heading, part.caption) if part.figure is not None else "",
         "caption": caption,
@@ -182,12 +182,6 @@ def _section(part: Part, number: int, folder: Path) -> dict[str, Any]:
         "table": table(part.text),
         "files": list(part.files.items()),
     }
-
-
-def _setting(name: str, value: Any) -> str:
-    if name == "memory_budget":
-        return style.size(value)
-    return style.plain(value) if isinstance(value, float) else str(value)
 
 
 def table(frame: pd.DataFrame) -> Table:

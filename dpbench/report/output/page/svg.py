@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import matplotlib
 from matplotlib.figure import Figure
 
-from dpbench.report.drawing.bars import without_caption
+from dpbench.report.drawing.sheet import without_caption
 
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
 #: Figures are laid out with DejaVu Sans, which has Verdana's widths.
