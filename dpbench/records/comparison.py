@@ -114,7 +114,13 @@ def _cells_of(records: Sequence[Record], left_out: LeftOut, across: bool = False
     left_out["of kinds that hold no time and no memory"] += len(records) - len(known)
     latest = newest(known, left_out)
     cells: dict[str, Cell] = {}
-    for key, group in grouped(entries(latest), lambda r: canonical_json(_identity(r, across))).items():
+    keys: dict[Any, str] = {}  # of all rounds of a trial
+
+    def key_of(record: Record) -> str:
+        own = record.id, record.device, record.trial["backend"], record.setting("threads")
+        return keys.get(own) or keys.setdefault(own, canonical_json(_identity(record, across)))
+
+    for key, group in grouped(entries(latest), key_of).items():
         kept = newest_version(group, lambda r: r.kind, left_out)
         if kept[0].kind != "peak":
             kept = newest_trial(kept, left_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
@@ -24,7 +25,7 @@ def whole(said: Sequence[str], records: Sequence[Record], left_out: LeftOut, set
         setting: whether torch, threads and precision matter to the numbers.
     """
     own = [words for words in said if not words.startswith("Warning:")]
-    if any(style.is_other_mechanism(name) for record in records for name in backends_of(record)):
+    if any(map(style.is_other_mechanism, {name for record in records for name in backends_of(record)})):
         own.append(f"{style.OTHER_MECHANISM}.")
     left = [f"{count} {reason}" for reason, count in sorted(left_out.items()) if count]
     versions, older = mixed_versions(records)
@@ -88,8 +89,13 @@ def mixed_versions(records: Iterable[Record]) -> tuple[int, int]:
 def libraries(record: Record) -> tuple[str, str, bool]:
     """A key that is equal for trials with the same sources and libraries."""
     model = record.trial.get("model", "")
-    with_peer = bool(modules_of_backends(backends_of(record))) or record.trial.get("accountant") == "pld"
+    with_peer = _with_peer(tuple(backends_of(record))) or record.trial.get("accountant") == "pld"
     return record.kind, model.partition(":")[0] if ":" in model else "", with_peer
+
+
+@functools.cache
+def _with_peer(backends: tuple[str, ...]) -> bool:
+    return bool(modules_of_backends(backends))
 
 
 def causes(records: Iterable[Record]) -> list[str]:
@@ -97,7 +103,7 @@ def causes(records: Iterable[Record]) -> list[str]:
     lines = []
     for record in filter(failures.failed, records):
         word, cause = style.OUTCOMES.get(record.outcome, record.outcome), failures.cause(record).replace("`", "'")
-        lines.append(f"- {failures.what(record)}: {word}. `{cause}`")
+        lines.append(f"- {failures.place(record)}: {word}. `{cause}`")
     return ["", *dict.fromkeys(lines)] if lines else []
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -31,8 +31,12 @@ class Look(NamedTuple):
     marker: str
 
 
+def _looks(known: Mapping[str, Any]) -> dict[str, Look]:
+    return {name: Look(info.title, info.color, info.marker) for name, info in known.items() if info.title}
+
+
 #: In the order of every figure.
-BACKENDS = {name: Look(info.title, info.color, info.marker) for name, info in clipping.BACKENDS.items()}
+BACKENDS = _looks(clipping.BACKENDS)
 #: Engines of other frameworks, with a sign of their own: their ratios are to that framework's plain step.
 OTHER_FRAMEWORKS = {JAX_PRIVACY: Look("jax_privacy §", "#007788", "v")}
 #: Methods that are published and not measured here.
@@ -47,7 +51,7 @@ NOT_EXACT = (
     "whatever C, where σC/B is due"
 )
 #: Backends that do not clip per sample: after all others, with a sign of their own.
-OTHER_MECHANISMS = {name: Look(info.title, info.color, info.marker) for name, info in clipping.FAMILIES.items()}
+OTHER_MECHANISMS = _looks(clipping.FAMILIES)
 #: The meaning of the sign, for captions.
 OTHER_MECHANISM = "‡ another mechanism: the mean of so many samples is clipped (TF Privacy); exact by its definition"
 # How much lighter (above 0) or darker a variant is than its base.
@@ -64,12 +68,13 @@ _SHADES = {
 }
 _OTHER_SHADES = (0.2, -0.2, 0.45, -0.5)
 #: Each accountant before its variants, in the order of every figure.
+_EVERY = _looks({**accounting.ACCOUNTANTS, **accounting.VARIANTS, **accounting.OF_SCHEMES})
 ACCOUNTANTS = {
-    name: Look(info.title, info.color, info.marker)
+    name: look
     for base in (*accounting.ACCOUNTANTS, *accounting.OF_SCHEMES)
-    for name, info in {**accounting.ACCOUNTANTS, **accounting.VARIANTS, **accounting.OF_SCHEMES}.items()
-    if info.title and name.partition(":")[0] == base
-} | {name: Look(info.title, info.color, info.marker) for name, info in TUNED_RUNS.items()}
+    for name, look in _EVERY.items()
+    if name.partition(":")[0] == base
+} | _looks(TUNED_RUNS)
 _UNKNOWN = ("#000000", "|")
 
 # The words for an outcome other than `ok`, in place of a number.
@@ -154,14 +159,8 @@ MODELS = {
     "": "BERT 6×384",
 }
 
-_FAMILIES = {
-    "cnn": "CNN",
-    "mlp": "MLP",
-    "resnet": "ResNet",
-    "vgg": "VGG",
-    "resnext": "ResNeXt",
-    "wide_resnet": "Wide ResNet",
-}
+_FAMILIES = {"cnn": "CNN", "mlp": "MLP", "resnet": "ResNet", "vgg": "VGG"}
+_FAMILIES |= {"resnext": "ResNeXt", "wide_resnet": "Wide ResNet"}
 
 
 def backend(name: str) -> Look:
@@ -171,14 +170,12 @@ def backend(name: str) -> Look:
     """
     if known := BACKENDS.get(name) or OTHER_FRAMEWORKS.get(name) or PUBLISHED_ALONE.get(name):
         return known
-    base, colon, variant = name.partition(":")
-    if colon and base in OTHER_MECHANISMS:
-        look = OTHER_MECHANISMS[base]
-        return Look(f"{look.name} of {variant} ‡", _shade(look.color, _shade_of(variant)), look.marker)
-    if colon and base in BACKENDS:
-        look = BACKENDS[base]
-        return Look(f"{look.name}, {variant.replace('_', ' ')}", _shade(look.color, _shade_of(variant)), look.marker)
-    return Look(name, *_UNKNOWN)
+    base, _, variant = name.partition(":")
+    look = BACKENDS.get(base) or OTHER_MECHANISMS.get(base)
+    if not look or not variant:
+        return Look(name, *_UNKNOWN)
+    named = f" of {variant} ‡" if base in OTHER_MECHANISMS else f", {variant.replace('_', ' ')}"
+    return Look(look.name + named, _shade(look.color, _shade_of(variant)), look.marker)
 
 
 def is_other_mechanism(name: str) -> bool:

@@ -332,7 +332,7 @@ def test_the_table_has_a_row_a_case_and_the_words_name_the_furthest(records):
     assert said["Case"].tolist() == ["plain", "cancels", "many"]
     columns = ["Too far", "Not a number", "Record refused", "Model refused", "Within"]
     assert said[columns].values.tolist() == [list("00102"), list("11001"), list("10010")]
-    assert figure.finding(frame) == (
+    assert figure.FIGURE.finding(frame) == (
         "One record, of 5 hard kinds, moves the computed sum by up to: BK mixed 1.000 C (refuses 1 of the kinds); "
         "Opacus ghost 52,000 C (cancels)."
     )
@@ -351,7 +351,7 @@ def test_the_scorecard_says_how_far_a_record_moves_the_sum(records):
         ["one record moves the sum by, bfloat16", "-", "-", "2.000 C"],
     ]
     assert list(scorecard.cases(frame)["case"]) == ["conv2d"]
-    said = " ".join(scorecard.caption(kept, frame))
+    said = " ".join(scorecard.FIGURE.caption(kept, frame))
     assert "1 cases" in said and "the furthest that a hard record moves the sum" in said
     words = [text.get_text() for text in scorecard.plot(frame, said).axes[0].texts]
     assert "52,000" in words

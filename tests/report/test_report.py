@@ -160,7 +160,7 @@ def test_a_cell_without_a_number_has_a_word_for_it(run, outcome, words):
     table, text = report(run, "max_batch_throughput")
     assert row(table, backend="vmap").max_batch_note == words
     assert row(table, backend="vmap").throughput_note == words
-    assert f"resnet18 vmap B=1: {words.split(' at')[0]}. `no vmap | here`" in text
+    assert f"ResNet18 vmap B=1: {words.split(' at')[0]}. `no vmap | here`" in text
 
 
 def test_a_failure_in_the_middle_of_a_search_is_no_limit_of_memory(run):
@@ -334,4 +334,4 @@ def test_the_scorecard_counts_what_is_exact_refused_and_wrong(tmp_path):
         ["b", "wrong", "refuses"],
         ["in all", "1 exact, 0 refuses, 1 wrong", "0 exact, 1 refuses, 1 wrong"],
     ]
-    assert "2 cases" in text and "fastdp: unsupported" in text and "fastdp is not available here" in text
+    assert "2 cases" in text and "fastDP: unsupported" in text and "fastdp is not available here" in text

@@ -40,7 +40,7 @@ def test_errors_by_cell_and_the_worst_by_name(source):
     assert list(frame.backend) == ["nonprivate", "vmap", "opacus_ew"]
     assert frame.error[0] == pytest.approx(0.02) and frame.error[1] == pytest.approx(-0.1)
     assert pd.isna(frame.error[2]) and frame.note[2] == "unsupported"
-    caption = " ".join(memory_accuracy.caption(records, frame))
+    caption = " ".join(memory_accuracy.FIGURE.caption(records, frame))
     assert "1 of 2 cells are within 5%" in caption and "the largest -10.0% (" in caption
     words = memory_accuracy.text(frame)
     assert words.Step[0].endswith(" +2.0%") and words.Step[2] == "–"

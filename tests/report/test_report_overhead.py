@@ -68,7 +68,7 @@ def test_a_ratio_is_of_two_turns_of_one_round(run, report):
     assert math.isnan(fastdp.time_ratio) and fastdp.note == "unsupported"
     assert "median of 1 to 3 pairs (fewer of slow backends)" in text and "peak by the CPU allocator" in text
     assert "| 100% ghost " in text and "1 unsupported" in text
-    assert "- resnet18 fastdp B=32 32 px: unsupported. `fastdp is not available here: no package`" in text
+    assert "- ResNet18 fastDP B=32 32 px: unsupported. `fastdp is not available here: no package`" in text
     for words in ("cpu Test CPU, 2 CPUs", "torch 2.15.0", "float32", "32×32 inputs", "2 threads", "digits data"):
         assert words in text
 

@@ -109,7 +109,7 @@ def test_the_largest_batch_beside_the_published_one_in_the_same_budget(run, tmp_
 
 def test_other_models_and_other_lengths_are_left_out(run):
     searched(run, tokens=64).overhead("cnn", {"nonprivate": [1.0]})
-    assert not beside.applies(read(run.path.parent))
+    assert not beside.FIGURE.applies(read(run.path.parent))
     left_out = LeftOut()
     vision(run)
     assert set(beside.table(read(run.path.parent), left_out).model) == {DEIT}
@@ -203,8 +203,9 @@ def test_the_decision_map_marks_what_differs_from_the_papers_rule(run):
     assert list(frame.ours) == ["instantiate", "instantiate", "ghost"]
     assert list(frame.paper) == ["instantiate", "ghost", "ghost"] and list(frame.use) == [1, 2, 3]
     assert left_out["uses that have one route only (biases, normalisations, sums)"] == 1
-    assert "differ in 1: 1 are instantiated where the rule takes the ghost norm, 0 the other way" in decisions.finding(
-        frame
+    assert (
+        "differ in 1: 1 are instantiated where the rule takes the ghost norm, 0 the other way"
+        in decisions.FIGURE.finding(frame)
     )
     text = decisions.FIGURE.texts(frame)
     assert list(text.Ours) == ["instantiate", "instantiate ≠", "ghost"]
@@ -216,7 +217,7 @@ def test_the_decision_map_marks_what_differs_from_the_papers_rule(run):
 
 def test_a_model_that_cannot_be_explained_is_counted(run):
     run.add(ExplainTrial(model="cnn", batch_size=8), {"problems": [{"module": "m", "reason": "r", "remedy": "x"}]})
-    assert not decisions.applies(read(run.path.parent))
+    assert not decisions.FIGURE.applies(read(run.path.parent))
     left_out = LeftOut()
     decisions.table(read(explained(run).path.parent), left_out)
     assert left_out["model that cannot be explained"] == 1

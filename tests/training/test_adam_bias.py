@@ -65,11 +65,11 @@ def test_the_figure_has_every_learning_rate_and_says_the_best():
         ("SGD", 0.1, 3),
     ]
     said = "Least test loss, linear at ε = 8: SGD 0.310, Adam 0.210, AdamBC 0.100."
-    assert adam_bias.finding(frame) == said
+    assert adam_bias.FIGURE.finding(frame) == said
     figure = adam_bias.plot(frame, "a caption")
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert titles == ["linear, ordinary training", "linear, ε = 8"]
     entries = [text.get_text() for text in figure.legends[0].get_texts()]
     assert entries == ["SGD", "Adam", "AdamBC", "AdamBC, floor 0.01"]
     assert adam_bias.FIGURE.texts(frame).accuracy.tolist() == ["90.0 %"] * 6
-    assert adam_bias.finding(frame.iloc[:0]) == "" and adam_bias.plot(frame.iloc[:0], "none") is not None
+    assert adam_bias.FIGURE.finding(frame.iloc[:0]) == "" and adam_bias.plot(frame.iloc[:0], "none") is not None

@@ -229,7 +229,7 @@ def test_the_figure_says_what_was_found_and_what_was_not():
         "MISSED in 1 of 2",
     ]
     assert words["refuted by"].tolist() == ["ε of one run 1", "", "", "μ of a step 1, noise: size 3", "noise: size 1"]
-    caption = " ".join(audit.caption(records, frame))
+    caption = " ".join(audit.FIGURE.caption(records, frame))
     assert "Of 4 runs of the engine as it is 1 are refuted; of 5 runs with one of 2 seeded faults 4 are." in caption
     axes = audit.plot(frame, caption).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
@@ -240,7 +240,7 @@ def test_the_figure_says_what_was_found_and_what_was_not():
     drawn = [text.get_text() for text in axes.texts]
     assert set(words.verdict) <= set(drawn) and sorted(t for t in drawn if t.isdigit()) == ["1", "1", "1", "3"]
     assert len(axes.lines) == 5 * len(TESTS) - 4  # a dot where a test refutes no run
-    assert audit.plot(audit.table([], left_out), audit.caption(records, frame[:0])[0]).axes
+    assert audit.plot(audit.table([], left_out), audit.FIGURE.caption(records, frame[:0])[0]).axes
 
 
 def test_records_of_the_first_audits_are_read():

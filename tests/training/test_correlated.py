@@ -52,11 +52,11 @@ def test_the_figure_has_each_noise_at_its_best_learning_rate():
         [512, "DP-SGD", 0.4, 1],
     ]
     assert frame.loss.tolist() == pytest.approx([0.21, 0.11, 0.4, 0.3, 0.05])
-    assert "4 bands take the test loss of batches of 64 from 0.2100 to 0.1100" in correlated.finding(frame)
-    assert "batches of 512, has 0.0500 (96.0%)" in correlated.finding(frame)
+    assert "4 bands take the test loss of batches of 64 from 0.2100 to 0.1100" in correlated.FIGURE.finding(frame)
+    assert "batches of 512, has 0.0500 (96.0%)" in correlated.FIGURE.finding(frame)
     said = "In one pass an epoch a BLT has 0.3000 (batches of 64), and independent noise 0.4000 (batches of 64)."
-    assert correlated.finding(frame).endswith(said)
+    assert correlated.FIGURE.finding(frame).endswith(said)
     (axes,) = correlated.plot(frame, "").axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "4", "one\npass", "BLT"]
     assert list(correlated.FIGURE.texts(frame).accuracy) == ["90.0 %", "95.0 %", "90.0 %", "90.0 %", "96.0 %"]
-    assert correlated.finding(correlated.table([], Counter())) == ""
+    assert correlated.FIGURE.finding(correlated.table([], Counter())) == ""

@@ -126,7 +126,7 @@ def test_ratios_are_of_the_same_round_and_scaling_of_one_process():
 def test_the_figure_marks_what_is_oversubscribed():
     records = [record(1, [2.0], [1.0]), record(2, [2.5], [4.0]), record(4, [3.0], [2.0])]
     frame = distributed.table(records, LeftOut())
-    figure = distributed.plot(frame, " ".join(distributed.caption(records, frame)))
+    figure = distributed.plot(frame, " ".join(distributed.FIGURE.caption(records, frame)))
     faces = [line.get_markerfacecolor() for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert figure.axes[0].get_ylim()[1] > 1.6 and distributed.plot(frame[:0], "none")  # the whole range is in sight
     assert faces.count("white") == 1 and len(faces) == 3

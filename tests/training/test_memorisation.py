@@ -42,7 +42,7 @@ def test_a_row_for_each_epsilon_and_number_of_repetitions():
     assert frame.exposure.tolist() == [1.5, 12.0, 2.0, 2.0]
     assert frame.least.tolist() == [1.0, 11.0, 1.0, 2.0]
     assert frame.seeds.tolist() == [2, 2, 1, 1]
-    said = memorisation.finding(frame)
+    said = memorisation.FIGURE.finding(frame)
     assert "there 16 times" in said
     assert "12.0 of 13.3 bits, at ε = 8 2.0" in said
     drawn = memorisation.plot(frame, "")

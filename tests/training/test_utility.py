@@ -133,7 +133,7 @@ def test_curves_and_the_distance_of_backends_on_the_way():
     ghost = frame[frame.backend == "ghost"].loss_difference.tolist()
     assert ghost == [0.0, pytest.approx(1e-6)] and two.loss_difference.tolist() == [0.0, 0.0]
     assert frame[frame.backend.isin(["ordinary", "microbatch"])].loss_difference.isna().all()
-    (_, caption) = utility.curves_caption(records(), frame)
+    (_, caption) = utility.FIGURES["utility_curves"].caption(records(), frame)
     assert "difference so far, 1.0e-06 at the end" in caption
     above, below = utility.curves_plot(frame, caption).axes
     labels = [text.get_text() for text in above.get_legend().get_texts()]
@@ -153,9 +153,9 @@ def test_time_to_accuracy():
     assert (two.reached, two.seeds, two.epochs, two.seconds, two.seconds_per_epoch) == (3, 3, 2, 2.5, 1.25)
     one = frame[frame.target_epsilon == 1].iloc[0]
     assert one.reached == 0 and pd.isna(one.epochs)
-    (caption,) = time_to.caption(records(), frame)
+    (caption,) = time_to.FIGURE.caption(records(), frame)
     assert "the load reached" not in caption
-    disturbed = " ".join(time_to.caption([*records(), Record(8.0, 0, 0.9, load=9.0, stolen=0.3)], frame))
+    disturbed = " ".join(time_to.FIGURE.caption([*records(), Record(8.0, 0, 0.9, load=9.0, stolen=0.3)], frame))
     assert "the load reached 9.0" in disturbed and "the host gave others 30% of CPU time" in disturbed
     epochs = time_to.plot(frame, caption).axes[0]
     assert [label.get_text() for label in epochs.get_yticklabels()] == [
@@ -166,7 +166,7 @@ def test_time_to_accuracy():
     assert {"linear, digits: 90 %", "linear, digits, ε = 2", "✕ 0 of 1 seeds did"} <= words
     nothing = time_to.table([Record(2.0, 0, 0.9)], left_out)
     assert not len(nothing) and left_out["without ordinary training to compare with"] == 1
-    assert time_to.applies(records()) and not time_to.applies([Record(2.0, 0, 0.9)])
+    assert time_to.FIGURE.applies(records()) and not time_to.FIGURE.applies([Record(2.0, 0, 0.9)])
 
 
 def test_a_run_of_one_backend_is_drawn_without_a_complaint():

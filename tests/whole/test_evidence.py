@@ -217,8 +217,12 @@ def test_tables_of_a_gpus_records_say_what_does_not_hold(tmp_path):
     frame = tables.norms_table(read(tmp_path), LeftOut())
     assert list(tables.FIGURES["norms"].texts(frame).Holds) == ["yes", "**mismatch: wrong gradient**"]
     assert list(tables.FIGURES["norms"].texts(frame)["Largest error"]) == ["1.0e-07", "inf"]
-    assert tables.norms_finding(frame).startswith("1 of 2 hold their limit; the nearest to it, or furthest beyond: ")
-    assert "ghost gram kernel" in tables.norms_finding(frame)
+    assert (
+        tables.FIGURES["norms"]
+        .finding(frame)
+        .startswith("1 of 2 hold their limit; the nearest to it, or furthest beyond: ")
+    )
+    assert "ghost gram kernel" in tables.FIGURES["norms"].finding(frame)
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,9 @@ from dpbench.report.data.select import Record
 from dpbench.report.data.statistics import is_probe
 from dpbench.trials.outcome import DOES_NOT_FIT
 
-_SHOWN = {
-    "family": "",
-    "model": "",
-    "backend": "",
-    "accountant": "",
-    "batch_size": "B=",
-    "sample_rate": "q=",
-    "delta": "δ=",
-}
+_SHOWN = {"family": "", "model": "", "backend": "", "accountant": ""}
+_SHOWN |= {"batch_size": "B=", "sample_rate": "q=", "delta": "δ="}
+_NAMED = ("scheme", "fault", "network", "dtype")
 _NO_EVIDENCE = "no evidence recorded"
 
 
@@ -50,11 +44,16 @@ def cause(record: Record) -> str:
     return told[-1 if record.outcome == "error" else 0]
 
 
-def what(record: Record) -> str:
+def place(record: Record) -> str:
     """The trial, in a few words."""
-    words = " ".join(f"{sign}{record.trial[name]}" for name, sign in _SHOWN.items() if name in record.trial)
-    pixels = f" {record.trial['image_size']} px" if record.kind in PAIRED and record.trial["image_size"] else ""
-    return (words or record.kind) + pixels
+    shown = dict(record.trial)
+    for name, look in (("model", style.model), ("backend", lambda b: style.backend(b).name)):
+        if isinstance(shown.get(name), str):
+            shown[name] = look(shown[name])
+    words = [f"{sign}{shown[name]}" for name, sign in _SHOWN.items() if name in shown]
+    words += [f"{shown['image_size']} px"] if record.kind in PAIRED and shown["image_size"] else []
+    words += [f"{name.replace('_', ' ')} {shown[name]}" for name in _NAMED if shown.get(name)]
+    return " ".join(words) or record.kind
 
 
 def grouped_failures(records: Iterable[Record]) -> list[Failure]:
@@ -65,22 +64,10 @@ def grouped_failures(records: Iterable[Record]) -> list[Failure]:
             said = cause(record)
             key = record.outcome, re.sub(r"\d[\d.,e+-]*", "#", said)
             group = found.setdefault(key, Failure(record.outcome, said, record.evidence.strip() or _NO_EVIDENCE))
-            place = _place(record)
-            group.where[place] = group.where.get(place, 0) + 1
+            where = place(record)
+            group.where[where] = group.where.get(where, 0) + 1
     grave = ["mismatch", *reversed(style.OUTCOMES)]
     return sorted(
         found.values(),
         key=lambda f: (grave.index(f.outcome) if f.outcome in grave else len(grave), -f.count),
     )
-
-
-def _place(record: Record) -> str:
-    """As `what`, with display names."""
-    trial = record.trial
-    shown = dict(trial)
-    for name, look in (("model", style.model), ("backend", lambda b: style.backend(b).name)):
-        if isinstance(trial.get(name), str):
-            shown[name] = look(trial[name])
-    words = [f"{sign}{shown[name]}" for name, sign in _SHOWN.items() if name in shown]
-    extra = [f"{name.replace('_', ' ')} {trial[name]}" for name in ("scheme", "fault", "network") if trial.get(name)]
-    return " ".join([*words, *extra]) or record.kind

@@ -52,12 +52,16 @@ EPSILONS = (
 
 
 @cache
-def _values() -> dict[tuple[str, str, str, str, str], str]:
+def _values() -> dict[tuple[str | None, ...], str]:
     text = (files("dpbench.report.data") / "published.csv").read_text(encoding="utf-8")
-    return {
-        (row["paper"], row["figure"], row["model"], row["method"], row["quantity"]): row["value"]
-        for row in csv.DictReader(text.splitlines())
-    }
+    fields = ("paper", "figure", "model", "method", "quantity")
+    return {tuple(row[name] for name in fields): row["value"] for row in csv.DictReader(text.splitlines())}
+
+
+def _number(*cell: str | None) -> float | None:
+    """The number at (paper, figure, model, method, quantity), all in the paper's names."""
+    text = _values().get(cell)
+    return None if text is None or text == "OOM" else float(text)
 
 
 def value(figure: str, quantity: str, model: str, backend: str) -> float | str | None:
@@ -66,11 +70,16 @@ def value(figure: str, quantity: str, model: str, backend: str) -> float | str |
     Args:
         figure: "Table 4" and the like.
     """
-    method = _METHODS.get(backend)
-    if method is None:
-        return None
-    text = _values().get((PAPER, figure, _MODELS.get(model, style.model(model)), method, quantity))
-    return text if text is None or text == "OOM" else float(text)
+    cell = (PAPER, figure, _MODELS.get(model, style.model(model)), _METHODS.get(backend), quantity)
+    return "OOM" if _values().get(cell) == "OOM" else _number(*cell)
+
+
+def ratio(quantity: str, model: str, backend: str) -> float | str | None:
+    """A cell of the paper's Table 4 over the non-private cell of the same model: a number, 'OOM', or None."""
+    ours, base = (value("Table 4", quantity, model, name) for name in (backend, "nonprivate"))
+    if isinstance(ours, float) and isinstance(base, float):
+        return ours / base
+    return ours if ours == "OOM" else None
 
 
 def throughput_ratio(model: str, image_size: int, backend: str, named: str | None = None) -> float | None:
@@ -82,11 +91,8 @@ def throughput_ratio(model: str, image_size: int, backend: str, named: str | Non
         named: the figure's name of the model, if it differs from ours.
     """
     name = f"{named or style.model(model)}@{image_size}"
-    texts = [
-        _values().get((BOOK_KEEPING, "Figure 5", name, method, "max_throughput_40GB"))
-        for method in ("Non-DP", _THROUGHPUTS.get(backend, ""))
-    ]
-    base, ours = (0.0 if text is None else float(text) for text in texts)
+    methods = ("Non-DP", _THROUGHPUTS.get(backend))
+    base, ours = (_number(BOOK_KEEPING, "Figure 5", name, method, "max_throughput_40GB") for method in methods)
     return base / ours if base and ours else None
 
 
@@ -105,18 +111,15 @@ class Beside(NamedTuple):
 #: The memory for `max_batch`: the 40 GB GPU of arXiv:2210.00038.
 BUDGET = 40 * 2**30
 _VISION = {
-    f"timm:{ours}": theirs
-    for ours, theirs in {
-        "deit_tiny_patch16_224": "DeiT-tiny",
-        "deit_small_patch16_224": "DeiT-small",
-        "deit_base_patch16_224": "DeiT-base",
-        "convit_small": "ConViT-small",
-        "convit_base": "ConViT-base",
-        "crossvit_small_240": "CrossViT-small",
-        "crossvit_base_240": "CrossViT-base",
-        "beit_base_patch16_224": "BEiT-base",
-        "beit_large_patch16_224": "BEiT-large",
-    }.items()
+    "timm:deit_tiny_patch16_224": "DeiT-tiny",
+    "timm:deit_small_patch16_224": "DeiT-small",
+    "timm:deit_base_patch16_224": "DeiT-base",
+    "timm:convit_small": "ConViT-small",
+    "timm:convit_base": "ConViT-base",
+    "timm:crossvit_small_240": "CrossViT-small",
+    "timm:crossvit_base_240": "CrossViT-base",
+    "timm:beit_base_patch16_224": "BEiT-base",
+    "timm:beit_large_patch16_224": "BEiT-large",
 }
 #: At E2E's padded sequence length, which the figure does not print.
 _TEXT = {f"transformers:gpt2{size}": f"GPT2{size}" for size in ("", "-medium", "-large")}
@@ -142,13 +145,11 @@ def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
         largest = _number(BOOK_KEEPING, "Figure 4", name, method, "max_batch_size_40GB")
         return Beside(figure, time_ratio=base / own if base and own else None, max_batch=largest)
     if plain in _VISION and backend == "mixed_ghost":
-        ratios = [
-            own / base if own and base else None
-            for own, base in (
-                [_number(PAPER, "Figure 4", _VISION[plain], m, quantity) for m in ("Mixed", "Non-DP")]
-                for quantity in ("time_per_epoch", "active_memory")
-            )
-        ]
+        time, memory = (
+            [_number(PAPER, "Figure 4", _VISION[plain], method, quantity) for method in ("Mixed", "Non-DP")]
+            for quantity in ("time_per_epoch", "active_memory")
+        )
+        ratios = [own / base if own and base else None for own, base in (time, memory)]
         return Beside(f"Figure 4 of {PAPER}", time_ratio=ratios[0], memory_ratio=ratios[1])
     if plain in _BY_SIZE and image_size is not None:
         found = throughput_ratio(plain, image_size, backend, _BY_SIZE[plain])
@@ -179,16 +180,3 @@ def alone() -> list[Alone]:
     ]
     speed = _number(FLASH_DP, "Abstract", "Llama-13B", "FlashDP", "throughput_ratio")
     return found + ([Alone(FLASH_DP, "Llama-13B", "flashdp", 1 / speed)] if speed else [])
-
-
-def _number(paper: str, figure: str, model: str, method: str, quantity: str) -> float | None:
-    text = _values().get((paper, figure, model, method, quantity))
-    return None if text is None or text == "OOM" else float(text)
-
-
-def ratio(quantity: str, model: str, backend: str) -> float | str | None:
-    """A cell of the paper's Table 4 over the non-private cell of the same model: a number, 'OOM', or None."""
-    ours, base = (value("Table 4", quantity, model, name) for name in (backend, "nonprivate"))
-    if isinstance(ours, float) and isinstance(base, float):
-        return ours / base
-    return ours if ours == "OOM" else None

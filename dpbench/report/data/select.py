@@ -34,20 +34,16 @@ def facets(
     Args:
         fields: field -> kinds of trial to which it applies.
     """
-    values: dict[str, list[Any]] = {}
-    for field, kinds in fields.items():
-        found = {r.setting(field) for r in records if r.kind in kinds} - {None}
-        values[field] = sorted(found, key=lambda value: (str(type(value)), value)) or [None]
-    parts: dict[frozenset[int], dict[str, Any]] = {}
-    for combination in itertools.product(*values.values()):
-        chosen = dict(zip(values, combination, strict=True))
-        part = frozenset(
-            index
-            for index, r in enumerate(records)
-            if all(r.kind not in kinds or r.setting(f) in (None, chosen[f]) for f, kinds in fields.items())
-        )
+    settings = [tuple(r.setting(f) if r.kind in kinds else None for f, kinds in fields.items()) for r in records]
+    distinct = set(settings)
+    columns = [{setting[place] for setting in distinct} - {None} for place in range(len(fields))]
+    values = [sorted(found, key=lambda value: (str(type(value)), value)) or [None] for found in columns]
+    parts: dict[frozenset[Any], dict[str, Any]] = {}
+    for chosen in itertools.product(*values):
+        part = frozenset(s for s in distinct if all(own in (None, one) for own, one in zip(s, chosen, strict=True)))
         if part and not any(part < other for other in parts):
             parts = {other: label for other, label in parts.items() if not other < part}
-            parts.setdefault(part, {f: v for f, v in chosen.items() if len(values[f]) > 1})
+            named = zip(fields, chosen, values, strict=True)
+            parts.setdefault(part, {field: one for field, one, several in named if len(several) > 1})
     for part, label in parts.items():
-        yield label, [records[index] for index in sorted(part)]
+        yield label, [record for record, setting in zip(records, settings, strict=True) if setting in part]

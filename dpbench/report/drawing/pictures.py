@@ -9,13 +9,13 @@ Functions take:
 
 from __future__ import annotations
 
+import contextlib
 import io
-import os
-import pickle
-import signal
+import multiprocessing
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 # before any fork: else each fork would spend a second to import them
@@ -27,6 +27,7 @@ from dpbench.process.linux import available_cpus
 
 # Pixels an inch, and most pixels of a side: Agg draws no image of 2**16 or more.
 _DPI, _TALLEST = 200, 30_000
+_FORKS = multiprocessing.get_context("fork")
 
 
 def save(figure: Figure, paths: Mapping[str, Path]) -> None:
@@ -65,22 +66,19 @@ class Pictures:
 
     def __init__(self, workers: int | None = None) -> None:
         self._workers = workers or available_cpus()
-        self._running: list[tuple[int, int]] = []
+        self._running: list[tuple[ForkProcess, Connection]] = []
 
     def __enter__(self) -> Pictures:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             while self._running and kind is None:
                 self._wait()
         finally:  # the remaining processes' output is not needed
-            for pid, reader in self._running:
-                os.close(reader)
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            for process, _ in self._running:
+                process.kill()
+                process.join()
 
     def save(self, figure: Figure, paths: Mapping[str, Path]) -> None:
         """Begin to write the figure; later changes to it are not in the files."""
@@ -89,31 +87,27 @@ class Pictures:
             return
         while len(self._running) >= self._workers:
             self._wait()
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _work(figure, paths, writer)
-        os.close(writer)
-        self._running.append((pid, reader))
+        reader, writer = _FORKS.Pipe(duplex=False)
+        process = _FORKS.Process(target=_work, args=(figure, paths, writer))
+        process.start()
+        writer.close()
+        self._running.append((process, reader))
 
     def _wait(self) -> None:
-        pid, reader = self._running.pop(0)
-        with os.fdopen(reader, "rb") as answer:
-            told = answer.read()
-        _, status = os.waitpid(pid, 0)
-        if told:
-            raise pickle.loads(told)  # from our own fork
-        if status:
-            raise RuntimeError(f"the process that saves pictures ended with {os.waitstatus_to_exitcode(status)}")
+        process, reader = self._running.pop(0)
+        error: BaseException | None = None
+        with reader, contextlib.suppress(EOFError):  # it sends nothing but an error
+            error = reader.recv()
+        process.join()
+        if error is not None:
+            raise error
+        if process.exitcode:
+            raise RuntimeError(f"the process that saves pictures ended with {process.exitcode}")
 
 
-def _work(figure: Figure, paths: Mapping[str, Path], writer: int) -> None:
-    """The whole life of the fork; sends an error to `writer`. Never returns."""
+def _work(figure: Figure, paths: Mapping[str, Path], writer: Connection) -> None:
+    """The whole life of the fork; sends an error to `writer`."""
     try:
-        try:
-            save(figure, paths)
-        except BaseException as error:
-            with os.fdopen(writer, "wb") as answer:
-                pickle.dump(error, answer)
-    finally:
-        os._exit(0)
+        save(figure, paths)
+    except BaseException as error:
+        writer.send(error)

@@ -169,8 +169,7 @@ _PRICES: readable.Columns = {
 _POISSON = "Poisson sampling, add or remove one."
 
 
-def epochs_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The setting, and the accountants without a finite bound."""
+def _epochs_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     first = frame.iloc[0]
     said = [
         f"After Figure 2 of Abadi et al. 2016: ε at δ = {style.plain(first.delta)} of DP-SGD with sample rate "
@@ -184,8 +183,7 @@ def epochs_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return said
 
 
-def sweeps_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The varied and the fixed settings."""
+def _sweeps_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     base = join(f"{sign} = {style.plain(float(frame[name].mode().iloc[0]))}" for name, sign in _SIGNS.items())
     return [
         f"ε along one of σ, q and δ, and its ratio to the certified lower bound; the others: {base}.",
@@ -195,8 +193,7 @@ def sweeps_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def schemes_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """How batches are drawn, and the meaning of the marks."""
+def _schemes_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     first = frame.iloc[0]
     return [
         f"ε at δ = {style.plain(first.delta)} after {first.steps:,} steps at q = {first.sample_rate:.4g}; right, the "
@@ -207,8 +204,7 @@ def schemes_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]
     ]
 
 
-def prices_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The quantities, and the reference."""
+def _prices_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     first = records[0].trial
     return [
         f"What an accountant allows or asks for at a target ε, q = {style.plain(first['sample_rate'])}, "
@@ -219,8 +215,7 @@ def prices_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def tuned_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """What is published after how many runs."""
+def _tuned_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     first = records[0].trial
     return [
         f"ε at δ = {style.plain(first['delta'])} of the best of several runs, which alone is published, by Rényi "
@@ -231,8 +226,7 @@ def tuned_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def map_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The meaning of a map's cells."""
+def _map_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     steps, deltas = (sorted(set(frame[name])) for name in ("steps", "delta"))
     return [
         f"Over T of {join(f'{value:,}' for value in steps)} and δ of {join(map(style.plain, deltas))}, at each σ and "
@@ -242,8 +236,7 @@ def map_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def epochs_finding(frame: pd.DataFrame) -> str:
-    """The tightest bound at the end."""
+def _epochs_finding(frame: pd.DataFrame) -> str:
     last = frame[(frame.steps == frame.steps.max()) & frame.epsilon.notna()]
     valid = last[(last.kind == "upper_bound") & ~last.accountant.isin(_COMPOSED)]
     if valid.empty:
@@ -263,8 +256,7 @@ def epochs_finding(frame: pd.DataFrame) -> str:
     return "; ".join([said, *beside]) + "."
 
 
-def points_finding(frame: pd.DataFrame) -> str:
-    """The tightest valid accountant over the settings, beside the certified lower bound."""
+def _points_finding(frame: pd.DataFrame) -> str:
     known = frame[(frame.kind == "upper_bound") & frame.ratio.notna() & ~frame.accountant.isin(_COMPOSED)]
     if known.empty:
         return ""
@@ -282,8 +274,7 @@ def points_finding(frame: pd.DataFrame) -> str:
     )
 
 
-def tuned_finding(frame: pd.DataFrame) -> str:
-    """ε of one run, and of the best of about ten."""
+def _tuned_finding(frame: pd.DataFrame) -> str:
     sigma = frame.noise_multiplier.min()
     own = frame[(frame.noise_multiplier == sigma) & frame.epsilon.notna()]
     one, several = own[own.distribution == ""], own[own.distribution != ""]
@@ -299,8 +290,7 @@ def tuned_finding(frame: pd.DataFrame) -> str:
     )
 
 
-def schemes_finding(frame: pd.DataFrame) -> str:
-    """The least and the greatest ε at one noise multiplier."""
+def _schemes_finding(frame: pd.DataFrame) -> str:
     finite = frame.epsilon.astype(float).map(math.isfinite)
     valid = frame[(frame.kind == "upper_bound") & finite]
     if valid.empty:
@@ -320,8 +310,7 @@ def schemes_finding(frame: pd.DataFrame) -> str:
     )
 
 
-def prices_finding(frame: pd.DataFrame) -> str:
-    """The best valid accountant's steps and noise at the middle target ε."""
+def _prices_finding(frame: pd.DataFrame) -> str:
     valid = frame[(frame.kind == "upper_bound") & frame.ratio.notna() & ~frame.accountant.isin(_COMPOSED)]
     said: dict[str, list[str]] = {}
     forms = {"steps": ("allows", "steps at equal noise", False), "noise_multiplier": ("asks for", "noise", True)}
@@ -352,9 +341,9 @@ FIGURES = {
         table=epochs,
         text={n: text for n, text in _POINT.items() if n != "ε"}
         | {"Epochs": of("epochs", "{:g}".format), "ε": _POINT["ε"]},
-        caption=epochs_caption,
+        caption=_epochs_caption,
         plot=privacy_plots.epochs,
-        finding=epochs_finding,
+        finding=_epochs_finding,
         place=40,
     ),
     "epsilon_sweeps": FigureKind(
@@ -362,9 +351,9 @@ FIGURES = {
         kinds=("epsilon_sweep",),
         table=points,
         text=_POINTS,
-        caption=sweeps_caption,
+        caption=_sweeps_caption,
         plot=privacy_plots.sweeps,
-        finding=points_finding,
+        finding=_points_finding,
         place=50,
     ),
     "sampling_schemes": FigureKind(
@@ -373,9 +362,9 @@ FIGURES = {
         by=("experiment", "sample_rate", "steps", "delta"),
         table=schemes,
         text=_SCHEMES,
-        caption=schemes_caption,
+        caption=_schemes_caption,
         plot=privacy_schemes.plot,
-        finding=schemes_finding,
+        finding=_schemes_finding,
         place=60,
     ),
     "tuning": FigureKind(
@@ -384,9 +373,9 @@ FIGURES = {
         by=("experiment", "sample_rate", "steps", "delta"),
         table=tuned,
         text=_TUNED,
-        caption=tuned_caption,
+        caption=_tuned_caption,
         plot=privacy_plots.tuned,
-        finding=tuned_finding,
+        finding=_tuned_finding,
         place=65,
     ),
     "accountant_price": FigureKind(
@@ -395,9 +384,9 @@ FIGURES = {
         by=("experiment", "sample_rate", "delta"),
         table=prices,
         text=_PRICES,
-        caption=prices_caption,
+        caption=_prices_caption,
         plot=privacy_plots.prices,
-        finding=prices_finding,
+        finding=_prices_finding,
         place=70,
     ),
     "accounting_map": FigureKind(
@@ -405,9 +394,9 @@ FIGURES = {
         kinds=("epsilon_map",),
         table=points,
         text=_POINTS,
-        caption=map_caption,
+        caption=_map_caption,
         plot=privacy_map.plot,
-        finding=points_finding,
+        finding=_points_finding,
         place=80,
     ),
 }

@@ -50,8 +50,7 @@ _TEXT: readable.Columns = {
 }
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The panels, and the source of ε."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return [
         "Above: loss on held-out images, median and range of the seeds. Below: the 90 % over the 10 % quantile of what "
         "the optimizer divides the entries by after the last step; 1 is SGD with momentum. AdamBC's floor is its own, "
@@ -101,8 +100,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     return figure
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """For each model and ε the least test loss of each optimizer, each at its best learning rate."""
+def _finding(frame: pd.DataFrame) -> str:
     private = frame.dropna(subset="target_epsilon")
     best = private.sort_values("loss", kind="stable").drop_duplicates(["network", "target_epsilon", "optimizer"])
     said = []
@@ -119,8 +117,8 @@ FIGURE = FigureKind(
     kinds=("adam_bias",),
     table=table,
     text=_TEXT,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    finding=finding,
+    finding=_finding,
     place=216,
 )

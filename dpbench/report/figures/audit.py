@@ -87,12 +87,11 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The attack, its tests, and the meaning of the two kinds of row."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     if not len(frame):
         return ["No audit gave a number."]
     said = [
-        finding(frame),
+        _finding(frame),
         "A number: how many of the row's runs a test refutes; a dot: none, which is no proof of privacy.",
         "Canaries in gradient space, each in the data by a fair coin. ε of one run: guesses of the coins from all",
         "released gradients (Steinke, Nasr and Jagielski 2023). The other tests know coins and batches, as the",
@@ -106,8 +105,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return said
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """How many runs are refuted, of the engine as it is and with seeded faults."""
+def _finding(frame: pd.DataFrame) -> str:
     if frame.empty:
         return ""
     faults, sound = frame[frame.fault != ""], frame[frame.fault == ""]
@@ -208,8 +206,8 @@ FIGURE = FigureKind(
     kinds=("audit",),
     table=table,
     text=text,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    finding=finding,
+    finding=_finding,
     place=240,
 )

@@ -50,8 +50,7 @@ def cell(record: Record) -> Hashable:
     return record.kind, trial["model"], trial.get("image_size"), backend, trial["batch_size"]
 
 
-def applies(records: Sequence[Record]) -> bool:
-    """True if any of these numbers has a published one."""
+def _applies(records: Sequence[Record]) -> bool:
     return any(
         published.beside(r.trial["model"], r.trial.get("image_size"), backend) is not None
         for r in records
@@ -71,7 +70,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     rows: list[Row] = []
     by_model = grouped(records, lambda r: (r.trial["model"], r.trial.get("image_size")))
     for (model, size), group in by_model.items():
-        if not applies(group):
+        if not _applies(group):
             left_out["of a model that is not in those figures"] += len(group)
             continue
         own: dict[str, Row] = {}
@@ -163,8 +162,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([timed, readable.texts(frame, more, tuple(more))], axis=1)
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The source of each number."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     apart = frame[frame.backend.isin(list(style.PUBLISHED_ALONE))]
     frame = frame.drop(apart.index)
     sources = sorted(set(frame.published_in.dropna()))
@@ -196,8 +194,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return said
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """A comparison of our time ratios with the published ones."""
+def _finding(frame: pd.DataFrame) -> str:
     both = frame[frame.time_ratio.notna() & frame.published_time_ratio.notna()]
     if not len(both):
         return ""
@@ -274,10 +271,10 @@ FIGURE = FigureKind(
     facets={"memory_budget": ("peak", "step"), "threads": ("overhead",)},
     table=table,
     text=text,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    applies=applies,
-    finding=finding,
+    applies=_applies,
+    finding=_finding,
     setting=True,
     place=140,
 )

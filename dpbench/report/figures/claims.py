@@ -226,8 +226,7 @@ def cell(record: Record) -> Hashable:
     return record.experiment, beside.cell(record)
 
 
-def applies(records: Sequence[Record]) -> bool:
-    """True if the records judge a claim."""
+def _applies(records: Sequence[Record]) -> bool:
     return bool(records) and bool((table(records, LeftOut()).verdict != NOT_MEASURED).any())
 
 
@@ -277,8 +276,7 @@ def table(records: Sequence[Record], left_out: LeftOut, every: bool = False) -> 
     return frame_of(rows, COLUMNS)
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """The number of claims with each verdict."""
+def _finding(frame: pd.DataFrame) -> str:
     counts = [f"{int((frame.verdict == v).sum())} {v}" for v in (HELD, NOT_HELD, NOT_COMPARABLE, NOT_MEASURED)]
     said = [words for words in counts if not words.startswith("0 ")]
     return f"Of {several(len(frame), 'published claim')}: {', '.join(said)}."
@@ -294,8 +292,7 @@ def claims(records: Sequence[Record], frame: pd.DataFrame) -> list[Claim]:
     ]
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
-    """The evidence for the verdicts; what was measured under a load, and what failed, stands at other figures."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
     return (
         "Each verdict is computed from the records of this device alone. Published values are of other devices and "
         "mostly other batch sizes: what holds or not here is the ratio or the order, on this machine; 2 % "
@@ -311,9 +308,9 @@ FIGURE = FigureKind(
     by=(),
     table=table,
     text={"Claim": of("claim"), "Source": of("source"), "Held if": of("held_if"), "Verdict": of("verdict")},
-    caption=caption,
-    applies=applies,
-    finding=finding,
+    caption=_caption,
+    applies=_applies,
+    finding=_finding,
     claims=claims,
     with_causes=False,
     place=160,

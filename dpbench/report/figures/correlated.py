@@ -54,8 +54,7 @@ _TEXT: readable.Columns = {
 }
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The source of ε, and what it excludes."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return [
         "Loss on held-out images, median and range of the seeds at the best of the learning rates by that loss (a "
         f"choice that is not accounted), at the same ε in each panel; δ = {settings(records, 'delta')}, an "
@@ -90,8 +89,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     return figure
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """At the largest ε: the smallest batches with and without bands, and the best result of independent noise."""
+def _finding(frame: pd.DataFrame) -> str:
     part = frame[frame.target_epsilon == frame.target_epsilon.max()].sort_values("loss", kind="stable")
     small = part[part.batch_size == part.batch_size.min()]
     alone, banded = small[small.place == (0, 1)], small[[place > (0, 1) and not place[0] for place in small.place]]
@@ -123,8 +121,8 @@ FIGURE = FigureKind(
     kinds=("correlated",),
     table=table,
     text=_TEXT,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    finding=finding,
+    finding=_finding,
     place=215,
 )

@@ -112,8 +112,7 @@ _TEXT = {
 }
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The method, the models that do not build, and the versions of the libraries."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     built = [record for record in records if record.result.get("built")]
     failing = sum(not r.result["built"] for r in records if r.outcome == "ok")
     said = [
@@ -136,8 +135,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return [*said, f"{', '.join(found)}."] if found else said
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """The counts over all libraries, backend by backend."""
+def _finding(frame: pd.DataFrame) -> str:
     of_all = frame[(frame.library == ALL) & (frame.built > 0)]
     rows: Iterable[Any] = of_all.itertuples()
     told: dict[str, list[str]] = {}
@@ -246,9 +244,9 @@ FIGURES = {
         cell=captions.libraries,  # a count is of one version
         table=table,
         text=_TEXT,
-        caption=caption,
+        caption=_caption,
         plot=plot,
-        finding=finding,
+        finding=_finding,
         with_causes=False,
         place=180,
     ),

@@ -30,8 +30,7 @@ COLUMNS = (
 )
 
 
-def applies(records: Sequence[Record]) -> bool:
-    """True if a model was explained."""
+def _applies(records: Sequence[Record]) -> bool:
     return any(r.result.get("rows") for r in records)
 
 
@@ -93,8 +92,7 @@ _TEXT: readable.Columns = {
 }
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """How often the two rules differ."""
+def _finding(frame: pd.DataFrame) -> str:
     if not len(frame):
         return ""
     other = frame[frame.paper != frame.ours]
@@ -106,15 +104,14 @@ def finding(frame: pd.DataFrame) -> str:
     )
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The meaning of the marks."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return [
         "Each mark is a use of a weight, in the order of the forward pass, at 2T² over pd: the papers' rule "
         "(arXiv:2205.10683) takes the ghost norm up to 1 and instantiates above. Filled: bk_mixed's planner takes the "
         "ghost norm; hollow: the instantiated gradient; a ring: it differs from that rule.",
         "By formulas on shapes under fake tensors; nothing was timed. bk_mixed minimises predicted time within the "
         "memory of ordinary training and a little more, where the rule minimises space.",
-        finding(frame),
+        _finding(frame),
     ]
 
 
@@ -179,9 +176,9 @@ FIGURE = FigureKind(
     kinds=("explain",),
     table=table,
     text=_TEXT,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    applies=applies,
-    finding=finding,
+    applies=_applies,
+    finding=_finding,
     place=150,
 )

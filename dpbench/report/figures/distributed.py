@@ -79,8 +79,7 @@ _TEXT: readable.Columns = {
 }
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The parts of a step, and its communication."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     libraries = sorted({r.result["communication"] for r in records if "communication" in r.result})
     return [
         "Training steps in several processes, each with as many samples (weak scaling): forward, backward, "
@@ -136,7 +135,7 @@ FIGURE = FigureKind(
     by=("experiment", "threads"),
     table=table,
     text=_TEXT,
-    caption=caption,
+    caption=_caption,
     plot=plot,
     place=250,
 )

@@ -91,8 +91,7 @@ _NORMS: readable.Columns = {
 }
 
 
-def norms_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The quantities compared."""
+def _norms_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     said = [
         "Every way to a per-sample norm, and each clipped sum, beside autograd's in float64 of the very numbers that "
         "it was given (rounded to the profile's dtype): the largest relative error of any sample. A limit is what "
@@ -103,8 +102,7 @@ def norms_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return said
 
 
-def norms_finding(frame: pd.DataFrame) -> str:
-    """How many hold, and the one nearest to its limit."""
+def _norms_finding(frame: pd.DataFrame) -> str:
     if not len(frame):
         return ""
     held = int((frame.outcome == "ok").sum())
@@ -173,8 +171,7 @@ _PARTS: readable.Columns = {
 }
 
 
-def parts_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The counted quantities."""
+def _parts_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     counted = sorted(set(frame.counted))
     said = [
         "PrivacyEngine's whole step, part by part, beside the plain step of the same model, batch and optimizer "
@@ -230,8 +227,7 @@ _PROFILE: readable.Columns = {
 }
 
 
-def profile_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The counted quantities, and where the traces are."""
+def _profile_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     counted = Counter(frame.counted)
     said = [
         f"Where the time of one step goes, by torch.profiler: {', '.join(sorted(counted)) or 'nothing was seen'}. The "
@@ -303,8 +299,7 @@ _LAUNCHES_SAID = (
 )
 
 
-def launches_finding(frame: pd.DataFrame) -> str:
-    """The ratios of the private backend with the fewest launches."""
+def _launches_finding(frame: pd.DataFrame) -> str:
     private = frame[(frame.backend != "nonprivate") & frame.launches_ratio.notna()]
     if private.empty:
         return ""
@@ -335,8 +330,8 @@ FIGURES = {
         kinds=("norms",),
         table=norms_table,
         text=_NORMS,
-        caption=norms_caption,
-        finding=norms_finding,
+        caption=_norms_caption,
+        finding=_norms_finding,
         place=270,
     ),
     "launches": FigureKind(
@@ -345,7 +340,7 @@ FIGURES = {
         table=launches_table,
         text=_LAUNCHES,
         caption=_LAUNCHES_SAID,
-        finding=launches_finding,
+        finding=_launches_finding,
         place=275,
     ),
     "parts": FigureKind(
@@ -353,7 +348,7 @@ FIGURES = {
         kinds=("parts",),
         table=parts_table,
         text=_PARTS,
-        caption=parts_caption,
+        caption=_parts_caption,
         place=280,
     ),
     "profile": FigureKind(
@@ -361,7 +356,7 @@ FIGURES = {
         kinds=("profile",),
         table=profile_table,
         text=_PROFILE,
-        caption=profile_caption,
+        caption=_profile_caption,
         place=290,
     ),
 }

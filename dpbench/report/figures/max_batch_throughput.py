@@ -47,8 +47,7 @@ _SPEEDS = (
 COLUMNS = (*_SIZES, *_SPEEDS)
 
 
-def applies(records: Sequence[Record]) -> bool:
-    """True if there is a timed step, or a probe of a search."""
+def _applies(records: Sequence[Record]) -> bool:
     return any(r.kind == "step" or r.trial.get("memory_budget") is not None for r in records)
 
 
@@ -179,8 +178,7 @@ def max_batch(size: Any, fails_at: Any, note: Any, memory: str = "") -> str:
     return words if missing(note) else f"{words}, {note}"
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The budget, the memory and the throughput."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     sizes, speeds = frame.dropna(subset="max_batch_size"), frame.dropna(subset="images_per_second")
     said = [f"After Figure 3 of {published.PAPER}."]
     if len(sizes):
@@ -280,9 +278,9 @@ FIGURE = FigureKind(
     facets={"threads": ("step", "overhead")},
     table=table,
     text=text,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    applies=applies,
+    applies=_applies,
     finding=findings.max_batch,
     setting=True,
     place=10,

@@ -55,8 +55,7 @@ _TEXT: readable.Columns = {
 }
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The attack, its target, and what ε says about it."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     count = " and ".join(map(str, sorted({record.trial["records"] for record in records})))
     return [
         "A small GPT-2 that has read prose is adapted by LoRA to lines of code, some with a number of four digits that "
@@ -95,8 +94,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     return figure
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """For the most repeated secrets: ordinary fine-tuning against the largest ε."""
+def _finding(frame: pd.DataFrame) -> str:
     most = frame[frame.times == frame.times.max()]
     ordinary, private = most[most.target_epsilon.isna()], most[most.target_epsilon.notna()]
     if ordinary.empty or private.empty:
@@ -114,8 +112,8 @@ FIGURE = FigureKind(
     kinds=("memorisation",),
     table=table,
     text=_TEXT,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    finding=finding,
+    finding=_finding,
     place=235,
 )

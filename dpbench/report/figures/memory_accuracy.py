@@ -40,8 +40,7 @@ def cell(record: Record) -> tuple[Any, ...]:
     return (*record.cell, batch(record), record.trial["simulated"])
 
 
-def applies(records: Sequence[Record]) -> bool:
-    """True if there are peaks of both kinds, except for probes of a search."""
+def _applies(records: Sequence[Record]) -> bool:
     return {bool(r.trial["simulated"]) for r in records if _is_own(r)} == {False, True}
 
 
@@ -92,14 +91,12 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     return readable.texts(frame, columns, ("Reserved",))
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The comparison, and the cell with the largest error."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     said = "Peak memory of one step, simulated on fake tensors and measured by the allocator: simulated over measured."
-    return [said, finding(frame) or "No cell has both."]
+    return [said, _finding(frame) or "No cell has both."]
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """How many simulated peaks are within the target, and the cell with the largest error."""
+def _finding(frame: pd.DataFrame) -> str:
     errors = frame[frame.error.notna()]
     if errors.empty:
         return ""
@@ -146,10 +143,10 @@ FIGURE = FigureKind(
     by=("experiment", "precision", "image_size"),
     table=table,
     text=text,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    finding=finding,
-    applies=applies,
+    finding=_finding,
+    applies=_applies,
     setting=True,
     place=30,
 )

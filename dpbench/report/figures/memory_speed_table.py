@@ -85,8 +85,7 @@ def _compared(frame: pd.DataFrame) -> pd.Series[bool]:
     return groups.transform(lambda names: "nonprivate" in set(names)) & (groups.transform("nunique") > 1)
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """What is compared, at which batch sizes, and the source of the memory."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     pairs = _compared(frame).any()
     beside = " beside ordinary training of the same model in the same round" if pairs else ""
     sizes = sorted(set(frame.batch_size))
@@ -151,7 +150,7 @@ FIGURE = FigureKind(
     by=("experiment", "precision", "image_size", "memory_budget", "threads"),
     table=table,
     text=lambda frame: readable.paired(frame, readable.BATCH),
-    caption=caption,
+    caption=_caption,
     plot=plot,
     finding=findings.paired,
     setting=True,

@@ -76,8 +76,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     return readable.paired(frame, {"Pixels": readable.of("image_size"), **readable.BATCH})
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The meaning of the ratios."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     said = [
         "Time and peak memory of one training step beside ordinary training of the same model: all backends take turns "
         f"in one process, and a ratio is of two turns of one round; {pairs(frame)}. The axes are logarithmic.",
@@ -226,7 +225,7 @@ FIGURE = FigureKind(
     by=("experiment", "precision", "threads"),
     table=table,
     text=text,
-    caption=caption,
+    caption=_caption,
     plot=plot,
     finding=findings.paired,
     setting=True,

@@ -25,8 +25,7 @@ _ROW, _TOP, _NAMES = 0.17, 1.25, 2.55
 _TOTAL = "in all"
 
 
-def applies(records: Sequence[Record]) -> bool:
-    """True if any case was judged."""
+def _applies(records: Sequence[Record]) -> bool:
     return any(record.kind == "conformance" for record in records)
 
 
@@ -56,8 +55,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     return short.rename(columns={name: style.backend(name).name for name in frame.columns[1:]})
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The cases and backends judged."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     said = [
         f"{len(cases(frame))} cases: small models in float64 and float32, clipping functions, batches, side effects.",
         "Exact: norms and clipped sums are the microbatch oracle's. Refuses: says so, with a reason. Wrong: neither;",
@@ -68,8 +66,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return said
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """The backends that are never wrong, and how often the others are."""
+def _finding(frame: pd.DataFrame) -> str:
     judged, backends = cases(frame), list(frame.columns[1:])
     if judged.empty or not backends:
         return ""
@@ -116,9 +113,9 @@ FIGURE = FigureKind(
     facets={"experiment": ("conformance",)},
     table=table,
     text=text,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    applies=applies,
-    finding=finding,
+    applies=_applies,
+    finding=_finding,
     place=170,
 )

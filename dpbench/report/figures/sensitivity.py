@@ -81,8 +81,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The question, the right result, and the columns."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return [
         "How far the sum of clipped gradients moves when one record is added, ‖S(D ∪ x) - S(D)‖ / C of the sums as"
         " computed, differences in float64: DP-SGD's noise hides C and no more. A mark is the worst record of one of",
@@ -93,8 +92,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """The largest move of each library, and how many kinds of record it refuses."""
+def _finding(frame: pd.DataFrame) -> str:
     told = []
     for backend, part in frame.groupby("backend", sort=False):
         most = _furthest(part)
@@ -208,8 +206,8 @@ FIGURE = FigureKind(
     by=(),
     table=table,
     text=text,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    finding=finding,
+    finding=_finding,
     place=200,
 )

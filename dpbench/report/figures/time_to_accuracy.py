@@ -89,8 +89,7 @@ def _epoch(curve: Sequence[dict[str, float]]) -> float:
     return median(b - a for a, b in itertools.pairwise(ends))
 
 
-def applies(records: Sequence[Record]) -> bool:
-    """True if there is ordinary training to compare with."""
+def _applies(records: Sequence[Record]) -> bool:
     return any(record.trial["target_epsilon"] is None and "accuracy" in record.result for record in records)
 
 
@@ -105,8 +104,7 @@ _TEXT: readable.Columns = {
 }
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """What was timed, and whether the machine was idle."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     said = (
         "Epochs and seconds of training until the accuracy on held-out images is first as high as stands beside each "
         "model: the largest multiple of 5 % within 0.95 of ordinary training's. Median of the seeds, with the range of "
@@ -143,8 +141,8 @@ FIGURE = FigureKind(
     kinds=("utility",),
     table=table,
     text=_TEXT,
-    caption=caption,
+    caption=_caption,
     plot=plot,
-    applies=applies,
+    applies=_applies,
     place=230,
 )

@@ -22,8 +22,7 @@ def cell(record: Record) -> tuple[Any, ...]:
     return *overhead.cell(record), *record.trial["backends"]
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The meaning of the ratios."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     optimizer = ", ".join(sorted({str(record.trial["optimizer"]) for record in records}))
     energy = sorted({str(record.result["energy"]) for record in records if "energy" in record.result})
     said = [
@@ -73,7 +72,7 @@ FIGURE = FigureKind(
     by=("experiment", "precision", "threads", "optimizer"),
     table=overhead.table,
     text=overhead.text,
-    caption=caption,
+    caption=_caption,
     plot=overhead.plot,
     finding=findings.paired,
     setting=True,

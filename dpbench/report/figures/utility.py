@@ -59,8 +59,7 @@ _TEXT: readable.Columns = {
 }
 
 
-def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The source of ε, and what it excludes."""
+def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     return [
         f"Accuracy on held-out images, median and range of the seeds; δ = {settings(records, 'delta')}, Poisson "
         f"batches of {settings(records, 'batch_size')} expected, ε an upper bound by prv. Line and band: ordinary "
@@ -69,8 +68,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def finding(frame: pd.DataFrame) -> str:
-    """The best private accuracy at the middle target ε, and ordinary training's."""
+def _finding(frame: pd.DataFrame) -> str:
     private = frame[frame.target_epsilon.notna()]
     if private.empty:
         return ""
@@ -155,8 +153,7 @@ def curves_text(frame: pd.DataFrame) -> pd.DataFrame:
     return readable.texts(pd.concat(rows) if rows else frame, columns)
 
 
-def curves_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """The meaning of the lines."""
+def _curves_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     said = [
         "Above: accuracy on held-out images after each epoch, median and range of the seeds; flat clipping, bk_mixed; "
         "grey is ordinary training of the same model on the same batches."
@@ -236,9 +233,9 @@ FIGURES = {
         kinds=("utility",),
         table=table,
         text=_TEXT,
-        caption=caption,
+        caption=_caption,
         plot=plot,
-        finding=finding,
+        finding=_finding,
         place=210,
     ),
     "utility_curves": FigureKind(
@@ -246,7 +243,7 @@ FIGURES = {
         kinds=("utility",),
         table=curves,
         text=curves_text,
-        caption=curves_caption,
+        caption=_curves_caption,
         plot=curves_plot,
         place=220,
     ),
