@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 import pytest
-from report_records import CPU, CUDA, GIB, RunFile, save_no_pictures, step_result
+from report_records import CPU, GIB, RunFile, save_no_pictures, step_result
 
 from dpbench.conformance import ConformanceTrial
 from dpbench.errors import UsageError
@@ -114,14 +114,6 @@ def test_records_that_came_with_the_folder_are_told_of(run):
     assert "came with this folder" not in report(run, "max_batch_throughput")[1]
 
 
-def test_throughput_is_that_of_the_largest_batch_timed(run):
-    run.step("cnn", "ghost", [1.0], batch_size=8).step("cnn", "ghost", [2.0], batch_size=64)
-    run.step("cnn", "vmap", [1.0], batch_size=8)
-    table, text = report(run, "max_batch_throughput")
-    assert row(table, backend="ghost").images_per_second == 32
-    assert "the batch size beside it" in text
-
-
 @pytest.mark.parametrize(
     ("fits", "fails", "largest", "note"),
     [
@@ -141,11 +133,6 @@ def test_max_batch_is_the_search_s_bracket(run, fits, fails, largest, note):
         assert (ghost.max_batch_size, ghost.peak_bytes) == (largest, largest * 2**20)
     assert ghost.max_batch_note == note or (note is None and pd.isna(ghost.max_batch_note))
     assert ghost.published_max_batch_size == 798
-
-
-def test_a_search_that_met_no_limit_says_so(run):
-    run.search("resnet18", "microbatch", [8, 256])
-    assert "≥ 256, not limited by memory" in report(run, "max_batch_throughput")[1]
 
 
 @pytest.mark.parametrize(
@@ -218,25 +205,12 @@ def test_several_versions_in_one_figure_are_warned_of(run):
     )
 
 
-def test_other_libraries_are_not_another_version(run):
-    run.step("cnn", "ghost", [1.0], fingerprint="torch").step("cnn", "opacus_hooks", [1.0], fingerprint="torch+opacus")
-    run.step("timm:vit", "ghost", [1.0], fingerprint="torch+timm")
-    assert "Warning" not in report(run, "memory_speed_table")[1]
-
-
 def test_simulated_and_measured_memory_have_a_row_each(run):
     run.search("cnn", "ghost", [8, 100], [101], simulated=True).search("cnn", "ghost", [8, 90], [91], simulated=False)
     table, text = report(run, "max_batch_throughput")
     assert row(table, memory="simulated").max_batch_size == 100
     assert row(table, memory="measured").max_batch_size == 90
     assert "simulated under fake tensors (hatched), not measured" in text
-
-
-def test_a_cpu_and_a_gpu_share_no_figure(run, tmp_path):
-    run.step("cnn", "ghost", [1.0])
-    RunFile(run.path.with_name("b.jsonl"), CUDA).step("cnn", "vmap", [1.0], device="cuda")
-    assert list(report(run, "memory_speed_table")[0].backend) == ["ghost"]
-    assert list(report(run, "memory_speed_table", folder="cuda-test-gpu")[0].backend) == ["vmap"]
 
 
 def test_each_budget_and_precision_has_a_figure_of_its_own(run):
@@ -267,12 +241,6 @@ def test_the_caption_says_what_was_measured_where(run):
         assert words in text
 
 
-def test_one_round_has_no_range(run):
-    run.step("cnn", "nonprivate", [1.0]).step("cnn", "ghost", [2.0])
-    text = report(run, "memory_speed_table")[1]
-    assert "; one round." in text and "2.00×–2.00×" not in text
-
-
 def test_epsilon_by_epochs(run):
     run.epsilon("moments", 10_000, 1.25861).epsilon("strong:published", 10_000, 9.34, kind="heuristic")
     run.epsilon("simple", 10_000, "inf").epsilon("moments", 100, None, outcome="timeout")
@@ -284,12 +252,6 @@ def test_epsilon_by_epochs(run):
     assert "1.259" in text  # an upper bound is rounded up
     assert rounded_epsilon(1.2596, "lower_bound") == "1.259" and rounded_epsilon(1.2596, "estimate") == "1.260"
     assert "heuristic (not a bound)" in text and "not drawn, at some point: simple" in text
-
-
-def test_each_mechanism_has_a_figure_of_its_own(run):
-    run.epsilon("moments", 100, 0.5).epsilon("moments", 100, 0.7, noise_multiplier=2.0)
-    table, _ = report(run, "epsilon_epochs", "epsilon_epochs-noise-multiplier-2")
-    assert list(table.epsilon) == [0.7]
 
 
 def test_published_values():

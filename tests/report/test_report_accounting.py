@@ -7,7 +7,7 @@ from drawn import assert_apart, draw
 from matplotlib.collections import PolyCollection
 from report_records import RunFile
 
-from dpbench.report import FIGURES, write_report
+from dpbench.report import FIGURES
 from dpbench.trials import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial, TunedTrial
 
 POINT = {"sample_rate": 0.01, "noise_multiplier": 4.0, "steps": 10_000, "delta": 1e-5}
@@ -124,16 +124,6 @@ def test_kinds_are_told_apart_without_colour(run, figure):
     assert len(set(markers)) == 5
 
 
-def test_the_tight_ones_stand_apart(run):
-    _, drawn, _ = draw(epochs(run), "epsilon_epochs")
-    left, right = drawn.axes
-    assert (left.get_yscale(), right.get_yscale()) == ("log", "linear")
-    assert {line.get_label() for line in left.lines} - {line.get_label() for line in right.lines} >= {
-        "simple composition",
-        "strong, as published in 2016",
-    }
-
-
 def test_ratios_are_to_the_lower_bound_at_the_same_setting(run):
     frame, *_ = draw(swept(run), "epsilon_sweeps")
     for name, factor in FACTORS.items():
@@ -173,15 +163,6 @@ def test_the_map_counts_what_has_no_answer_and_shows_what_is_no_bound(run):
     assert texts.count("1.3") == 6 and texts.count("1.0 s") == 24
     assert len(drawn.axes) == 10
     assert frame.note.notna().sum() == 6
-
-
-def test_it_is_written_in_every_format_with_its_table(run, tmp_path):
-    paths = write_report(priced(run).path.parent, tmp_path / "out")
-    formats = ("png", "svg", "pdf", "csv", "md", "tex")
-    assert {path.name for path in paths} == {*(f"accountant_price.{end}" for end in formats), "report.html"}
-    text = next(path for path in paths if path.suffix == ".md").read_text()
-    row = next(line for line in text.splitlines() if "| 1.26" in line and "PRV" in line and "steps" in line)
-    assert [cell.strip() for cell in row.split("|")[1:5]] == ["1.26", "PRV", "upper bound", "16,835 steps"]
 
 
 def test_tuned_runs_stand_beside_one_run(run):

@@ -4,7 +4,6 @@ import pytest
 from report_records import CUDA, RunFile
 
 from dpbench.report import FIGURES, LeftOut, write_report
-from dpbench.report.data import published
 from dpbench.report.data.claims import HELD, NOT_COMPARABLE, NOT_HELD, NOT_MEASURED
 from dpbench.report.data.select import newest, newest_version, read
 from dpbench.report.figures import claims
@@ -13,6 +12,7 @@ from dpbench.report.parts import VERDICTS
 
 GPT2 = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
 TEXT = {"image_size": None, "num_classes": None, "data": "synthetic"}
+MIB = 2**20
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def run(tmp_path):
 
 
 def verdicts(path):
-    """Statement's first words -> (verdict, finding)."""
+    """Statement -> (verdict, finding)."""
     left_out = LeftOut()
     kept = newest_version(newest(read(path), left_out), claims.cell, left_out)
     frame = claims.table(kept, left_out)
@@ -50,174 +50,147 @@ def test_a_ratio_that_is_at_most_the_bound_everywhere_confirms_and_one_above_ref
     )
     timed(run, {"mixed_ghost": 2.4}, model="resnet50")
     verdict, finding = of(run, "below 2")
-    assert (
-        verdict == NOT_HELD
-        and "on 1 of 3 models and sizes: 1.50× on ResNet18, B=8 to 2.40× on ResNet50, B=8" in finding
-    )
+    assert verdict == NOT_HELD
+    assert "on 1 of 3 models and sizes: 1.50× on ResNet18, B=8 to 2.40× on ResNet50, B=8" in finding
 
 
-def test_the_published_numbers_are_those_of_the_csv(run):
-    timed(run, {"mixed_ghost": 1.5})
-    ratios = [published.ratio("time_per_epoch", m, "mixed_ghost") for m in ("cnn", "resnet18", "vgg13")]
-    assert min(ratios) == pytest.approx(1.4) and max(ratios) == pytest.approx(3.0)
-    assert of(run, "0.1 to 10 %")[1].endswith("Table 4 has 1.00× to 1.20×. Device: cpu Test CPU, 2 CPUs.")
+def searched(run, *searches):
+    for model, backend, fits in searches:
+        run.search(model, backend, [fits] if fits else [], [fits + 1])
+    return run
 
 
-def test_book_keeping_is_judged_by_the_authors_code_and_by_ours(run):
-    timed(run, {"fastdp": 2.1, "bk_mixed": 1.02})
-    told = "its Figure 4 has 1.15× to 1.24× on GPT-2. Device: cpu Test CPU, 2 CPUs."
-    assert of(run, "(an operation count)")[0] == NOT_HELD and of(run, "training: ours")[0] == HELD
-    assert of(run, "(an operation count)")[1].endswith(told) and of(run, "training: ours")[1].endswith(told)
+def peaks(run, mixed, model="resnet18"):
+    return timed(run, {"mixed_ghost": 1.5}, model, peaks={"nonprivate": 100 * MIB, "mixed_ghost": mixed * MIB})
 
 
-def test_memory_is_judged_to_the_byte_and_only_where_it_was_taken(run):
-    mib = 2**20
-    timed(run, {"mixed_ghost": 1.5}, peaks={"nonprivate": 100 * mib, "mixed_ghost": 109 * mib})
-    assert of(run, "0.1 to 10 %")[0] == HELD
-    timed(run, {"mixed_ghost": 1.5}, model="cnn", peaks={"nonprivate": 100 * mib, "mixed_ghost": 111 * mib})
-    assert of(run, "0.1 to 10 %")[0] == NOT_HELD
+def tokens(run, ghost, length):
+    options = f"&max_position_embeddings={length}" if length > 2048 else ""
+    return timed(run, {"ghost": 2.6, "bk_ghost": ghost}, f"{GPT2}{options}@{length}", **TEXT)
 
 
-@pytest.fixture
-def steps(tmp_path):
-    """Whole steps as of `training_step`: those of `overhead` under another kind."""
-
-    def write(ratios, model="resnet18", **more):
-        run = RunFile(tmp_path / "steps.jsonl", experiment="training_step")
-        timed(run, ratios, model, **more)
-        text = run.path.read_text().replace('"kind": "overhead"', '"kind": "training_step", "optimizer": "SGD"')
-        run.path.write_text(text)
-        return verdicts(tmp_path)
-
-    return write
+def vision(run, ratio):
+    return timed(run, {"mixed_ghost": ratio}, "timm:deit_tiny_patch16_224", image_size=224)
 
 
-def judged(found, words):
-    (one,) = [value for key, value in found.items() if words in key]
-    return one
+def high(run, size):
+    return timed(run, {"mixed_ghost": 1.6, "opacus_hooks": 1.5}, "vgg11", image_size=size)
 
 
-@pytest.mark.parametrize(("fastdp", "verdict"), [(1.27, HELD), (1.28, NOT_HELD)])
-def test_fastdp_s_readme_is_judged_by_whole_steps(steps, run, fastdp, verdict):
-    timed(run, {"fastdp": 9.9})
-    found = steps({"fastdp": fastdp})
-    assert judged(found, "less than 25 %")[0] == verdict
-    assert judged(found, "20 % more memory")[0] == HELD
-    assert judged(found, "BERT with Opacus' ghost clipping takes 1.19")[0] == NOT_MEASURED
+def oom(run):
+    seconds = {"nonprivate": [1.0, 1.0], "mixed_ghost": [1.5, 1.5]}
+    return run.overhead("vgg19", seconds, failed={"opacus_hooks": ("oom", "out of memory")})
+
+
+def wrong(run):
+    failed = {"mixed_ghost": ("mismatch", "differs")}
+    return run.overhead("resnet18", {"nonprivate": [1.0, 1.0]}, failed=failed, outcome="mismatch")
+
+
+def four(run, first):
+    found = {"mixed_ghost": first, "ghost": 1015, "fastgradclip": 400, "opacus_hooks": 100}
+    return searched(run, *(("resnet18", name, fits) for name, fits in found.items()))
+
+
+CASES = [
+    ("overhead", lambda r: timed(r, {"fastdp": 2.1}), "(an operation count)", NOT_HELD, "has 1.15× to 1.24× on GPT-2."),
+    ("overhead", lambda r: timed(r, {"bk_mixed": 1.02}), "training: ours", HELD, "has 1.15× to 1.24× on GPT-2."),
+    ("overhead", lambda r: peaks(r, 109), "0.1 to 10 %", HELD, "Table 4 has 1.00× to 1.20×."),
+    ("overhead", lambda r: peaks(peaks(r, 109), 111, "cnn"), "0.1 to 10 %", NOT_HELD, "on 1 of 2 models"),
+    (
+        "overhead",
+        lambda r: timed(r, {"mixed_ghost": 1.42}, "cnn", image_size=32),
+        *(
+            "as much time as the table says",
+            HELD,
+            "1 of 1 cells; the highest beside it: CNN, B=8, 1.42× measured",
+        ),
+    ),
+    (
+        "overhead",
+        lambda r: timed(r, {"mixed_ghost": 3.2}, image_size=32),
+        *("as much time as the table says", NOT_HELD, "0 of 1 cells"),
+    ),
+    (
+        "overhead",
+        lambda r: timed(timed(r, {"mixed_ghost": 1.5, "opacus_hooks": 4.6}, "vgg19"), {"opacus_hooks": 99.0}, "vgg11"),
+        *("3 times as fast", HELD, "3.07× as fast"),
+    ),
+    (
+        "overhead",
+        lambda r: timed(r, {"mixed_ghost": 1.5, "opacus_hooks": 4.4}, "vgg19"),
+        *("3 times as fast", NOT_HELD, "2.93×"),
+    ),
+    ("overhead", oom, "3 times as fast", NOT_COMPARABLE, "Opacus hooks gave no time on VGG19"),
+    ("overhead", wrong, "below 2", NOT_COMPARABLE, "gave no number: ResNet18, B=8: mismatch: wrong gradient."),
+    ("overhead", lambda r: peaks(r, 101), "different things", NOT_MEASURED, "measures it"),
+    (
+        "overhead",
+        lambda r: searched(peaks(r, 101), ("resnet18", "nonprivate", 1000), ("resnet18", "mixed_ghost", 500)),
+        *("different things", HELD, "+1.0% of peak memory at B=8 (measured), and 0.50× of"),
+    ),
+    (
+        "stress_test",
+        lambda r: searched(r, ("vgg19", "mixed_ghost", 180), ("vgg19", "opacus_hooks", 10)),
+        *("18 times", HELD, "VGG19 in 16 GiB: 180 images against 10 of Opacus hooks: 18.0×, simulated memory."),
+    ),
+    (
+        "stress_test",
+        lambda r: searched(r, ("vgg19", "mixed_ghost", 170), ("vgg19", "opacus_hooks", 10)),
+        *("18 times", NOT_HELD, "17.0×"),
+    ),
+    (
+        "stress_test",
+        lambda r: searched(r, ("vgg19", "mixed_ghost", 180), ("vgg19", "opacus_hooks", 0)),
+        *("18 times", NOT_COMPARABLE, "over budget at B=1"),
+    ),
+    ("stress_test", lambda r: four(r, 1000), "largest batch of the private methods", HELD, "On 1 of 1 ResNets"),
+    ("stress_test", lambda r: four(r, 990), "largest batch of the private", NOT_HELD, "ResNet18: Ghost 1,015 > 990"),
+    (
+        "sequence_length",
+        lambda r: tokens(r, 2.2, 2048),
+        "8,192",
+        NOT_COMPARABLE,
+        "At 2,048 tokens (GPT-2 2×256, T=2048",
+    ),
+    ("sequence_length", lambda r: tokens(r, 2.55, 8192), "8,192 tokens", HELD, "Ghost 2.60×"),
+    ("sequence_length", lambda r: tokens(r, 2.2, 16384), "8,192 tokens", NOT_HELD, "At 16,384 tokens"),
+    ("resolution", lambda r: high(r, 128), "high resolution", NOT_COMPARABLE, "On VGG11 at 128 px, B=8, Opacus hooks"),
+    ("resolution", lambda r: high(r, 512), "high resolution", HELD, "take 1.50×"),
+    ("vision_transformers", lambda r: vision(r, 1.15), "pay as much time", HELD, "1.15× measured, 1.18× published"),
+    ("vision_transformers", lambda r: vision(r, 1.6), "pay as much time", NOT_HELD, "1.60× measured, 1.18× published"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "records", "words", "verdict", "part"), CASES)
+def test_a_claim_is_judged_by_the_records(tmp_path, experiment, records, words, verdict, part):
+    run = RunFile(tmp_path / "a.jsonl", experiment=experiment)
+    found = of(records(run), words)
+    assert found[0] == verdict and part in found[1]
 
 
 @pytest.mark.parametrize(
-    ("hooks", "ghost", "expected"),
-    [(4.0, 2.4, (HELD, HELD)), (2.5, 2.4, (NOT_HELD, NOT_HELD)), (8.2, 4, (NOT_HELD, HELD))],
+    ("ratios", "model", "words", "verdict"),
+    [
+        ({"fastdp": 1.27}, "resnet18", "less than 25 %", HELD),
+        ({"fastdp": 1.28}, "resnet18", "less than 25 %", NOT_HELD),
+        ({"fastdp": 1.27}, "resnet18", "20 % more memory", HELD),
+        ({"opacus_hooks": 4.0, "opacus_ghost": 2.4}, "resnet18", "2.6 to 8 times", HELD),
+        ({"opacus_hooks": 2.5, "opacus_ghost": 2.4}, "resnet18", "2.6 to 8 times", NOT_HELD),
+        ({"opacus_hooks": 8.2, "opacus_ghost": 4.0}, "resnet18", "2.6 to 8 times", NOT_HELD),
+        ({"opacus_hooks": 4.0, "opacus_ghost": 2.4}, "resnet18", "roughly halves", HELD),
+        ({"opacus_hooks": 2.5, "opacus_ghost": 2.4}, "resnet18", "roughly halves", NOT_HELD),
+        ({"opacus_ghost": 1.2}, "resnet18", "takes 1.19 times the time", NOT_MEASURED),
+        ({"opacus_ghost": 1.2}, "transformers:bert?num_hidden_layers=2@16", "takes 1.19 times the time", HELD),
+    ],
 )
-def test_opacus_is_judged_by_its_range_and_its_ghost_clipping_beside_its_hooks(steps, hooks, ghost, expected):
-    found = steps({"opacus_hooks": hooks, "opacus_ghost": ghost})
-    assert (judged(found, "2.6 to 8 times")[0], judged(found, "roughly halves")[0]) == expected
-
-
-def test_a_bert_that_a_library_refuses_is_not_comparable(steps):
-    bert = "transformers:bert?num_hidden_layers=2@16"
-    assert judged(steps({"opacus_ghost": 1.2}), "takes 1.19 times the time")[0] == NOT_MEASURED
-    assert judged(steps({"opacus_ghost": 1.2}, model=bert, **TEXT), "takes 1.19 times the time")[0] == HELD
-
-
-def test_table_4_is_judged_cell_by_cell(run):
-    timed(run, {"mixed_ghost": 1.42}, model="cnn", image_size=32)
-    verdict, finding = of(run, "as much time as the table says")
-    assert verdict == HELD and "1 of 1 cells" in finding and "1.40× published" in finding
-    timed(run, {"mixed_ghost": 3.2}, image_size=32)
-    verdict, finding = of(run, "as much time as the table says")
-    assert verdict == NOT_HELD and "1 of 2 cells" in finding and "3.20× measured" in finding
-
-
-def test_a_claim_links_to_the_files_of_its_records(run):
-    timed(run, {"mixed_ghost": 1.5})
-    left_out = LeftOut()
-    records = read(run.path.parent)
-    frame = claims.table(records, left_out)
-    by_verdict = {each.verdict: list(each.files) for each in claims.claims(records, frame)}
-    assert by_verdict[HELD] == [str(run.path)] and by_verdict[NOT_MEASURED] == []
-
-
-@pytest.mark.parametrize(("opacus", "verdict"), [(4.6, HELD), (4.4, NOT_HELD)])
-def test_speed_beside_opacus_is_that_of_one_cell(run, opacus, verdict):
-    timed(run, {"mixed_ghost": 1.5, "opacus_hooks": opacus}, model="vgg19")
-    timed(run, {"mixed_ghost": 1.5, "opacus_hooks": 99.0}, model="vgg11")
-    assert of(run, "3 times as fast")[0] == verdict
-
-
-def test_a_peer_that_ran_out_of_memory_leaves_a_claim_not_reached(run):
-    seconds = {"nonprivate": [1.0, 1.0], "mixed_ghost": [1.5, 1.5]}
-    run.overhead("vgg19", seconds, failed={"opacus_hooks": ("oom", "out of memory")})
-    verdict, finding = of(run, "3 times as fast")
-    assert verdict == NOT_COMPARABLE and "Opacus hooks gave no time on VGG19" in finding
-
-
-@pytest.mark.parametrize(("fits", "verdict"), [(180, HELD), (170, NOT_HELD)])
-def test_the_batch_beside_opacus_says_that_memory_was_simulated(tmp_path, fits, verdict):
-    run = RunFile(tmp_path / "a.jsonl")
-    run.search("vgg19", "mixed_ghost", [fits], [fits + 1]).search("vgg19", "opacus_hooks", [10], [11])
-    found = of(run, "18 times")
-    assert found == (
-        verdict,
-        f"VGG19 in 16 GiB: {fits} images against 10 of Opacus hooks: {fits / 10:.1f}×, simulated memory. "
-        "Device: cpu Test CPU, 2 CPUs.",
-    )
-
-
-def test_a_search_without_a_number_is_not_reached(tmp_path):
-    run = RunFile(tmp_path / "a.jsonl")
-    run.search("vgg19", "mixed_ghost", [180], [181]).search("vgg19", "opacus_hooks", [], [1])
-    verdict, finding = of(run, "18 times")
-    assert verdict == NOT_COMPARABLE and "over budget at B=1" in finding
-
-
-def test_the_largest_batch_of_all_allows_for_the_search(tmp_path):
-    run = RunFile(tmp_path / "a.jsonl")
-    for name, fits in {"mixed_ghost": 1000, "ghost": 1015, "fastgradclip": 400, "opacus_hooks": 100}.items():
-        run.search("resnet18", name, [fits], [fits + 1])
-    assert of(run, "largest batch of the private methods")[0] == HELD
-    run.search("resnet34", "mixed_ghost", [1000], [1001]).search("resnet34", "ghost", [1050], [1051])
-    verdict, finding = of(run, "largest batch of the private methods")
-    assert verdict == NOT_HELD and "On 1 of 2 ResNets" in finding and "ResNet34: Ghost 1,050 > 1,000" in finding
-
-
-def test_what_was_not_run_at_the_size_of_the_claim_is_not_reached(tmp_path):
-    run = RunFile(tmp_path / "a.jsonl", experiment="sequence_length")
-    timed(run, {"ghost": 2.6, "bk_ghost": 2.2}, model=f"{GPT2}@2048", **TEXT)
-    verdict, finding = of(run, "8,192 tokens")
-    assert verdict == NOT_COMPARABLE and finding.startswith("At 2,048 tokens (GPT-2 2×256, T=2048, B=8): Ghost 2.60×")
-    timed(run, {"ghost": 2.6, "bk_ghost": 2.55}, model=f"{GPT2}&max_position_embeddings=8192@8192", **TEXT)
-    assert of(run, "8,192 tokens")[0] == HELD
-    timed(run, {"ghost": 2.6, "bk_ghost": 2.2}, model=f"{GPT2}&max_position_embeddings=16384@16384", **TEXT)
-    assert of(run, "8,192 tokens")[0] == NOT_HELD
-
-
-def test_resolution(tmp_path):
-    run = RunFile(tmp_path / "a.jsonl", experiment="resolution")
-    timed(run, {"mixed_ghost": 1.6, "opacus_hooks": 1.5}, model="vgg11", image_size=128)
-    verdict, finding = of(run, "high resolution")
-    assert verdict == NOT_COMPARABLE and "On VGG11 at 128 px, B=8, Opacus hooks take 1.50×" in finding
-    timed(run, {"mixed_ghost": 1.6, "opacus_hooks": 1.5}, model="vgg11", image_size=512)
-    assert of(run, "high resolution")[0] == HELD
-
-
-def test_peak_memory_beside_the_largest_batch_needs_both(run):
-    mib = 2**20
-    timed(run, {"mixed_ghost": 1.5}, peaks={"nonprivate": 100 * mib, "mixed_ghost": 101 * mib})
-    assert of(run, "different things")[0] == NOT_MEASURED
-    run.search("resnet18", "nonprivate", [1000], [1001]).search("resnet18", "mixed_ghost", [500], [501])
-    verdict, finding = of(run, "different things")
-    assert verdict == HELD and "+1.0% of peak memory at B=8 (measured), and 0.50× of" in finding
-    assert "(simulated); published +0.3% and 0.47×." in finding
-
-
-@pytest.mark.parametrize(("ratio", "verdict"), [(1.15, HELD), (1.6, NOT_HELD)])
-def test_a_figure_is_judged_model_by_model(tmp_path, ratio, verdict):
-    run = RunFile(tmp_path / "a.jsonl", experiment="vision_transformers")
-    timed(run, {"mixed_ghost": ratio}, model="timm:deit_tiny_patch16_224", image_size=224)
-    found = of(run, "pay as much time")
-    assert found[0] == verdict and f"{ratio:.2f}× measured, 1.18× published" in found[1]
+def test_libraries_are_judged_by_whole_steps(run, tmp_path, ratios, model, words, verdict):
+    timed(run, {"fastdp": 9.9})  # without optimizer and noise
+    steps = RunFile(tmp_path / "steps.jsonl", experiment="training_step")
+    timed(steps, ratios, model, **(TEXT if ":" in model else {}))
+    text = steps.path.read_text().replace('"kind": "overhead"', '"kind": "training_step", "optimizer": "SGD"')
+    steps.path.write_text(text)
+    assert of(run, words)[0] == verdict
 
 
 def test_only_the_claim_s_own_experiments_speak_to_it(run, tmp_path):
@@ -229,20 +202,10 @@ def test_only_the_claim_s_own_experiments_speak_to_it(run, tmp_path):
     assert verdict == HELD and "0 of 1 models and sizes: 1.50× on ResNet18, B=8, measured" in finding
 
 
-def test_a_mismatch_is_no_evidence(run):
-    seconds = {"nonprivate": [1.0, 1.0]}
-    run.overhead("resnet18", seconds, failed={"mixed_ghost": ("mismatch", "differs")}, outcome="mismatch")
-    assert of(run, "below 2") == (
-        NOT_COMPARABLE,
-        "Mixed ghost gave no number: ResNet18, B=8: mismatch: wrong gradient. Device: cpu Test CPU, 2 CPUs.",
-    )
-
-
 def test_without_a_record_there_is_no_verdict(tmp_path):
     one = RunFile(tmp_path / "a.jsonl", experiment="overhead").overhead("cnn", {"nonprivate": [1.0]})
     assert {verdict for verdict, _ in verdicts(one.path.parent).values()} == {NOT_MEASURED}
-    names = {"overhead"} & {name for stated in CLAIMS for name in stated.experiments}
-    assert names and all("` measures it" in finding for _, finding in verdicts(one.path.parent).values())
+    assert all("` measures it" in finding for _, finding in verdicts(one.path.parent).values())
     other = RunFile(tmp_path / "b.jsonl", experiment="stress_test").search("cnn", "ghost", [8], [9])
     assert len(verdicts(other.path.parent)) == len(CLAIMS)  # of several experiments: all of them
 

@@ -41,12 +41,6 @@ def test_records_of_a_run_with_its_own_output(here, capsys):
     assert code == 0 and out[0].startswith("mine/memory_speed/cpu-test-cpu-2-cpus/")
 
 
-def test_figures_can_go_elsewhere(here, capsys):
-    RunFile(here / "results" / "memory_speed" / "a.jsonl").step("cnn", "ghost", [1.0])
-    code, out, _ = dpbench("memory_speed", "--output", "figures", capsys=capsys)
-    assert code == 0 and out[0] == "figures/cpu-test-cpu-2-cpus/memory_speed_table.png"
-
-
 def test_reports_in_one_folder_keep_to_themselves(here, capsys, monkeypatch):
     save_no_pictures(monkeypatch)
     for name, seconds in (("a", 1.0), ("b", 2.0), ("other/b", 3.0)):

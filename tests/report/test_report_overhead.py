@@ -13,7 +13,6 @@ from report_records import RunFile, memory, save_no_pictures
 from test_report_figures import draw
 
 from dpbench.report import findings, style, write_report
-from dpbench.report.data import published
 from dpbench.trials import OverheadTrial
 from dpbench.trials.whole_step import TrainingStepTrial
 
@@ -117,17 +116,6 @@ def test_an_engine_of_another_framework_is_beside_its_own_plain_step(run, report
     assert "That step takes CNN 2.00 s (torch 1.00 s). Compiling the private one took 40" in text
     assert "jax 0.10.2, jax_privacy 2.0.0" in text and "Memory: measured, peak by the CPU allocator." in text
     assert findings.paired(table).startswith("BK mixed is the only private backend on 1 model: 1.20×")
-
-
-def test_engines_of_others_are_of_a_version_of_their_own(run, report):
-    """Their libraries are part of their trial's."""
-    of = {"kind": TrainingStepTrial, "optimizer": "SGD"}
-    run.overhead("cnn", {"nonprivate": [1.0], "fastdp": [3.0]}, fingerprint="with fastDP", **of)
-    run.overhead("cnn", {"nonprivate": [2.0], "bk_mixed": [2.2]}, fingerprint="without", **of)
-    table, text = report("training_step")
-    assert row(table, backend="fastdp").time_ratio == pytest.approx(3.0)
-    assert row(table, backend="bk_mixed").time_ratio == pytest.approx(1.1)
-    assert "give no number" not in text
 
 
 @pytest.mark.parametrize(("figure", "kind"), [("training_step", TrainingStepTrial), ("throughput", OverheadTrial)])
@@ -320,18 +308,3 @@ def test_models_have_short_names():
         ("wide_resnet", "Wide ResNet"),
     ]:
         assert style.model(reference) == name
-
-
-def test_built_in_models_come_first_and_sequences_by_their_length():
-    names = [f"{GPT2}@1024", f"{GPT2}@128", "vgg11", "timm:a", "resnet101", "resnet18"]
-    assert sorted(names, key=style.model_key) == [
-        *("resnet18", "resnet101", "vgg11", "timm:a"),
-        *(f"{GPT2}@128", f"{GPT2}@1024"),
-    ]
-
-
-def test_published_throughputs_are_for_their_sizes():
-    assert published.throughput_ratio("vgg11", 512, "opacus_hooks") == pytest.approx(117 / 91)
-    assert published.throughput_ratio("vgg11", 512, "ghost") is None  # 0 images a second
-    assert published.throughput_ratio("vgg11", 32, "bk_mixed") is None
-    assert published.throughput_ratio("vgg11", 224, "fastgradclip") is None

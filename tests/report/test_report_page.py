@@ -8,30 +8,15 @@ import pandas as pd
 import pytest
 from browser import measure, needs_browser
 from matplotlib.figure import Figure
-from report_records import CPU, CUDA, GIB, RunFile
+from report_every import everything
+from report_records import CPU, CUDA, RunFile
 
-from dpbench.conformance import ConformanceTrial
-from dpbench.conformance.coverage import CoverageTrial
-from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.report import FIGURES, Claim, FigureKind, style, write_report
 from dpbench.report.drawing.pictures import Pictures
-from dpbench.report.output import page
 from dpbench.report.output.page import svg
-from dpbench.training import AdamTrial, AuditTrial, CorrelatedTrial, MemorisationTrial, UtilityTrial
-from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
-    CalibrationTrial,
-    CheckTrial,
-    ExplainTrial,
-    MapTrial,
-    PeakTrial,
-    SchemeTrial,
     StepTrial,
-    SweepTrial,
-    TunedTrial,
 )
-from dpbench.trials.evidence import DeviceTrial, LaunchesTrial, NormsTrial, PartsTrial, ProfileTrial
-from dpbench.trials.whole_step import TrainingStepTrial
 
 HOSTILE = "<script>alert(1)</script>\"&'"
 
@@ -84,120 +69,6 @@ def write(run, *figures):
     path = write_report(run.path.parent, output, figures or tuple(FIGURES))[-1]
     assert path == output / "report.html"
     return path, Parsed(path.read_text(encoding="utf-8"))
-
-
-def everything(run, name="net.py:make"):
-    """Records of every kind, some of which failed; `name` is a model's, and in every evidence."""
-    for number in range(2):
-        run.step(name, "nonprivate", [1.0], 2**30, round=number).step(name, "ghost", [2.5], 2**30, round=number)
-        run.step(name, "opacus_hooks", [4.0], 2**31, round=number)
-    run.search(name, "nonprivate", [8, 200], [201]).search(name, "ghost", [8, 100], [101])
-    run.add(StepTrial(model=name, backend="vmap", batch_size=8), outcome="error", evidence=f"Traceback\nBad: {name} 7")
-    run.add(StepTrial(model=name, backend="bk_mixed", batch_size=8), outcome="error", evidence=f"T\nBad: {name} 8")
-    for steps in (100, 10_000):
-        run.epsilon("moments", steps, 1.2586 * steps / 1e4).epsilon("prv", steps, 1.2 * steps / 1e4)
-    for size in (32, 64):
-        run.overhead(
-            "vgg11",
-            {"nonprivate": [1.0, 1.0], "ghost": [3.0, 3.0]},
-            failed={"vmap": ("oom", name)},
-            image_size=size,
-        )
-        run.overhead("vgg11", {"nonprivate": [1.0], "ghost": [3.0]}, batch_size=size)
-        tokens = {"model": f"transformers:gpt2@{size}", "image_size": None}
-        run.overhead(seconds={"nonprivate": [1.0], "ghost": [2.0]}, **tokens)
-    run.overhead("timm:deit_tiny_patch16_224", {"nonprivate": [1.0], "mixed_ghost": [1.5]}, image_size=224)
-    run.overhead("vgg11", {"nonprivate": [1.0], "bk_mixed": [1.1]}, kind=TrainingStepTrial)
-    use = {"parameter": "a.weight", "op": "linear", "T": 2, "d": 4, "p": 8, "two_T_squared": 8, "p_times_d": 32}
-    costs = {name: {"ghost": 1, "instantiate": 2} for name in ("bytes", "flops")}
-    rows, summary = [use | costs | {"paper_choice": "ghost", "plan": "kept"}], {"inputs": [[8, 3, 32, 32]]}
-    run.add(ExplainTrial(model="cnn", batch_size=8), {"rows": rows, "summary": summary | {"batch_size": 8}})
-    point = {"sample_rate": 0.01, "delta": 1e-5, "noise_multiplier": 4.0}
-    for kind, more in ((SweepTrial, {}), (MapTrial, {}), (SchemeTrial, {"scheme": "Poisson"})):
-        for accountant, value, bound in (("prv", 1.2, "upper_bound"), ("prv:lower", 1.1, "lower_bound")):
-            result = {"epsilon": value, "kind": bound, "detail": {}, "compute_seconds": 0.01}
-            run.add(kind(accountant=accountant, steps=100, **point, **more), result)
-    for distribution, runs, value in (("", 1, 1.2), ("poisson", 10, 2.5)):
-        trial = TunedTrial(accountant="rdp", steps=100, distribution=distribution, runs=runs, **point)
-        run.add(trial, {"epsilon": value, "kind": "upper_bound", "detail": {}, "compute_seconds": 0.01})
-    for accountant, value in (("moments", 100), ("prv", 120)):
-        trial = CalibrationTrial(accountant=accountant, unknown="steps", target_epsilon=1.0, **point)
-        run.add(trial, {"value": value, "epsilon": 0.99, "kind": "upper_bound"})
-    verdict = {"case": "a", "result": "wrong", "raised": False, "reason": None, "coverage": {}}
-    run.add(ConformanceTrial(backend="vmap"), {"rows": [verdict | {"norm_error": 1.0, "grad_error": 1.0}]})
-    far = {"case": "a", "outcome": "exceeds", "excess": 2.0, "limit": 1.01, "record": "large", "counts": {"exceeds": 1}}
-    run.add(SensitivityTrial(backend="vmap"), {"rows": [far]})
-    curve = {
-        "curve": [{"accuracy": 0.9, "seconds": 1.0, "steps": 4}],
-        "accuracy": 0.9,
-        "test_losses": [0.5],
-        "epsilon": 2.0,
-    }
-    run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), curve | {"noise_multiplier": 1.0})
-    run.add(UtilityTrial(network="linear", target_epsilon=None, seed=0), curve | {"accuracy": 0.93})
-    for noise, loss in (("gaussian", 0.5), ("banded:4", 0.4)):
-        trial = CorrelatedTrial(network="linear", target_epsilon=2.0, seed=0, noise=noise)
-        run.add(trial, curve | {"test_losses": [loss], "noise_multiplier": 1.0})
-    for optimizer, spread in (("SGD", {}), ("Adam", {"spread": 1.2}), ("AdamBC", {"spread": 3.0})):
-        run.add(AdamTrial(network="linear", target_epsilon=2.0, seed=0, optimizer=optimizer), curve | spread)
-    for simulated in (True, False):
-        memory = {"source": "simulated" if simulated else "cpu_allocator", "peak_bytes": 2**20, "phases": {}}
-        run.add(PeakTrial(model="cnn", backend="vmap", batch_size=8, simulated=simulated), {"memory": memory})
-    entry = {"turns": [{"round": 0, "step_seconds": [1.0]}], "memory": [{"source": "rss", "peak_bytes": 2**20}]}
-    spread = {"backends": {"nonprivate": entry, "bk_mixed": entry}, "oversubscribed": False, "communication": "gloo"}
-    run.add(DistributedTrial(model="cnn", processes=2, spread="ddp", batch_size=8), spread)
-    exact = {
-        "backend": "ghost",
-        "status": "exact",
-        "norm_error": 0.0,
-        "grad_error": 0.0,
-        "coverage": {},
-        "reason": None,
-    }
-    built = {"built": True, "dtype": "float64", "image_size": 64, "parameters": 5, "random": False, "mixes": False}
-    run.add(CoverageTrial(model="timm:a", task="t", backends=("ghost",)), built | {"tolerance": 1e-9, "rows": [exact]})
-    for backend, size in (("ghost", 7), ("vmap", 9)):
-        run.add(CheckTrial(model="cnn", backend=backend), {"largest": size})
-    for backend, bound in (("ghost", 2.5), ("vmap", 3.5)):
-        result = {"claimed_epsilon": 4.0, "epsilon_lower_bound": bound, "violated": False}
-        result |= {"guesses": 100, "correct": 60, "delta": 1e-6}
-        run.add(AuditTrial(backend=backend, seed=0), result)
-    for target, bits in ((None, 13.0), (8.0, 1.5)):
-        secrets = [{"times": 64, "bits": bits}]
-        found = {"exposures": secrets, "bits_of_all": 13.3, "bits_per_byte": 2.0, "bits_per_byte_before": 3.0}
-        run.add(
-            MemorisationTrial(target_epsilon=target, seed=0), found | {"epsilon": target, "delta": None, "seconds": 1.0}
-        )
-    return evidence(run, name)
-
-
-def evidence(run, name):
-    """A record of each kind that the experiment of that name has of its own; `name` is a model's."""
-    rate = [{"what": "copy on the device", "bytes": 4, "seconds": 1e-9, "bytes_per_second": 4e9}]
-    product = [{"size": 64, "precision": "tf32", "seconds": 1e-6, "flops_per_second": 5e11}]
-    facts = {"facts": {"name": name}, "versions": {"torch": "2.15.0"}, "bandwidth": rate, "products": product}
-    run.add(DeviceTrial(), facts | {"latency": [{"what": "one operation to the next", "seconds": 2e-6}]})
-    row = {"operation": "linear", "sizes": "2×3", "parameter": "weight", "route": "ghost", "way": "gram"}
-    row |= {"error": 1e-7, "limit": 2e-5, "outcome": "ok", "evidence": None}
-    run.add(NormsTrial(family="linear"), {"rows": [row]})
-    part = {"seconds": [0.1, 0.2], "launches": 3.0, "waits": 0.0}
-    names = {"plain": ("forward", "backward", "optimizer", "rest")}
-    names["private"] = ("forward", "clip", "finite", "noise", "optimizer", "rest")
-    steps = {which: {"parts": dict.fromkeys(own, part), "step_seconds": [1.0]} for which, own in names.items()}
-    run.add(
-        PartsTrial(model=name, batch_size=8), {"tensors": 2, "parameters": 9, "counted": "launches", "steps": steps}
-    )
-    top = [{"name": f"aten::{name}", "asked_by": "", "calls": 2.0, "seconds": 0.1, "share": 1.0}]
-    told = {"outcome": "ok", "evidence": None, "launches": 5.0, "waits": 0.0, "operations": 2.0, "device_seconds": 0.1}
-    files = {"nonprivate.json.gz": "a-nonprivate.json.gz"}
-    profile = {"parameters": 9, "counted": "kernels", "backends": {"nonprivate": told | {"top": top}}, "files": files}
-    run.add(ProfileTrial(model=name, batch_size=8), profile)
-    plain, private = (
-        {"outcome": "ok", "launches": n, "bytes_read": n, "bytes_written": n, "flops": n, "operations": {"mm": n}}
-        for n in (5, 9)
-    )
-    trial = LaunchesTrial(model=name, backends=["nonprivate", "ghost"], batch_size=8)
-    return run.add(trial, {"parameters": 9, "backends": {"nonprivate": plain, "ghost": private}})
 
 
 @pytest.fixture(scope="module")
@@ -318,12 +189,6 @@ def test_the_summary_is_three_sentences_with_numbers(run):
     ]
 
 
-def test_what_has_no_rival_is_not_called_the_fastest(run):
-    run.step("cnn", "nonprivate", [1.0], 2**30).step("cnn", "bk_mixed", [1.2], 2**30)
-    text = write(run, "memory_speed_table")[1].text()
-    assert "BK mixed is the only private backend on 1 model: 1.20×" in text and "fastest" not in text
-
-
 def test_ours_is_not_called_the_fastest_where_a_library_is_faster(run):
     for name, seconds in (("nonprivate", 1.0), ("ghost", 2.5), ("bk_mixed", 2.0), ("opacus_hooks", 1.5)):
         run.step("cnn", name, [seconds], 2**30)
@@ -370,13 +235,6 @@ def test_the_device_measured_last_comes_first_and_others_stand_closed_after_it(r
     assert page.index("cuda Test GPU") < page.index("cpu Test CPU")
 
 
-def test_a_device_without_a_finding_stands_closed(run):
-    run.step("cnn", "nonprivate", [1.0]).step("cnn", "ghost", [2.0])
-    RunFile(run.path.with_name("b.jsonl"), CUDA, start=5).step("cnn", "nonprivate", [0.5], device="cuda")
-    _, parsed = write(run, "memory_speed_table")
-    assert "Below, closed, stand the records of cuda Test GPU (1 trial, on 1 January 2026)." in parsed.text()
-
-
 def test_failures_are_grouped_by_cause_with_counts_and_evidence(run):
     for size in (8, 16, 32):
         trial = StepTrial(model="resnet18", backend="vmap", batch_size=size)
@@ -407,14 +265,6 @@ def test_environments_that_differ_say_so(run):
     assert "torch 2.11.0, 2.15.0 differs between runs" in text
 
 
-def test_the_command_that_makes_the_page_again(run, tmp_path):
-    run.step("cnn", "ghost", [1.0])
-    path = write_report(run.path.parent, tmp_path / "out", ["memory_speed_table"], "dpbench report 'a & b'")[-1]
-    text = path.read_text(encoding="utf-8")
-    assert "<code>dpbench report &#39;a &amp; b&#39;</code>" in text
-    assert "<code>python -m dpbench run stress_test</code>" in text
-
-
 def test_claims_stand_beside_their_figure_with_a_word_for_the_verdict(run, monkeypatch):
     kind = FIGURES["memory_speed_table"]
     claim = Claim("18× <faster>", "arXiv:0000.00000", "not held", "1.2× here (n=3)")
@@ -427,13 +277,6 @@ def test_claims_stand_beside_their_figure_with_a_word_for_the_verdict(run, monke
     assert "✗ not held: 18× &lt;faster> (arXiv:0000.00000) 1.2× here (n=3)" in text
     with pytest.raises(ValueError, match=r"expected a verdict, one of held, .*, not measured, got 'maybe'"):
         Claim("a", "b", "maybe", "c")
-
-
-def test_a_long_table_says_where_the_rest_is():
-    frame = pd.DataFrame({"A": [str(n) for n in range(page.ROWS + 2)], "Empty": ""})
-    table = page.table(frame)
-    assert len(table.rows) == page.ROWS and table.more == "The other 2 rows are in the CSV file."
-    assert [column["name"] for column in table.columns] == ["A"]
 
 
 def test_a_figure_is_unchanged_by_standing_in_a_page():
@@ -484,9 +327,3 @@ def test_in_a_browser_it_fits_a_phone_and_a_desk_sorts_and_asks_for_nothing(whol
         assert seen["up"] == ["1.00 s", "2.50 s", "4.00 s", "error", "error"]
         assert seen["down"] == ["4.00 s", "2.50 s", "1.00 s", "error", "error"]
         assert seen["rows"][:3] == ["Opacus hooks", "Ghost", "Non-private"] and seen["direction"] == "descending"
-
-
-def test_a_budget_and_a_rate_in_a_setting_are_for_people(run):
-    run.search("resnet18", "ghost", [8, 100], [101]).search("resnet18", "ghost", [4], [5], budget=GIB)
-    text = " ".join(write(run, "max_batch_throughput")[1].text().split())
-    assert "cpu Test CPU, 2 CPUs · memory budget 1 GiB" in text and "· memory budget 16 GiB" in text

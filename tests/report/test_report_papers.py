@@ -4,7 +4,7 @@ import pytest
 from report_records import RunFile, memory
 from test_report_figures import draw, words
 
-from dpbench.report import FIGURES, LeftOut, style, write_report
+from dpbench.report import LeftOut, style
 from dpbench.report.data import published
 from dpbench.report.data.select import read
 from dpbench.report.figures import beside_papers as beside
@@ -55,13 +55,6 @@ def test_published_ratios_lie_beside_ours_and_only_for_the_method_that_they_are_
     assert style.missing(line(frame, "nonprivate").published_time_ratio)
 
 
-def test_exactness_and_coverage_stand_beside_the_time(run):
-    text = beside.text(frame_of(vision(run)))
-    (mixed,) = text[text.Backend == "Mixed ghost"].itertuples()
-    assert {"Norm error", "Gradient error", "Coverage"} <= set(text.columns)
-    assert "100% ghost" in mixed and not any("nan" in cell.lower() for row in text.values for cell in row)
-
-
 def test_what_is_simulated_has_a_panel_of_its_own_that_says_so(run):
     drawn, boxes = draw(vision(run), "beside_papers")
     time, peak = drawn.axes
@@ -72,14 +65,6 @@ def test_what_is_simulated_has_a_panel_of_its_own_that_says_so(run):
     assert {"published", "simulated memory", "DeiT-tiny"} <= set(words(boxes))
     said = " ".join(" ".join(words(boxes)).split())
     assert "published values (diamonds) are of that paper's GPU" in said and "not measured" in said
-
-
-def test_measured_peaks_are_drawn_where_none_was_simulated(run):
-    peaks = {"nonprivate": 100, "mixed_ghost": 110}
-    run.overhead(DEIT, {"nonprivate": [1.0], "mixed_ghost": [1.4]}, peaks, image_size=224)
-    drawn, _ = draw(run, "beside_papers")
-    assert drawn.axes[1].get_title(loc="left") == "Peak memory, measured"
-    assert [patch.get_hatch() for patch in drawn.axes[1].patches] == [None]
 
 
 def searched(run, budget=40 * GIB, tokens=100):
@@ -114,13 +99,6 @@ def test_other_models_and_other_lengths_are_left_out(run):
     vision(run)
     assert set(beside.table(read(run.path.parent), left_out).model) == {DEIT}
     assert left_out["of a model that is not in those figures"] == 6
-
-
-def test_budgets_and_measured_searches_are_apart(run, tmp_path):
-    for budget in (16 * GIB, 40 * GIB):
-        searched(run, budget)
-    written = [path.name for path in write_report(run.path.parent, tmp_path / "out", ["beside_papers"])]
-    assert {f"beside_papers-memory-budget-{size}gib.png" for size in (16, 40)} <= set(written)
 
 
 def test_throughput_at_the_largest_batch_is_a_ratio_where_nothing_else_was_timed(run):
@@ -174,13 +152,6 @@ def test_throughput_is_drawn_against_the_batch_size(tmp_path):
     assert "samples per second, against batch size" in " ".join(" ".join(words(boxes)).split())
 
 
-def test_batch_sizes_of_other_experiments_are_no_curve(tmp_path):
-    run = RunFile(tmp_path / "records" / "a.jsonl", experiment="resolution")
-    for pixels, size in ((32, 16), (64, 8)):
-        run.overhead("vgg11", {"nonprivate": [1.0]}, batch_size=size, image_size=pixels)
-    assert not any(path.name.startswith("throughput") for path in write_report(run.path, tmp_path, ["throughput"]))
-
-
 def explained(run):
     def use(parameter, op, T, d, p, paper, plan):
         row = {"parameter": parameter, "op": op, "T": T, "d": d, "p": p, "paper_choice": paper, "plan": plan}
@@ -221,16 +192,3 @@ def test_a_model_that_cannot_be_explained_is_counted(run):
     left_out = LeftOut()
     decisions.table(read(explained(run).path.parent), left_out)
     assert left_out["model that cannot be explained"] == 1
-
-
-def test_each_is_a_figure_of_its_experiment():
-    from dpbench.experiment import load_experiment
-
-    for name, figure in {
-        "vision_transformers": "beside_papers",
-        "book_keeping": "beside_papers",
-        "throughput": "throughput",
-        "decision_map": "decision_map",
-    }.items():
-        experiment = load_experiment(name)
-        assert figure in experiment.figures and set(experiment.figures) <= set(FIGURES)

@@ -1,6 +1,7 @@
 """Saving figures in processes of their own: the same bytes, errors that come back, and nobody left behind."""
 
 import errno
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -20,25 +21,6 @@ def figure():
         drawn = Figure(figsize=(2, 1))
         drawn.text(0.1, 0.5, "words")
         yield drawn
-
-
-@pytest.fixture
-def left(monkeypatch):
-    """Which of the processes that were forked are still there."""
-    fork, forked = os.fork, []
-
-    def recorded():
-        pid = fork()
-        forked.append(pid)
-        return pid
-
-    monkeypatch.setattr(os, "fork", recorded)
-
-    def still():
-        assert forked
-        return [pid for pid in forked if os.path.exists(f"/proc/{pid}")]
-
-    return still
 
 
 def paths(folder, name="a"):
@@ -73,7 +55,7 @@ def test_pictures_are_drawn_again_only_if_the_svg_changes(figure, tmp_path):
     assert files["pdf"].read_bytes() and files["png"].read_bytes() != b"kept"
 
 
-def test_what_a_process_met_is_raised_where_the_report_is_made(figure, tmp_path, monkeypatch, left):
+def test_what_a_process_met_is_raised_where_the_report_is_made(figure, tmp_path, monkeypatch):
     def full(self, target):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -81,19 +63,19 @@ def test_what_a_process_met_is_raised_where_the_report_is_made(figure, tmp_path,
     with pytest.raises(OSError, match="No space left on device") as met, Pictures(2) as pictures:
         pictures.save(figure, paths(tmp_path))
     assert met.value.filename == str(tmp_path / "a.png")
-    assert left() == []
+    assert multiprocessing.active_children() == []
 
 
-def test_a_process_that_is_killed_is_no_success(figure, tmp_path, monkeypatch, left):
+def test_a_process_that_is_killed_is_no_success(figure, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: os.kill(os.getpid(), 9))
     with pytest.raises(RuntimeError, match="ended with -9"), Pictures(2) as pictures:
         pictures.save(figure, paths(tmp_path))
-    assert left() == []
+    assert multiprocessing.active_children() == []
 
 
-def test_an_error_elsewhere_ends_the_processes(figure, tmp_path, monkeypatch, left):
+def test_an_error_elsewhere_ends_the_processes(figure, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: time.sleep(FOREVER))
     with pytest.raises(KeyError), Pictures(2) as pictures:
         pictures.save(figure, paths(tmp_path))
         raise KeyError("elsewhere")
-    assert left() == []
+    assert multiprocessing.active_children() == []
