@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: no folder, no records in it, or a page that cannot be written.
     """
-    from dpbench.report.output import scorecard_page
+    from dpbench.report import scorecard
 
     if not args.source.is_dir():
         raise UsageError("a folder with records", str(args.source))
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     words = [str(args.source), *(["--output", str(args.output)] if args.output else [])]
     streams.tell("reading records")
     with writing("a file", path):
-        written = scorecard_page.write(args.source, path, f"python -m dpbench scorecard {shlex.join(words)}")
+        written = scorecard.write(args.source, path, f"python -m dpbench scorecard {shlex.join(words)}")
     if written is None:
         raise UsageError(f"records in {args.source} (`python -m dpbench run EXPERIMENT` makes them)", "none")
     print(written)

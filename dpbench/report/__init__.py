@@ -22,12 +22,10 @@ from typing import Any
 import matplotlib
 
 from dpbench.errors import one_of
-from dpbench.records.reader import PAIRED
+from dpbench.records.reader import PAIRED, LeftOut, Record, by_device, entries, read
 from dpbench.records.store import slug
 from dpbench.report import captions, plain, style
-from dpbench.report.data.paired import entries
-from dpbench.report.data.select import LeftOut, Record, by_device, facets, kept, read
-from dpbench.report.data.statistics import count_failures
+from dpbench.report.data.statistics import count_failures, facets, kept
 from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.figures import found
 from dpbench.report.output import files, page

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from dpbench.records.conditions import warnings
-from dpbench.records.reader import PAIRED
+from dpbench.records.reader import PAIRED, LeftOut, Record, grouped
 from dpbench.report import style
 from dpbench.report.data import failures
-from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.trials.packages import modules_of_backends
 
 

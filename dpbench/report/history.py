@@ -21,10 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dpbench.records.comparison import EFFORT, compare_records
-from dpbench.records.reader import PAIRED
+from dpbench.records.reader import PAIRED, LeftOut, Record, by_device, grouped, read
 from dpbench.records.store import slug
 from dpbench.report import readable, style
-from dpbench.report.data.select import LeftOut, Record, by_device, grouped, read
 from dpbench.report.data.statistics import frame_of
 from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.drawing.sheet import grid, legend, logarithmic, sign

@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpbench.report import captions, readable
-from dpbench.report.data.select import LeftOut, Record
+from dpbench.records.reader import LeftOut, Record
+from dpbench.report import captions, readable, style
 
 #: Verdict on a claim -> its sign.
 VERDICTS = {"held": "✓", "not held": "✗", "not comparable": "…", "not measured": "–"}
@@ -94,6 +94,10 @@ class FigureKind:
             frame: its numbers.
             left_out: by reason.
         """
+        if "model" in frame:  # the table may leave out models
+            known = set(frame.model)
+            found = [r for r in records if {m := r.trial["model"], style.without_length(m)[0]} & known]
+            records = found or records
         own = [self.caption] if isinstance(self.caption, str) else self.caption(records, frame)
         return own if isinstance(own, str) else captions.whole(own, records, left_out, self.setting)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from dpbench.records.reader import LeftOut, Record, grouped
 from dpbench.report import style
-from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.report.data.statistics import Row, frame_of, why
 from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing

@@ -19,9 +19,9 @@ import pandas as pd
 from clipping import cache
 from dpbench.errors import UsageError, one_of
 from dpbench.experiment import Excerpt, Experiment, load_experiment
+from dpbench.records.reader import read
 from dpbench.records.store import slug
 from dpbench.report import FIGURES, find_figures, parts_of, readable
-from dpbench.report.data.select import read
 from dpbench.report.parts import Part
 from dpbench.report.summary import days, join
 

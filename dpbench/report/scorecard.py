@@ -6,21 +6,25 @@ Functions take:
 
 from __future__ import annotations
 
+import importlib.resources
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pandas as pd
 
-from clipping import BACKENDS
+from clipping import BACKENDS, cache
 from dpbench.conformance.sensitivity.scorecard import in_units
-from dpbench.records.reader import entries
-from dpbench.report import captions, style
+from dpbench.records.reader import LeftOut, Record, by_device, entries, newest, read
+from dpbench.report import captions, output, style
 from dpbench.report.data.claims import NOT_MEASURED
-from dpbench.report.data.select import LeftOut, Record, by_device, kept, newest
-from dpbench.report.figures import claims, coverage, overhead, sensitivity, training_step
+from dpbench.report.data.statistics import kept
+from dpbench.report.figures import claims, coverage, overhead, sensitivity
+from dpbench.report.output import page
+from dpbench.report.parts import VERDICTS
 from dpbench.report.style import missing, times
 from dpbench.report.summary import several
 from dpbench.trials.whole_step import JAX_PRIVACY
@@ -170,7 +174,7 @@ def _moves(records: Sequence[Record]) -> Column:
 def _step(records: Sequence[Record], kind: str, device_type: str) -> Column:
     """Time and memory beside ordinary training: medians over the models that a backend ran, eager, in float32."""
     heading, experiment = _STEPS[kind]
-    figure = training_step.FIGURE if kind == "training_step" else overhead.FIGURE
+    figure = overhead.FIGURES[kind]
     chosen = [
         r
         for r in records
@@ -201,3 +205,36 @@ def _step(records: Sequence[Record], kind: str, device_type: str) -> Column:
     name = {"cpu": "CPU", "cuda": "GPU"}[device_type]
     about = f"time, peak memory × ordinary training's; median over models; {device or name}"
     return Column(f"{heading}, {name}", about, cells, f"dpbench run {experiment} --device {device_type}")
+
+
+def write(source: Path, path: Path, again: str) -> Path | None:
+    """Write the page of all records below a folder; None without records.
+
+    Args:
+        source: the folder of results.
+        path: of the page.
+        again: the command that makes it again.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    records = read(source)
+    if not records:
+        return None
+    found = columns(records)
+    template = (importlib.resources.files(output) / "scorecard.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = environment.from_string(template).render(
+        columns=found,
+        backends=backends(found),
+        name=lambda backend: style.backend(backend).name,
+        claims=judged(records),
+        verdicts=VERDICTS,
+        href=lambda file: page.beside(path.parent, file),
+        css=(importlib.resources.files(page) / "page.css").read_text(encoding="utf-8"),
+        again=again,
+        source=page.beside(path.parent, source),
+    )
+    cache.replace(path, text.encode(errors="backslashreplace"), mode=0o666)
+    return path

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
+from dpbench.records.reader import Record
 from dpbench.report import style
-from dpbench.report.data.select import Record
 from dpbench.report.data.statistics import is_probe
 from dpbench.report.parts import Part
 from dpbench.trials.outcome import DOES_NOT_FIT

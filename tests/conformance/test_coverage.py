@@ -289,7 +289,7 @@ def test_the_report_has_the_share_of_what_is_built_by_library_and_task(records, 
 
 
 def test_a_mixture_of_experts_counts_once_by_its_graver_result_and_only_the_newest_version_counts(tmp_path):
-    from dpbench.report.data.select import LeftOut, newest_version, read
+    from dpbench.records.reader import LeftOut, newest_version, read
     from dpbench.report.figures import coverage as figure
 
     file = RunFile(tmp_path / "a.jsonl", experiment="coverage")
@@ -330,7 +330,7 @@ def test_the_reasons_name_every_model_that_is_not_exact_or_not_built(records, mo
 
 
 def test_a_backend_that_is_not_there_is_in_no_share(tmp_path):
-    from dpbench.report.data.select import LeftOut, read
+    from dpbench.records.reader import LeftOut, read
     from dpbench.report.figures import coverage as figure
 
     file = RunFile(tmp_path / "a.jsonl", experiment="coverage")

@@ -3,9 +3,9 @@
 import pytest
 from report_records import CUDA, RunFile
 
+from dpbench.records.reader import newest, newest_version, read
 from dpbench.report import FIGURES, LeftOut, write_report
 from dpbench.report.data.claims import HELD, NOT_COMPARABLE, NOT_HELD, NOT_MEASURED
-from dpbench.report.data.select import newest, newest_version, read
 from dpbench.report.figures import claims
 from dpbench.report.figures.claims import CLAIMS
 from dpbench.report.parts import VERDICTS

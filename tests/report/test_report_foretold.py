@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 from report_records import CUDA, RunFile
 
-from dpbench.report.data.foretold import said
-from dpbench.report.data.select import LeftOut, read
+from dpbench.records.reader import LeftOut, read
 from dpbench.report.figures.max_batch_throughput import FIGURE
+from dpbench.report.figures.max_batch_throughput import foretold_said as said
 from dpbench.trials import ConfirmTrial, LargestTrial
 
 BUDGET = 16 * 2**30

@@ -6,8 +6,8 @@ import pytest
 from report_records import RunFile
 
 from dpbench.cli import main
+from dpbench.records.reader import read
 from dpbench.report import history
-from dpbench.report.data.select import read
 
 MIB = 2**20
 

@@ -7,8 +7,8 @@ import pytest
 from report_records import RunFile
 
 from dpbench.experiment import load_experiment
+from dpbench.records.reader import LeftOut, read
 from dpbench.report import FIGURES, write_report
-from dpbench.report.data.select import LeftOut, read
 from dpbench.report.figures import memory_accuracy
 from dpbench.trials import PeakTrial
 

@@ -4,9 +4,9 @@ import pytest
 from report_records import RunFile, memory
 from test_report_figures import draw, words
 
+from dpbench.records.reader import read
 from dpbench.report import LeftOut, style
 from dpbench.report.data import published
-from dpbench.report.data.select import read
 from dpbench.report.figures import beside_papers as beside
 from dpbench.report.figures import decision_map as decisions
 from dpbench.report.figures import growth

@@ -97,8 +97,8 @@ def test_a_link_to_a_figure_that_is_not_drawn_says_how_to_draw_it(root):
 
 def test_rows_of_several_settings_stand_in_one_table_and_some_are_left_out(root):
     from dpbench.experiment import load_experiment
+    from dpbench.records.reader import read
     from dpbench.report import FIGURES, parts_of
-    from dpbench.report.data.select import read
 
     file = root / "results" / "overhead" / "d.jsonl"
     RunFile(file, FAST, "overhead").overhead("cnn", {"nonprivate": [1.0], "bk_mixed": [3.0]}, precision="tf32")

@@ -8,10 +8,10 @@ from report_records import CUDA, RunFile, memory
 from dpbench.cli import main
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.coverage import CoverageTrial
+from dpbench.records.reader import LeftOut, read
 from dpbench.report import scorecard
-from dpbench.report.data.select import LeftOut, read
 from dpbench.report.figures import overhead
-from dpbench.report.figures.training_step import other_framework
+from dpbench.report.figures.overhead import other_framework
 from dpbench.trials.whole_step import TrainingStepTrial
 
 

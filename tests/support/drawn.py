@@ -6,8 +6,8 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
+from dpbench.records.reader import read
 from dpbench.report import FIGURES, LeftOut, style
-from dpbench.report.data.select import read
 
 
 def draw(run, figure):

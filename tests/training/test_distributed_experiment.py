@@ -9,7 +9,7 @@ from waiting import PATIENCE
 
 from dpbench.experiment import load_experiment
 from dpbench.process.parent import Isolation
-from dpbench.report.data.select import LeftOut, Record
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report.figures import distributed
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import Trial

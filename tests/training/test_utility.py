@@ -12,7 +12,6 @@ import pytest
 from dpbench.errors import UsageError
 from dpbench.experiment import load_experiment
 from dpbench.records import reader as records_module
-from dpbench.report.figures import time_to_accuracy as time_to
 from dpbench.report.figures import utility
 from dpbench.training import UtilityTrial
 
@@ -144,8 +143,9 @@ def test_curves_and_the_distance_of_backends_on_the_way():
 
 
 def test_time_to_accuracy():
+    kind = utility.FIGURES["time_to_accuracy"]
     left_out = Counter()
-    frame = time_to.table(records(), left_out)
+    frame = utility.times(records(), left_out)
     assert set(frame.goal) == {0.9}  # 0.95 of 0.97, cut to 5 %
     beside = frame[frame.by == "backend"]
     assert beside.backend.tolist() == ["microbatch", "ghost", "bk_mixed"] and set(beside.seeds) == {1}
@@ -153,20 +153,20 @@ def test_time_to_accuracy():
     assert (two.reached, two.seeds, two.epochs, two.seconds, two.seconds_per_epoch) == (3, 3, 2, 2.5, 1.25)
     one = frame[frame.target_epsilon == 1].iloc[0]
     assert one.reached == 0 and pd.isna(one.epochs)
-    (caption,) = time_to.FIGURE.caption(records(), frame)
+    (caption,) = kind.caption(records(), frame)
     assert "the load reached" not in caption
-    disturbed = " ".join(time_to.FIGURE.caption([*records(), Record(8.0, 0, 0.9, load=9.0, stolen=0.3)], frame))
+    disturbed = " ".join(kind.caption([*records(), Record(8.0, 0, 0.9, load=9.0, stolen=0.3)], frame))
     assert "the load reached 9.0" in disturbed and "the host gave others 30% of CPU time" in disturbed
-    epochs = time_to.plot(frame, caption).axes[0]
+    epochs = utility.times_plot(frame, caption).axes[0]
     assert [label.get_text() for label in epochs.get_yticklabels()] == [
         *("ordinary", "ε = 2", "ε = 1"),
         *("microbatch", "ghost", "bk_mixed"),
     ]
     words = {text.get_text() for text in epochs.texts}
     assert {"linear, digits: 90 %", "linear, digits, ε = 2", "✕ 0 of 1 seeds did"} <= words
-    nothing = time_to.table([Record(2.0, 0, 0.9)], left_out)
+    nothing = utility.times([Record(2.0, 0, 0.9)], left_out)
     assert not len(nothing) and left_out["without ordinary training to compare with"] == 1
-    assert time_to.FIGURE.applies(records()) and not time_to.FIGURE.applies([Record(2.0, 0, 0.9)])
+    assert kind.applies(records()) and not kind.applies([Record(2.0, 0, 0.9)])
 
 
 def test_a_run_of_one_backend_is_drawn_without_a_complaint():
@@ -174,7 +174,7 @@ def test_a_run_of_one_backend_is_drawn_without_a_complaint():
     alone = [Record(2.0, 0, 0.9, backend="microbatch")]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for kind in utility.FIGURES.values():
+        for kind in (utility.FIGURES["utility"], utility.FIGURES["utility_curves"]):
             assert len(kind.plot(kind.table(alone, Counter()), "words").axes) == 1
 
 

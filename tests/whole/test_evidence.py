@@ -20,7 +20,6 @@ from dpbench.measure import device, norms, parts, profile
 from dpbench.measure.traces import Trace
 from dpbench.records.store import read_records
 from dpbench.report import write_report
-from dpbench.report.data.select import LeftOut, read
 from dpbench.report.figures import evidence as tables
 from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dpbench.records.reader import PAIRED
+from dpbench.records.reader import PAIRED, Record
 from dpbench.report import style
-from dpbench.report.data.select import Record
 from dpbench.report.data.statistics import is_probe
 from dpbench.trials.outcome import DOES_NOT_FIT
 

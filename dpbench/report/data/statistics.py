@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import pandas as pd
 
+from dpbench.records.reader import LeftOut, Record, newest, newest_version
 from dpbench.report import style
-from dpbench.report.data.select import LeftOut, Record
 from dpbench.trials.outcome import DOES_NOT_FIT
 
 Row = dict[str, Any]
@@ -150,3 +153,131 @@ def in_order(frame: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 def _sortable(keys: Mapping[str, Any], column: str, value: Any) -> Any:
     return keys[column](value) if column in keys else ("" if pd.isna(value) else value)
+
+
+def kept(records: Sequence[Record], cell: Callable[[Record], Hashable], left_out: LeftOut) -> list[Record]:
+    """The records of a figure: the newest of each trial and round, of the newest version of each cell.
+
+    Args:
+        cell: from a record to its cell.
+    """
+    return newest_version(newest(records, left_out), cell, left_out)
+
+
+def facets(
+    records: Sequence[Record], fields: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[dict[str, Any], list[Record]]]:
+    """Split records so that each part has one value of every field: (the part's distinguishing values, its records).
+
+    A record of a kind to which a field does not apply, or with None in that field, belongs to every part. Only fields
+    with several values appear in the dict.
+
+    Args:
+        fields: field -> kinds of trial to which it applies.
+    """
+    settings = [tuple(r.setting(f) if r.kind in kinds else None for f, kinds in fields.items()) for r in records]
+    distinct = set(settings)
+    columns = [{setting[place] for setting in distinct} - {None} for place in range(len(fields))]
+    values = [sorted(found, key=lambda value: (str(type(value)), value)) or [None] for found in columns]
+    parts: dict[frozenset[Any], dict[str, Any]] = {}
+    for chosen in itertools.product(*values):
+        part = frozenset(s for s in distinct if all(own in (None, one) for own, one in zip(s, chosen, strict=True)))
+        if part and not any(part < other for other in parts):
+            parts = {other: label for other, label in parts.items() if not other < part}
+            named = zip(fields, chosen, values, strict=True)
+            parts.setdefault(part, {field: one for field, one, several in named if len(several) > 1})
+    for part, label in parts.items():
+        yield label, [record for record, setting in zip(records, settings, strict=True) if setting in part]
+
+
+_FORMATS = {"float32": 0, "tf32": 1, "bfloat16": 2, "bfloat16-autocast": 2}
+#: part of a device's name -> dense teraflop/s in float32 (no tensor cores), TF32 and bfloat16, and their source; the
+#: first match counts. Other cards, and CPUs, which have no published peak, have no utilisation.
+PEAKS: dict[str, tuple[tuple[float, float, float], str]] = {
+    r"H200(?! NVL)": ((67.0, 494.5, 989.5), "NVIDIA H200 datasheet, 2024; half of what it states with sparsity"),
+    r"H100 PCIe": ((51.2, 378.0, 756.0), "NVIDIA H100 Tensor Core GPU Architecture, v1.04, table 2"),
+    r"H100.* HBM3": ((66.9, 494.7, 989.4), "NVIDIA H100 Tensor Core GPU Architecture, v1.04, table 2"),
+    r"A100": ((19.5, 156.0, 312.0), "NVIDIA A100 Tensor Core GPU Architecture, v1.0, table 4"),
+}
+
+
+def _peak(record: Record) -> tuple[float, str] | None:
+    """(operations a second, source) of the record's device in its precision."""
+    for name, (rates, source) in PEAKS.items():
+        place = _FORMATS.get(record.trial.get("precision", ""))
+        if place is not None and re.search(name, record.device):
+            return rates[place] * 1e12, source
+    return None
+
+
+def utilisation(records: Sequence[Record], seconds: float) -> float | None:
+    """Ordinary training's operations in a step over the device's peak in that time; None if one is not known.
+
+    Args:
+        records: successful ones of one cell.
+        seconds: of a step.
+    """
+    flops, peak = (records[0].result.get("model_flops"), _peak(records[0])) if records else (None, None)
+    return flops / seconds / peak[0] if flops and peak else None
+
+
+def utilisation_said(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
+    """A sentence that explains the utilisation; [] without any.
+
+    Args:
+        frame: with a column of utilisations.
+    """
+    found = sorted({peak[1] for record in records if (peak := _peak(record))})
+    if not frame.model_flops_utilisation.notna().any():
+        return []
+    return [
+        "MFU: operations of ordinary training's forward and backward pass (torch's counter), over the device's dense "
+        f"peak in this precision in the time of a step ({'; '.join(found)})."
+    ]
+
+
+#: Columns of every table of overhead records, from the number of pairs on.
+PAIRED_COLUMNS = (
+    *("paired_rounds", "step_seconds", "step_seconds_low", "step_seconds_high"),
+    *("time_ratio", "time_ratio_low", "time_ratio_high", "published_time_ratio"),
+    *("peak_bytes", "memory", "memory_ratio", "published_memory_ratio"),
+    *("max_norm_error", "max_grad_error", "tolerance", "ghost", "instantiated", "fallback", "note"),
+    "model_flops_utilisation",
+)
+
+
+def turns(records: Iterable[Record]) -> dict[tuple[tuple[int, str], int], float]:
+    """((round of the run, node), round within the trial) -> the median step of that turn, in seconds."""
+    return {(r.place, turn["round"]): median(turn["step_seconds"]) for r in records for turn in r.result["turns"]}
+
+
+def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
+    """The numbers of one backend and their ratios to ordinary training in the same cell.
+
+    A time ratio compares two turns of one round on one node; all rounds give the median and range. A memory ratio needs
+    two peaks from the same source. An engine of another framework is compared with its own plain step, whose seconds
+    are ``plain_step_seconds``.
+
+    Args:
+        group: entries of the backend.
+        base: entries of ordinary training.
+    """
+    good = good_rounds(group)
+    own = [dataclasses.replace(r, result=r.result["plain"]) for r in good if "plain" in r.result]
+    base = own or good_rounds(base)
+    if not good:
+        return {"paired_rounds": 0, "note": why([r for r in group if r.outcome != "ok"], at_batch=False)}
+    seconds, base_seconds = turns(good), turns(base)
+    ratios = [seconds[at] / base_seconds[at] for at in sorted(seconds.keys() & base_seconds.keys())]
+    peaks, base_peaks = peaks_by_round(good), peaks_by_round(base)
+    memory_ratios = [peaks[at] / base_peaks[at] for at in peaks.keys() & base_peaks.keys()]
+    row: Row = {"paired_rounds": len(ratios)}
+    row["model_flops_utilisation"] = utilisation(good, median(seconds.values()))
+    if own:
+        row["plain_step_seconds"] = median(base_seconds.values())
+    row |= spread("step_seconds", seconds.values()) | spread("time_ratio", ratios)
+    if peaks:
+        row |= {"memory": next(iter(peaks))[1], "peak_bytes": round(median(peaks.values()))}
+    if memory_ratios:
+        row["memory_ratio"] = median(memory_ratios)
+    return row | exactness(good)

@@ -13,11 +13,11 @@ from typing import Any
 import pandas as pd
 
 from accounting.sampling import PROVED
+from dpbench.records.reader import LeftOut, Record, grouped
 from dpbench.report import readable, style
 from dpbench.report.captions import join
-from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.report.data.statistics import Row, frame_of
-from dpbench.report.drawing import privacy_map, privacy_plots, privacy_schemes
+from dpbench.report.drawing import privacy_plots
 from dpbench.report.drawing.privacy_plots import ADJACENCIES, BASE, LOWER, SETTING
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import of, rounded_epsilon
@@ -363,7 +363,7 @@ FIGURES = {
         table=schemes,
         text=_SCHEMES,
         caption=_schemes_caption,
-        plot=privacy_schemes.plot,
+        plot=privacy_plots.schemes,
         finding=_schemes_finding,
         place=60,
     ),
@@ -395,7 +395,7 @@ FIGURES = {
         table=points,
         text=_POINTS,
         caption=_map_caption,
-        plot=privacy_map.plot,
+        plot=privacy_plots.maps,
         finding=_points_finding,
         place=80,
     ),

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable
 from dpbench.report.captions import settings
-from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.data.statistics import over_seeds
 from dpbench.report.drawing.sheet import grid, legend, logarithmic, sign, spread
 from dpbench.report.parts import FigureKind

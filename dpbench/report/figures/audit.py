@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable, style
 from dpbench.report.captions import span
-from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, place, sheet
 from dpbench.report.parts import FigureKind
 from dpbench.training import FAULTS, FORMS, TESTS

@@ -15,12 +15,21 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dpbench.records.reader import LeftOut, Record, entries, grouped, newest_trial
 from dpbench.report import captions, readable, style
 from dpbench.report.captions import span
 from dpbench.report.data import published
-from dpbench.report.data.paired import COLUMNS, entries, paired_row
-from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
-from dpbench.report.data.statistics import Row, batch, exactness, frame_of, good_rounds, in_order, why
+from dpbench.report.data.statistics import (
+    PAIRED_COLUMNS,
+    Row,
+    batch,
+    exactness,
+    frame_of,
+    good_rounds,
+    in_order,
+    paired_row,
+    why,
+)
 from dpbench.report.drawing import bars
 from dpbench.report.drawing.bars import Bar, Panel
 from dpbench.report.figures import max_batch_throughput as largest
@@ -33,7 +42,7 @@ from dpbench.report.style import missing
 _NEAR = 0.08
 _LARGEST = ("memory", "budget_bytes", "max_batch_size", "fails_at", "max_batch_note")
 _COLUMNS = (
-    *("model", "image_size", "backend", "published_in", "batch_size", *COLUMNS),
+    *("model", "image_size", "backend", "published_in", "batch_size", *PAIRED_COLUMNS),
     *("throughput_ratio", "simulated_batch_size", "simulated_bytes", "simulated_memory_ratio", "simulated_note"),
     *(name if name.startswith("max") else f"max_batch_{name}" for name in _LARGEST),
     "published_max_batch_size",

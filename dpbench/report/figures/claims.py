@@ -13,13 +13,12 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.records.reader import PAIRED
+from dpbench.records.reader import PAIRED, LeftOut, Record, grouped
 from dpbench.report.data import claims as judges
 from dpbench.report.data.claims import HELD, NOT_COMPARABLE, NOT_HELD, NOT_MEASURED, Judgement, Numbers
-from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.report.data.statistics import frame_of
 from dpbench.report.figures import beside_papers as beside
-from dpbench.report.figures import max_batch_throughput, overhead, training_step
+from dpbench.report.figures import max_batch_throughput, overhead
 from dpbench.report.parts import Claim, FigureKind
 from dpbench.report.readable import of
 from dpbench.report.summary import several
@@ -221,8 +220,8 @@ CLAIMS = (
 
 def cell(record: Record) -> Hashable:
     """The key of records that add to the same numbers; of whole steps, our engine and the others' are two trials."""
-    if record.kind == training_step.KIND:
-        return record.experiment, training_step.cell(record), record.trial.get("way")
+    if record.kind == "training_step":
+        return record.experiment, overhead.step_cell(record), record.trial.get("way")
     return record.experiment, beside.cell(record)
 
 

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dpbench.conformance.coverage import EAGER
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import captions, readable, style
-from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.data.statistics import frame_of
 from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, legend, place, sheet
 from dpbench.report.parts import FigureKind

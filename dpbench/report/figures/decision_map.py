@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from dpbench.records.reader import LeftOut, Record, grouped
 from dpbench.report import readable, style
-from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.report.data.statistics import Row, frame_of
 from dpbench.report.drawing.sheet import MARGIN, REFERENCE, grid, legend
 from dpbench.report.parts import FigureKind

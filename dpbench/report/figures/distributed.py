@@ -10,9 +10,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable, style
 from dpbench.report.captions import join
-from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.drawing.sheet import grid, logarithmic
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import of

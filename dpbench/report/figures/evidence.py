@@ -13,9 +13,9 @@ from typing import Any
 
 import pandas as pd
 
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable, style
 from dpbench.report.captions import span
-from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.data.statistics import Row, frame_of, in_order
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import BACKEND, BATCH, MODEL, of

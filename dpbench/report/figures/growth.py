@@ -15,12 +15,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dpbench.records.reader import LeftOut, Record, entries, grouped, newest_trial
 from dpbench.report import findings, readable, style
 from dpbench.report.captions import join
-from dpbench.report.data import peaks, published
-from dpbench.report.data.paired import COLUMNS, entries, paired_row
-from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
-from dpbench.report.data.statistics import Row, batch, frame_of, in_order
+from dpbench.report.data import published
+from dpbench.report.data.statistics import PAIRED_COLUMNS, Row, batch, frame_of, in_order, paired_row, utilisation_said
 from dpbench.report.drawing.sheet import MARGIN, REFERENCE, grid, legend, logarithmic, sign
 from dpbench.report.figures import overhead
 from dpbench.report.parts import FigureKind
@@ -71,7 +70,7 @@ class Growth:
                     row["published_time_ratio"] = published.throughput_ratio(model, size, backend)
                 rows.append(row)
         named = ("model", self.size, "batch_size", "backend", "seconds_per_sample", "samples_per_second")
-        columns = tuple(dict.fromkeys((*named, "growth", *COLUMNS)))  # the batch size may be the size
+        columns = tuple(dict.fromkeys((*named, "growth", *PAIRED_COLUMNS)))  # the batch size may be the size
         frame = in_order(frame_of(rows, columns), "model", self.size, "backend")
         if not self.rate:  # no law applies to a rate
             logs = frame[["seconds_per_sample", self.size]].astype(float).map(math.log).dropna()
@@ -95,7 +94,7 @@ class Growth:
             f"{overhead.pairs(frame)}.",
             *overhead.ways(records),
             *overhead.memory_source(frame),
-            *peaks.said(records, frame),
+            *utilisation_said(records, frame),
         ]
         sizes = frame.groupby(self.size).batch_size.first()
         batches = join(f"{count} at {size}" for size, count in sizes.items())

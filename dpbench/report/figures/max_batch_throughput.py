@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dpbench.records.reader import LeftOut, Record, entries, grouped, newest_trial
 from dpbench.report import captions, findings, readable, style
-from dpbench.report.data import foretold, peaks, published
-from dpbench.report.data.paired import entries, paired_row, turns
-from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
+from dpbench.report.data import published
 from dpbench.report.data.statistics import (
     Row,
     batch,
@@ -22,8 +22,12 @@ from dpbench.report.data.statistics import (
     good_rounds,
     in_order,
     is_probe,
+    paired_row,
     seconds_by_round,
     spread,
+    turns,
+    utilisation,
+    utilisation_said,
     why,
 )
 from dpbench.report.drawing import bars
@@ -69,7 +73,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         confirmed by real steps), or empty without a search. `foretold_peak_error`: predicted / measured - 1. A time
         ratio is to ordinary training in the same process, if they were interleaved.
     """
-    records = foretold.as_peaks(entries(records))
+    records = as_peaks(entries(records))
     models = {r.trial["model"] for r in records if is_probe(r)}
     if models:  # steps of other models belong to another figure
         others = [r for r in records if r.trial["model"] not in models]
@@ -83,7 +87,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         lambda r: (r.cell, bool(r.trial.get("simulated"))),
     )
     found = [_max_batch(cell, group, simulated, cell in wrong) for (cell, simulated), group in probes.items()]
-    sizes = foretold.joined(found, probes.values())
+    sizes = joined(found, probes.values())
     steps = grouped((r for r in records if r.kind in ("step", "overhead")), lambda r: r.cell)
     speeds = [
         _throughput(cell, group, steps.get((cell[0], "nonprivate"), []), left_out) for cell, group in steps.items()
@@ -139,7 +143,7 @@ def _throughput(cell: tuple[str, str], steps: list[Record], ordinary: list[Recor
     seconds = turns(good) if latest == "overhead" else seconds_by_round(good)
     rates = [size / each for each in seconds.values()]
     exact = {name: value for name, value in exactness(good).items() if name != "tolerance"}
-    row["model_flops_utilisation"] = peaks.utilisation(good, size / median(rates))
+    row["model_flops_utilisation"] = utilisation(good, size / median(rates))
     return row | {"batch_size": size, "rounds": len(rates)} | spread("images_per_second", rates) | exact
 
 
@@ -186,7 +190,7 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
         memory = {"measured": "measured", "simulated": "simulated under fake tensors (hatched), not measured"}
         memory["confirmed"] = "foretold by such a simulation, and confirmed by two real steps, there and 2 % beside it"
         said.append(f"Memory: {'; '.join(memory[source] for source in sorted(set(sizes.memory)))}.")
-        said += foretold.said(frame)
+        said += foretold_said(frame)
         if frame.published_max_batch_size.notna().any():
             said.append("Published: read off that figure (±10), for its 16 GB GPU.")
         if (sizes.fails_at.isna()).any():
@@ -198,7 +202,7 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
             "the batch size beside it" if speeds.batch_size.nunique() > 1 else f"batch size {speeds.batch_size.iloc[0]}"
         )
         said.append(f"Throughput: {at} over the median step time; {captions.rounds(speeds['rounds'])}.")
-    said += peaks.said(records, frame)
+    said += utilisation_said(records, frame)
     if frame.time_ratio.notna().any():
         said.append("×: time of a step beside ordinary training's, the backends in turn in one process.")
     if frame.published_images_per_second.notna().any():
@@ -268,6 +272,85 @@ def _speed_bar(row: Any, with_batch: bool) -> Bar:
         return Bar(text=" ")
     detail = f"B={row.batch_size}" if with_batch else of("time_ratio", style.times)(row)
     return bars.bar(row, "images_per_second", style.number, "throughput_note", detail=detail)
+
+
+SEARCH, CONFIRM = "largest", "confirm"
+CONFIRMED = "confirmed"
+
+
+def as_peaks(records: Iterable[Record]) -> list[Record]:
+    """Convert each probe of a search in one trial, and each confirming step, to a record of a peak; keep other records.
+
+    A trial without a probe ended as a whole, at its own batch size.
+    """
+    found = []
+    for record in records:
+        if record.kind not in (SEARCH, CONFIRM):
+            found.append(record)
+            continue
+        simulated = {"kind": "peak", "confirms": record.kind == CONFIRM, "simulated": record.kind == SEARCH}
+        trial = dict(record.trial) | simulated
+        if record.outcome != "ok":
+            found.append(dataclasses.replace(record, trial=trial))
+        for probe in record.result.get("probes", ()):
+            memory = probe.get("memory") or ({"peak_bytes": probe["peak_bytes"]} if "peak_bytes" in probe else None)
+            changes: dict[str, Any] = {
+                "trial": trial | {"batch_size": probe["batch_size"]},
+                "outcome": "ok" if probe["fits"] else "oom" if memory is None else "over_budget",
+                "result": {} if memory is None else {"memory": memory},
+            }
+            found.append(dataclasses.replace(record, **changes))
+    return found
+
+
+def joined(rows: Sequence[Row], probes: Iterable[Sequence[Record]]) -> list[Row]:
+    """The rows of `max_batch_throughput.table`, with each prediction and its confirmation in one row.
+
+    Args:
+        rows: one for each (model, backend, memory).
+        probes: of each row.
+    """
+    known: dict[tuple[str, str], dict[str, tuple[Row, Sequence[Record]]]] = {}
+    for row, own in zip(rows, probes, strict=True):
+        confirms = any(record.trial.get("confirms") for record in own)
+        known.setdefault((row["model"], row["backend"]), {})[CONFIRMED if confirms else row["memory"]] = row, own
+    found = []
+    for rows_of in known.values():
+        if CONFIRMED in rows_of and "simulated" in rows_of:
+            found.append(_joined(*rows_of.pop("simulated"), *rows_of.pop(CONFIRMED)))
+        found += [row for row, _ in rows_of.values()]
+    return found
+
+
+def _joined(foretold: Row, simulated: Sequence[Record], row: Row, measured: Sequence[Record]) -> Row:
+    size = foretold.get("max_batch_size")
+    row = row | {"memory": CONFIRMED, "foretold_max_batch_size": size}
+    if row.get("max_batch_size") and "fails_at" not in row and "fails_at" in foretold:
+        row["max_batch_note"] = "foretold too low: more may fit"
+    own, real = _peaks(simulated), _peaks(measured)
+    if common := own.keys() & real.keys():
+        row["foretold_peak_error"] = own[max(common)] / real[max(common)] - 1
+    return row
+
+
+def _peaks(records: Iterable[Record]) -> Mapping[int, int]:
+    return {batch(r): r.result["memory"]["peak_bytes"] for r in records if r.result.get("memory")}
+
+
+def foretold_said(frame: Any) -> list[str]:
+    """A sentence that compares predicted batches with the confirming steps; [] without any."""
+    told = frame[frame.foretold_max_batch_size.notna()]
+    if not len(told):
+        return []
+    seen = told[told.max_batch_size.notna()]
+    off = [float(r.max_batch_size / r.foretold_max_batch_size - 1) for r in seen.itertuples()]
+    words = f"{sum(each == 0 for each in off)} of {len(told)} batches stand as foretold"
+    if any(off):
+        words += f", the confirmed others differ by {min(off):+.1%} to {max(off):+.1%}"
+    errors = [float(error) for error in told.foretold_peak_error.dropna()]
+    if errors:
+        words += f"; foretold peaks are {min(errors):+.1%} to {max(errors):+.1%} off the measured ones"
+    return [words + "."]
 
 
 FIGURE = FigureKind(

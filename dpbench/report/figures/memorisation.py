@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable, style
-from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.data.statistics import over_seeds
 from dpbench.report.drawing.sheet import REFERENCE, grid, logarithmic, spread
 from dpbench.report.parts import FigureKind

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from dpbench.records.reader import LeftOut, Record, grouped
 from dpbench.report import readable, style
-from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.report.data.statistics import batch, frame_of, good_rounds, in_order, why
 from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, legend, place, sheet
 from dpbench.report.parts import FigureKind

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dpbench.records.reader import LeftOut, Record, grouped, newest_trial
 from dpbench.report import captions, findings, readable, style
 from dpbench.report.data import published
-from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
 from dpbench.report.data.statistics import (
     Row,
     batch,

@@ -15,11 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from dpbench.records.reader import LeftOut, Record, entries, grouped, newest_trial
 from dpbench.report import captions, findings, readable, style
-from dpbench.report.data import peaks, published
-from dpbench.report.data.paired import COLUMNS, entries, paired_row
-from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
-from dpbench.report.data.statistics import batch, frame_of, in_order
+from dpbench.report.captions import span
+from dpbench.report.data import published
+from dpbench.report.data.statistics import PAIRED_COLUMNS, batch, frame_of, in_order, paired_row, utilisation_said
 from dpbench.report.drawing.sheet import MARGIN, REFERENCE, beside, grid, legend, logarithmic
 from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing
@@ -67,7 +67,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
                 row["published_memory_ratio"] = published.ratio("active_memory", model, backend)
             rows.append(row)
     its_own = ("plain_step_seconds",) if any("plain_step_seconds" in row for row in rows) else ()
-    columns = ("model", "batch_size", "image_size", "backend", *COLUMNS, *its_own)
+    columns = ("model", "batch_size", "image_size", "backend", *PAIRED_COLUMNS, *its_own)
     return in_order(frame_of(rows, columns), "model", "image_size", "batch_size", "backend")
 
 
@@ -98,7 +98,7 @@ def conditions(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     if alone:
         names = "; ".join(f"{style.model(model)}, B={batch_size}" for model, _, batch_size in alone)
         said.append(f"In the table alone, for one private backend was run there: {names}.")
-    said += peaks.said(records, frame)
+    said += utilisation_said(records, frame)
     if frame.step_seconds.notna().any():
         absent = [
             f"{style.backend(str(name)).name} ({', '.join(dict.fromkeys(own.note.dropna()))})"
@@ -218,16 +218,79 @@ def _row(axes: Axes, y: int, backend: str, row: Any) -> None:
             axes.add_line(Line2D([max(value, _LOWEST)], [y], color=color, clip_on=False, **drawn))
 
 
-FIGURE = FigureKind(
-    doc="time and memory of every backend beside ordinary training, interleaved in one process",
-    kinds=("overhead",),
-    cell=cell,
-    by=("experiment", "precision", "threads"),
-    table=table,
-    text=text,
-    caption=_caption,
-    plot=plot,
-    finding=findings.paired,
-    setting=True,
-    place=90,
-)
+def step_cell(record: Record) -> tuple[Any, ...]:
+    """As for `overhead`, plus the engines, since ours and the others' are two trials."""
+    return *cell(record), *record.trial["backends"]
+
+
+def _step_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
+    optimizer = ", ".join(sorted({str(record.trial["optimizer"]) for record in records}))
+    energy = sorted({str(record.result["energy"]) for record in records if "energy" in record.result})
+    said = [
+        "Time and peak memory of one whole training step, forward to optimizer, each library's noise included, beside "
+        f"the plain step of the same optimizer ({optimizer}): an engine takes turns with that in one process, and "
+        f"a ratio is of two turns of one round; {pairs(frame)}. Backends stand for their engines: ours is "
+        "dpbench.PrivacyEngine. The axes are logarithmic.",
+        *conditions(records, frame),
+        *other_framework(records, frame),
+    ]
+    return said + ([f"Energy: {', '.join(energy)}."] if energy else [])
+
+
+def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
+    """Sentences on engines that are compared with their own framework's plain step; [] if there are none.
+
+    Args:
+        records: with the seconds of compiling.
+        frame: of `table`.
+    """
+    if "plain_step_seconds" not in frame:
+        return []
+    at = ["model", "image_size", "batch_size"]
+    torchs = frame.loc[frame.backend == "nonprivate", [*at, "step_seconds"]]
+    rows: Any = frame[frame.plain_step_seconds.notna()].merge(torchs, "left", at, suffixes=("", "_torch")).itertuples()
+    steps = [
+        f"{style.model(row.model)} {style.duration(row.plain_step_seconds)} "
+        f"(torch {'not timed' if style.missing(row.step_seconds_torch) else style.duration(row.step_seconds_torch)})"
+        for row in rows
+    ]
+    found = [e.result for e in entries(records) if "plain" in e.result and "compile_seconds" in e.result]
+    versions = sorted({" ".join(pair) for result in found for pair in result.get("versions", {}).items()})
+    compiling = sorted(float(result["compile_seconds"]["private"]) for result in found)
+    took = span(map(style.duration, compiling)) if compiling else "an unknown time"
+    return [
+        "§ The same model in jax, its gradients compared with the oracle's; jitted, and beside jax's jitted plain "
+        f"step, not beside torch's. That step takes {', '.join(steps)}. Compiling the private one took {took}, not "
+        "counted; samples go through vmap at once or one by one, whichever is faster; memory is what XLA plans, "
+        f"not measured ({', '.join(versions)})."
+    ]
+
+
+FIGURES = {
+    "overhead": FigureKind(
+        doc="time and memory of every backend beside ordinary training, interleaved in one process",
+        kinds=("overhead",),
+        cell=cell,
+        by=("experiment", "precision", "threads"),
+        table=table,
+        text=text,
+        caption=_caption,
+        plot=plot,
+        finding=findings.paired,
+        setting=True,
+        place=90,
+    ),
+    "training_step": FigureKind(
+        doc="the whole private training step of every engine beside the plain one, interleaved in one process",
+        kinds=("training_step",),
+        cell=step_cell,
+        by=("experiment", "precision", "threads", "optimizer"),
+        table=table,
+        text=text,
+        caption=_step_caption,
+        plot=plot,
+        finding=findings.paired,
+        setting=True,
+        place=100,
+    ),
+}

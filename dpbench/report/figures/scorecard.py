@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 
 from dpbench.conformance.scorecard import as_row, scorecard
 from dpbench.conformance.sensitivity import scorecard as sensitivity
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import style
-from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.drawing.sheet import WIDTH, legend, place, sheet
 from dpbench.report.parts import FigureKind
 from dpbench.report.summary import several

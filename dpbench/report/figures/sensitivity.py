@@ -14,8 +14,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from dpbench.conformance.sensitivity import DTYPES, FAILURES
 from dpbench.conformance.sensitivity.scorecard import FIELDS, as_row, in_units
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import style
-from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.data.statistics import frame_of
 from dpbench.report.drawing.sheet import AXIS, MARGIN, REFERENCE, WIDTH, beside, legend, place, sheet
 from dpbench.report.parts import FigureKind

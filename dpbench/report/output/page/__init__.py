@@ -22,10 +22,9 @@ import pandas as pd
 from clipping import cache
 from dpbench.experiment import experiment_names, load_experiment
 from dpbench.records.conditions import pooled
+from dpbench.records.reader import Record, by_device, entries
 from dpbench.report import style
 from dpbench.report.data import failures
-from dpbench.report.data.paired import entries
-from dpbench.report.data.select import Record, by_device
 from dpbench.report.data.statistics import is_probe
 from dpbench.report.output.page import svg
 from dpbench.report.parts import VERDICTS, Part
