@@ -33,7 +33,7 @@ from dpbench.records import environment
 from dpbench.records.reader import LeftOut, read
 from dpbench.records.store import Run as RunRead
 from dpbench.records.store import read_records, read_runs
-from dpbench.report.figures import memory_speed_table
+from dpbench.report.figures import overhead
 from dpbench.trials import EpsilonTrial, OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.outcome import Outcome
 from dpbench.trials.reference import load_module
@@ -144,7 +144,7 @@ def test_rounds_of_two_nodes_are_pooled_and_a_ratio_stays_within_one(tmp_path):
             .replace('"seconds": 1.0', '"seconds": 1.0, "version": "v"')
         )
         file.path.write_text(text)
-    frame = memory_speed_table.table(read(tmp_path), LeftOut())
+    frame = overhead.table(read(tmp_path), LeftOut())
     row = frame[frame.backend == "ghost"].iloc[0]
     assert (row.rounds, row.paired_rounds) == (3, 2)  # round 2 has ordinary training on another node
     assert (row.time_ratio_low, row.time_ratio_high) == (2.0, 3.0)

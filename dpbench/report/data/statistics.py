@@ -34,11 +34,6 @@ def good_rounds(records: Sequence[Record]) -> list[Record]:
     return [] if wrong else [r for r in records if r.outcome == "ok"]
 
 
-def seconds_by_round(records: Iterable[Record]) -> dict[tuple[int, str], float]:
-    """(round, node) -> the median of its timed steps, in seconds."""
-    return {r.place: median(r.result["step_seconds"]) for r in records}
-
-
 def peaks_by_round(records: Iterable[Record]) -> dict[tuple[tuple[int, str], str], int]:
     """((round, node), source) -> peak bytes."""
     memories = {r.place: r.result["memory"] for r in records if r.result.get("memory")}
@@ -248,7 +243,11 @@ PAIRED_COLUMNS = (
 
 def turns(records: Iterable[Record]) -> dict[tuple[tuple[int, str], int], float]:
     """((round of the run, node), round within the trial) -> the median step of that turn, in seconds."""
-    return {(r.place, turn["round"]): median(turn["step_seconds"]) for r in records for turn in r.result["turns"]}
+    return {
+        (r.place, turn["round"]): median(turn["step_seconds"])
+        for r in records
+        for turn in r.result.get("turns") or [{"round": 0, "step_seconds": r.result["step_seconds"]}]
+    }
 
 
 def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
@@ -273,6 +272,8 @@ def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
     memory_ratios = [peaks[at] / base_peaks[at] for at in peaks.keys() & base_peaks.keys()]
     row: Row = {"paired_rounds": len(ratios)}
     row["model_flops_utilisation"] = utilisation(good, median(seconds.values()))
+    if good[0].kind == "step":
+        row["rounds"] = len(seconds)
     if own:
         row["plain_step_seconds"] = median(base_seconds.values())
     row |= spread("step_seconds", seconds.values()) | spread("time_ratio", ratios)

@@ -15,14 +15,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpbench.records.reader import LeftOut, Record, entries, grouped, newest_trial
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import findings, readable, style
 from dpbench.report.captions import join
 from dpbench.report.data import published
-from dpbench.report.data.statistics import PAIRED_COLUMNS, Row, batch, frame_of, in_order, paired_row, utilisation_said
+from dpbench.report.data.statistics import PAIRED_COLUMNS, batch, in_order, utilisation_said
 from dpbench.report.drawing.sheet import MARGIN, REFERENCE, grid, legend, logarithmic, sign
 from dpbench.report.figures import overhead
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import rows
 
 _TICKS = [digit * 10.0**power for power in range(-2, 4) for digit in (1, 1.5, 2, 3, 5, 7)]
 
@@ -56,22 +57,19 @@ class Growth:
         growing = self.growing(records)
         kept = [r for r in records if self.of(r)[0] in growing and self.of(r)[1] is not None]
         left_out["of a model that was measured at one size only"] += len(records) - len(kept)
-        rows: list[Row] = []
-        for (model, size), group in grouped(kept, self.of).items():
-            newest = newest_trial(group, left_out)
-            by_backend = grouped(entries(newest), lambda r: r.trial["backend"])
-            for backend, found in by_backend.items():
-                row = {"model": model, self.size: size, "batch_size": batch(newest[0]), "backend": backend}
-                row |= paired_row(found, by_backend.get("nonprivate", []))
-                if "step_seconds" in row:
-                    row["seconds_per_sample"] = row["step_seconds"] / row["batch_size"]
-                    row["samples_per_second"] = 1 / row["seconds_per_sample"]
-                if self.size == "image_size" and size is not None:
-                    row["published_time_ratio"] = published.throughput_ratio(model, size, backend)
-                rows.append(row)
+        known = {overhead.cell(record): self.of(record) for record in kept}
+        frame = overhead.table(kept, left_out)
+        cells = zip(frame.model, frame.batch_size, frame.image_size, strict=True)
+        frame[["model", self.size]] = [known[cell] for cell in cells]
+        frame["seconds_per_sample"] = frame.step_seconds.astype(float) / frame.batch_size.astype(float)
+        frame["samples_per_second"] = 1 / frame.seconds_per_sample
+        frame[["published_time_ratio", "published_memory_ratio"]] = None  # those are of one size
+        if self.size == "image_size":
+            published_ratio = published.throughput_ratio
+            frame["published_time_ratio"] = [published_ratio(r.model, r.image_size, r.backend) for r in rows(frame)]
         named = ("model", self.size, "batch_size", "backend", "seconds_per_sample", "samples_per_second")
-        columns = tuple(dict.fromkeys((*named, "growth", *PAIRED_COLUMNS)))  # the batch size may be the size
-        frame = in_order(frame_of(rows, columns), "model", self.size, "backend")
+        columns = dict.fromkeys((*named, "growth", *PAIRED_COLUMNS))  # the batch size may be the size
+        frame = in_order(frame.reindex(columns=list(columns)), "model", self.size, "backend")
         if not self.rate:  # no law applies to a rate
             logs = frame[["seconds_per_sample", self.size]].astype(float).map(math.log).dropna()
             steps = logs.groupby([frame.model, frame.backend]).diff()

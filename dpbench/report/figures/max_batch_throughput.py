@@ -23,7 +23,6 @@ from dpbench.report.data.statistics import (
     in_order,
     is_probe,
     paired_row,
-    seconds_by_round,
     spread,
     turns,
     utilisation,
@@ -140,8 +139,7 @@ def _throughput(cell: tuple[str, str], steps: list[Record], ordinary: list[Recor
     if latest == "overhead":
         paired = paired_row(good, [r for r in ordinary if r.id == good[0].id])
         row |= {name: paired.get(name) for name in ("time_ratio", "time_ratio_low", "time_ratio_high")}
-    seconds = turns(good) if latest == "overhead" else seconds_by_round(good)
-    rates = [size / each for each in seconds.values()]
+    rates = [size / seconds for seconds in turns(good).values()]
     exact = {name: value for name, value in exactness(good).items() if name != "tolerance"}
     row["model_flops_utilisation"] = utilisation(good, size / median(rates))
     return row | {"batch_size": size, "rounds": len(rates)} | spread("images_per_second", rates) | exact

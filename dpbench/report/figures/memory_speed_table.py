@@ -4,79 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpbench.records.reader import LeftOut, Record, grouped, newest_trial
-from dpbench.report import captions, findings, readable, style
+from dpbench.records.reader import Record
+from dpbench.report import captions, findings, style
 from dpbench.report.data import published
-from dpbench.report.data.statistics import (
-    Row,
-    batch,
-    exactness,
-    frame_of,
-    good_rounds,
-    in_order,
-    peaks_by_round,
-    seconds_by_round,
-    spread,
-    why,
-)
 from dpbench.report.drawing import bars
 from dpbench.report.drawing.bars import Bar, Panel
+from dpbench.report.figures import overhead
 from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing
-
-_KEYS = ("model", "batch_size", "backend")
-COLUMNS = (
-    *(*_KEYS, "rounds", "step_seconds", "step_seconds_low", "step_seconds_high"),
-    *("time_ratio", "time_ratio_low", "time_ratio_high", "paired_rounds", "published_time_ratio"),
-    *("peak_bytes", "memory", "memory_ratio", "published_memory_ratio"),
-    *("max_norm_error", "max_grad_error", "tolerance", "ghost", "instantiated", "fallback", "note"),
-)
-
-
-def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each (model, batch size, backend): time and memory of a step, and ratios within rounds.
-
-    Statistics: the median of a round's steps, then the median and range of the rounds; ratios to ordinary training are
-    taken within each round first, so that drift cancels.
-
-    Args:
-        records: `step` records of one device and one setting.
-    """
-    groups = grouped(records, lambda r: (r.trial["model"], batch(r), r.trial["backend"]))
-    cells = {key: newest_trial(group, left_out) for key, group in groups.items()}
-    rows = [
-        dict(zip(_KEYS, key, strict=True)) | _row(group, good_rounds(cells.get((*key[:2], "nonprivate"), [])))
-        for key, group in cells.items()
-    ]
-    return in_order(frame_of(rows, COLUMNS), *_KEYS)
-
-
-def _row(group: list[Record], base: list[Record]) -> Row:
-    good = good_rounds(group)
-    if not good:
-        return {"rounds": 0, "paired_rounds": 0, "note": why([r for r in group if r.outcome != "ok"], at_batch=False)}
-    seconds, base_seconds = seconds_by_round(good), seconds_by_round(base)
-    peaks, base_peaks = peaks_by_round(good), peaks_by_round(base)
-    ratios = [seconds[r] / base_seconds[r] for r in seconds.keys() & base_seconds.keys()]
-    # A ratio needs two peaks from the same source.
-    memory_ratios = [peaks[r] / base_peaks[r] for r in peaks.keys() & base_peaks.keys()]
-    row: Row = {"rounds": len(seconds), "paired_rounds": len(ratios)}
-    row |= spread("step_seconds", seconds.values()) | spread("time_ratio", ratios)
-    if peaks:
-        row |= {"memory": next(iter(peaks))[1], "peak_bytes": median(peaks.values())}
-    if memory_ratios:
-        row["memory_ratio"] = median(memory_ratios)
-    trial = good[0].trial
-    if trial.get("image_size") == 32 and trial["precision"] == "float32":
-        row["published_time_ratio"] = published.ratio("time_per_epoch", *good[0].cell)
-        row["published_memory_ratio"] = published.ratio("active_memory", *good[0].cell)
-    return row | exactness(good)
 
 
 def _compared(frame: pd.DataFrame) -> pd.Series[bool]:
@@ -91,7 +31,7 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     sizes = sorted(set(frame.batch_size))
     said = [
         f"After Table 4 of {published.PAPER}: time and peak memory of one training step{beside}; "
-        f"{captions.rounds(frame.paired_rounds if pairs else frame['rounds'])}.",
+        f"{captions.rounds(frame.paired_rounds if pairs or 'rounds' not in frame else frame['rounds'])}.",
         f"Batch size {captions.join(sizes)}." if len(sizes) <= 4 else f"Batch sizes {captions.span(sizes)}.",
     ]
     if pairs and not _compared(frame).all():
@@ -136,8 +76,6 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 def _ratio_bar(row: Any, column: str, absolute: Any, text: Callable[[float], str]) -> Bar:
     drawn = bars.bar(row, column, style.times, simulated=column == "memory_ratio" and row.memory == "simulated")
-    if row.backend == "nonprivate":
-        drawn = replace(drawn, published=None)
     if missing(absolute):
         return drawn
     return replace(drawn, text=drawn.text or "–", detail=text(absolute), note="")  # –: no round with ordinary training
@@ -148,8 +86,8 @@ FIGURE = FigureKind(
     kinds=("step",),
     cell=lambda r: (*r.cell, r.trial["batch_size"]),
     by=("experiment", "precision", "image_size", "memory_budget", "threads"),
-    table=table,
-    text=lambda frame: readable.paired(frame, readable.BATCH),
+    table=overhead.table,
+    text=overhead.text,
     caption=_caption,
     plot=plot,
     finding=findings.paired,

@@ -49,10 +49,11 @@ def cell(record: Record) -> tuple[Any, ...]:
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each (model, batch size, input size, backend), from its latest trial; see `paired.paired_row`.
+    """A row for each (model, batch size, input size, backend), from its latest trial; see `statistics.paired_row`.
 
     Args:
-        records: `overhead` records of one device and one setting.
+        records: of one device and one setting, of trials with several backends; or `step` records, which are compared
+            with ordinary training's in the same round.
     """
     rows = []
     for (model, batch_size, size), group in grouped(records, cell).items():
@@ -60,13 +61,14 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         ordinary = by_backend.get("nonprivate", [])
         for backend, own in by_backend.items():
             found = newest_trial(own, left_out if backend != "nonprivate" else LeftOut())
+            base = newest_trial(ordinary, LeftOut()) if ordinary and found[0].kind == "step" else ordinary
             row = {"model": model, "batch_size": batch_size, "image_size": size, "backend": backend}
-            row |= paired_row(found, [r for r in ordinary if r.id == found[0].id])
+            row |= paired_row(found, [r for r in base if r.kind == "step" or r.id == found[0].id])
             if size == 32 and found[0].trial["precision"] == "float32" and backend != "nonprivate":
                 row["published_time_ratio"] = published.ratio("time_per_epoch", model, backend)
                 row["published_memory_ratio"] = published.ratio("active_memory", model, backend)
             rows.append(row)
-    its_own = ("plain_step_seconds",) if any("plain_step_seconds" in row for row in rows) else ()
+    its_own = [name for name in ("rounds", "plain_step_seconds") if any(name in row for row in rows)]
     columns = ("model", "batch_size", "image_size", "backend", *PAIRED_COLUMNS, *its_own)
     return in_order(frame_of(rows, columns), "model", "image_size", "batch_size", "backend")
 
