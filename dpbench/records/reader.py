@@ -6,6 +6,7 @@ Imports neither pandas nor matplotlib. No record is dropped silently: records le
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Record:
         sweep = self.environment.get("executor")
         return f"{sweep['cluster']} {self.version}" if sweep and self.version else self.fingerprint
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         """The trial's kind: "step", "epsilon" and so on."""
         return str(self.trial["kind"])

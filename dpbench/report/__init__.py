@@ -112,9 +112,9 @@ def parts_of(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Ite
         chosen: name -> kind.
     """
     for own_device in by_device(records).values():
-        kinds = [record.kind for record in own_device]
+        present = {record.kind for record in own_device}
         for name, kind in chosen.items():
-            own = [record for record, is_of in zip(own_device, kinds, strict=True) if is_of in kind.kinds]
+            own = [] if present.isdisjoint(kind.kinds) else [r for r in own_device if r.kind in kind.kinds]
             for setting, part in facets(own, {**dict.fromkeys(kind.by, kind.kinds), **kind.facets, "way": PAIRED}):
                 if kind.applies(part):
                     labels = (
