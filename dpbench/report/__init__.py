@@ -9,6 +9,9 @@ Functions take:
     left_out: reason -> number of records left out; changed in place.
     frame: the numbers, a row each, in base units: seconds, bytes, ε.
     caption: the text below the picture, a paragraph a line.
+    axes: to draw in.
+    looks: further arguments of matplotlib.
+    row: of a table.
 """
 
 from __future__ import annotations

@@ -172,7 +172,11 @@ def _published(value: float | str) -> str:
 
 
 def as_percent(value: float) -> str:
-    """'94.0 %'."""
+    """'94.0 %'.
+
+    Args:
+        value: a share.
+    """
     return f"{100 * value:.1f} %"
 
 

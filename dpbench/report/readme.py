@@ -3,6 +3,10 @@
 A block lies between ``<!-- EXPERIMENT: WHAT DEVICE -->`` and ``<!-- end -->``. WHAT is "results" (the findings and
 tables of every device), "figure", "finding", or the name of one of the experiment's `excerpts`. DEVICE may be missing;
 "cpu" or "cuda" chooses the newest such machine with enough numbers. Text outside of blocks stays.
+
+Functions take:
+    tell: receives the progress, in words.
+    root: the folder of README.md.
 """
 
 from __future__ import annotations
@@ -36,10 +40,6 @@ Parts = list[tuple[str, Part]]
 def write_readme(root: Path, tell: Callable[[str], None] = lambda words: None) -> list[Path]:
     """Rewrite the blocks of the pages below `root` from the records in ``root/results``; returns the pages.
 
-    Args:
-        root: the folder of README.md.
-        tell: receives the progress, in words.
-
     Raises:
         UsageError: as `filled` does.
     """
@@ -53,9 +53,7 @@ def filled(root: Path, page: str, tell: Callable[[str], None] = lambda words: No
     """The text of a page with its blocks written from the records in ``root/results``.
 
     Args:
-        root: the folder of README.md.
         page: one of `PAGES`.
-        tell: receives the progress, in words.
 
     Raises:
         UsageError: the page is missing, or a block names no experiment or excerpt, or one without records or figures.

@@ -2,6 +2,7 @@
 
 Functions take:
     numbers: of the records.
+    column: of the ratio.
 """
 
 from __future__ import annotations
@@ -110,7 +111,6 @@ def within(
 
     Args:
         backend: of the claim.
-        column: of the ratio.
         bound: the claimed one.
         beside: returns a further phrase.
         least: the claimed lower bound.
@@ -150,11 +150,7 @@ def halved(numbers: Numbers) -> Judgement | None:
 
 
 def table_4_cells(column: str) -> Any:
-    """Returns a judge: on each model of Table 4 mixed ghost's ratio is at most the published one plus 2 %.
-
-    Args:
-        column: of the ratio.
-    """
+    """Returns a judge: on each model of Table 4 mixed ghost's ratio is at most the published one plus 2 %."""
 
     def judge(numbers: Numbers) -> Judgement | None:
         known = numbers.column("mixed_ghost", column, lambda row: not missing(getattr(row, f"published_{column}")))
@@ -267,7 +263,6 @@ def beside_figure(column: str, quantity: str, sources: tuple[str, ...], backends
     """Returns a judge: on each model our ratio is at most the published one plus 2 % for reading it off the figure.
 
     Args:
-        column: of the ratio.
         quantity: in words.
         sources: the paper's figures.
         backends: in those figures.

@@ -65,7 +65,6 @@ def bar(row: Any, column: str, text: Callable[[Any], str], note: str = "note", u
     """The bar of one cell of a table, with its range and its published value if the table has them.
 
     Args:
-        row: of the table.
         column: with the length of the bar.
         text: from a number to its text.
         note: the column of the words for an empty cell.

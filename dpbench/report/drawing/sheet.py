@@ -1,4 +1,9 @@
-"""Sheets of figures: the caption below the drawing, places in inches, and details that several figures share."""
+"""Sheets of figures: the caption below the drawing, places in inches, and details that several figures share.
+
+Functions take:
+    caption: paragraphs, one a line.
+    figure: of `sheet`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,6 @@ def sheet(depth: float, caption: str) -> tuple[Figure, float]:
 
     Args:
         depth: inches of the drawing.
-        caption: paragraphs, one a line.
     """
     text = "\n".join(textwrap.fill(paragraph, _CAPTION_CHARACTERS) for paragraph in caption.splitlines())
     height = depth + _CAPTION_LINE * (text.count("\n") + 1) + MARGIN
@@ -40,11 +44,7 @@ def sheet(depth: float, caption: str) -> tuple[Figure, float]:
 
 
 def without_caption(figure: Figure) -> tuple[Artist | None, Bbox]:
-    """(the caption artist or None, the part of the sheet above it in inches): for pages that show the caption as text.
-
-    Args:
-        figure: of `sheet`.
-    """
+    """(the caption or None, the part of the sheet above it in inches): for pages that show the caption as text."""
     width, height = map(float, figure.get_size_inches())
     caption = next((text for text in figure.texts if text.get_label() == _CAPTION), None)
     below = _CAPTION_LINE * (caption.get_text().count("\n") + 1) if caption is not None else 0.0
@@ -55,7 +55,6 @@ def place(figure: Figure, left: float, top: float, width: float, depth: float) -
     """Add axes to a sheet.
 
     Args:
-        figure: of `sheet`.
         left, top: of the axes, in inches from the sheet's corner.
         width, depth: of the axes, in inches.
     """
@@ -80,7 +79,6 @@ def grid(
     """A sheet with axes of equal size, from the left and from the top. All lengths are in inches.
 
     Args:
-        caption: paragraphs, one a line.
         count, across: number of axes, and of those in a row.
         depth: of each.
         head, foot: room above and below each.
@@ -103,11 +101,9 @@ def legend(figure: Figure, handles: Sequence[Artist], at: float = MARGIN, right:
     """Add a line of legend entries above a drawing; nothing without entries.
 
     Args:
-        figure: of `sheet`.
         handles: the entries.
         at: inches from the left edge, or from the right one.
         right: whether it ends at the right.
-        looks: further arguments of matplotlib.
     """
     if handles:
         corner = (1 - at / WIDTH if right else at / WIDTH, 1 - 0.04 / figure.get_figheight())
@@ -119,12 +115,10 @@ def beside(axes: Axes, x: float, y: float, points: float, words: str, **looks: A
     """Write words in the row at `y`.
 
     Args:
-        axes: whose y axis has the row.
         x: 0 for the left edge of the axes, 1 for the right one.
         y: in data.
         points: to the right of the edge.
         words: may be empty.
-        looks: further arguments of matplotlib.
     """
     if words:
         offset = ScaledTranslation(points / 72, -0.5 / 72, axes.figure.dpi_scale_trans)
@@ -153,11 +147,9 @@ def spread(axes: Axes, x: Any, part: Any, value: str, **looks: Any) -> None:
     """Draw a line of medians with the range of the seeds.
 
     Args:
-        axes: to draw in.
         x: of each row.
         part: a table with columns `value`, "least" and "greatest".
         value: column of the medians.
-        looks: further arguments of matplotlib.
     """
     axes.errorbar(x, part[value], [part[value] - part.least, part.greatest - part[value]], capsize=2, **looks)
 
@@ -167,6 +159,5 @@ def sign(look: style.Look, **looks: Any) -> Line2D:
 
     Args:
         look: name, colour and marker.
-        looks: further arguments of matplotlib.
     """
     return Line2D([], [], label=look.name, color=look.color, marker=look.marker, **looks)
