@@ -297,3 +297,11 @@ def test_the_scorecard_counts_what_is_exact_refused_and_wrong(tmp_path):
         ["in all", "1 exact, 0 refuses, 1 wrong", "0 exact, 1 refuses, 1 wrong"],
     ]
     assert "2 cases" in text and "fastDP: unsupported" in text and "fastdp is not available here" in text
+
+
+def test_throughput_is_that_of_the_largest_batch_timed(run):
+    run.step("cnn", "ghost", [1.0], batch_size=8).step("cnn", "ghost", [2.0], batch_size=64)
+    run.step("cnn", "vmap", [1.0], batch_size=8)
+    table, text = report(run, "max_batch_throughput")
+    assert row(table, backend="ghost").images_per_second == 32
+    assert "the batch size beside it" in text

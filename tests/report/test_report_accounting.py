@@ -183,3 +183,13 @@ def test_of_solid_curves_that_coincide_the_first_is_drawn_wider(run):
     _, drawn, _ = draw(run, "epsilon_epochs")
     width = {line.get_label(): line.get_linewidth() for line in drawn.axes[0].get_lines()}
     assert width["PRV"] > width["PLD"] == width["moments"] == width["GDP"]
+
+
+def test_the_tight_ones_stand_apart(run):
+    _, drawn, _ = draw(epochs(run), "epsilon_epochs")
+    left, right = drawn.axes
+    assert (left.get_yscale(), right.get_yscale()) == ("log", "linear")
+    assert {line.get_label() for line in left.lines} - {line.get_label() for line in right.lines} >= {
+        "simple composition",
+        "strong, as published in 2016",
+    }

@@ -11,7 +11,7 @@ from drawn import assert_apart
 from drawn import draw as with_table
 from matplotlib.colors import to_rgb
 from report_every import everything
-from report_records import GIB, RunFile
+from report_records import CUDA, GIB, RunFile
 
 from clipping import VARIANTS
 from dpbench.report import FIGURES, style, write_report
@@ -172,3 +172,21 @@ def test_the_same_records_give_the_same_bytes(run, tmp_path):
             ElementTree.parse(path)
             assert "dc:date" not in path.read_text(encoding="utf-8")
     assert dict(matplotlib.rcParams) == settings
+
+
+def test_one_panel_is_drawn_for_what_there_is(run, tmp_path):
+    run.step("cnn", "ghost", [1.0])
+    assert [axes.get_title(loc="left") for axes in draw(run, "max_batch_throughput")[0].axes] == [
+        "Throughput at batch size 8"
+    ]
+    other = RunFile(tmp_path / "other" / "a.jsonl").search("cnn", "ghost", [8], [9])
+    assert [axes.get_title(loc="left") for axes in draw(other, "max_batch_throughput")[0].axes] == [
+        "Maximum batch size in 16 GiB"
+    ]
+
+
+def test_published_throughput_is_for_gpus(run, tmp_path):
+    run.step("resnet18", "ghost", [1.0])
+    assert "published" not in words(draw(run, "max_batch_throughput")[1])
+    gpu = RunFile(tmp_path / "gpu" / "a.jsonl", CUDA).step("resnet18", "ghost", [1.0], device="cuda")
+    assert "published" in words(draw(gpu, "max_batch_throughput")[1])

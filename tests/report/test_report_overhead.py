@@ -308,3 +308,14 @@ def test_models_have_short_names():
         ("wide_resnet", "Wide ResNet"),
     ]:
         assert style.model(reference) == name
+
+
+def test_engines_of_others_are_of_a_version_of_their_own(run, report):
+    """Their libraries are part of their trial's."""
+    of = {"kind": TrainingStepTrial, "optimizer": "SGD"}
+    run.overhead("cnn", {"nonprivate": [1.0], "fastdp": [3.0]}, fingerprint="with fastDP", **of)
+    run.overhead("cnn", {"nonprivate": [2.0], "bk_mixed": [2.2]}, fingerprint="without", **of)
+    table, text = report("training_step")
+    assert row(table, backend="fastdp").time_ratio == pytest.approx(3.0)
+    assert row(table, backend="bk_mixed").time_ratio == pytest.approx(1.1)
+    assert "give no number" not in text

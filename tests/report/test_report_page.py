@@ -13,6 +13,7 @@ from report_records import CPU, CUDA, RunFile
 
 from dpbench.report import FIGURES, Claim, FigureKind, style, write_report
 from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.output import page
 from dpbench.report.output.page import svg
 from dpbench.trials import (
     StepTrial,
@@ -327,3 +328,17 @@ def test_in_a_browser_it_fits_a_phone_and_a_desk_sorts_and_asks_for_nothing(whol
         assert seen["up"] == ["1.00 s", "2.50 s", "4.00 s", "error", "error"]
         assert seen["down"] == ["4.00 s", "2.50 s", "1.00 s", "error", "error"]
         assert seen["rows"][:3] == ["Opacus hooks", "Ghost", "Non-private"] and seen["direction"] == "descending"
+
+
+def test_a_device_without_a_finding_stands_closed(run):
+    run.step("cnn", "nonprivate", [1.0]).step("cnn", "ghost", [2.0])
+    RunFile(run.path.with_name("b.jsonl"), CUDA, start=5).step("cnn", "nonprivate", [0.5], device="cuda")
+    _, parsed = write(run, "memory_speed_table")
+    assert "Below, closed, stand the records of cuda Test GPU (1 trial, on 1 January 2026)." in parsed.text()
+
+
+def test_a_long_table_says_where_the_rest_is():
+    frame = pd.DataFrame({"A": [str(n) for n in range(page.ROWS + 2)], "Empty": ""})
+    table = page.table(frame)
+    assert len(table.rows) == page.ROWS and table.more == "The other 2 rows are in the CSV file."
+    assert [column["name"] for column in table.columns] == ["A"]

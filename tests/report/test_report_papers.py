@@ -192,3 +192,11 @@ def test_a_model_that_cannot_be_explained_is_counted(run):
     left_out = LeftOut()
     decisions.table(read(explained(run).path.parent), left_out)
     assert left_out["model that cannot be explained"] == 1
+
+
+def test_measured_peaks_are_drawn_where_none_was_simulated(run):
+    peaks = {"nonprivate": 100, "mixed_ghost": 110}
+    run.overhead(DEIT, {"nonprivate": [1.0], "mixed_ghost": [1.4]}, peaks, image_size=224)
+    drawn, _ = draw(run, "beside_papers")
+    assert drawn.axes[1].get_title(loc="left") == "Peak memory, measured"
+    assert [patch.get_hatch() for patch in drawn.axes[1].patches] == [None]
