@@ -5,13 +5,13 @@ Two backends are compared over cells (a model, at a size) that both have; the se
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from dpbench.report import style
+from dpbench.report.captions import span
 from dpbench.report.summary import several
 from dpbench.trials.backends import PEERS
 
@@ -25,38 +25,36 @@ _LESS = (
     "multiplies faster than torch's own products."
 )
 
-Cells = dict[tuple[Any, ...], float]
-
 
 def paired(frame: pd.DataFrame) -> str:
     """For tables with times and memory relative to ordinary training of the same framework."""
     if "plain_step_seconds" in frame:
         frame = frame[frame.plain_step_seconds.isna()]
     keys = [name for name in ("model", "image_size", "tokens", "batch_size") if name in frame]
-    ratios = _cells(frame, keys, "time_ratio")
-    counts = Counter(cell for cells in ratios.values() for cell in cells)
-    rivals = max(counts.values(), default=0) > 1
+    known, wide = _cells(frame, keys, "time_ratio")
+    counts = wide.notna().sum(axis=1)
+    rivals = counts.max() > 1
     if rivals:  # a single private backend cannot be compared
-        ratios = {name: {c: r for c, r in cells.items() if counts[c] > 1} for name, cells in ratios.items()}
-    ours = {name: cells for name, cells in ratios.items() if name not in PEERS and cells}
-    if not ours:
+        wide = wide[counts > 1]
+    best = _best(wide, largest=False)
+    if best is None:
         return ""
-    most = max(map(len, ours.values()))
-    best = min((name for name in ours if len(ours[name]) == most), key=lambda name: _median(ours[name]))
-    nearest = _nearest(ratios, ours[best], largest=False)
-    place = "the fastest private backend" if nearest is None or not nearest[2] else "the fastest of our backends"
-    told = frame[(frame.backend == best) & frame.time_ratio.notna()]
-    told = told[[tuple(row) in ours[best] for row in told[keys].itertuples(index=False)]]
-    pairs = _span(told.paired_rounds, "{:.0f}".format, "to")
-    said = (
-        f"{style.backend(best).name} is {place if rivals else 'the only private backend'} on {_settings(told, keys)}: "
-        f"{_ratios(ours[best])} the time of ordinary training ({pairs} pair{'' if pairs == '1' else 's'} of rounds each"
+    ours = wide[best].dropna()
+    said, is_ahead = _peer(wide, ours, largest=False)
+    place = "the fastest of our backends" if is_ahead else "the fastest private backend"
+    told = known[(known.backend == best) & known.cell.isin(list(ours.index))]
+    pairs = span(f"{count:.0f}" for count in (told.paired_rounds.min(), told.paired_rounds.max()))
+    models = told.model.nunique()
+    settings = f" in {len(ours)} settings" if len(ours) > models else ""
+    text = (
+        f"{style.backend(best).name} is {place if rivals else 'the only private backend'} on "
+        f"{several(models, 'model')}{settings}: {_ratios(ours)} the time of ordinary training "
+        f"({pairs} pair{'' if pairs == '1' else 's'} of rounds each"
     )
-    known = told[told.memory_ratio.notna()]
-    if len(known):
-        memory = {tuple(row): float(value) for *row, value in known[[*keys, "memory_ratio"]].itertuples(index=False)}
-        said += f") and {_ratios(memory)} its peak memory ({_taken(known.memory)}"
-    return said + ")" + _peer(nearest, ours[best]) + "." + (_LESS if min(ours[best].values()) < 1 else "")
+    memory = told[told.memory_ratio.notna()]
+    if len(memory):
+        text += f") and {_ratios(memory.memory_ratio.astype(float))} its peak memory ({_taken(memory.memory)}"
+    return f"{text}){said}." + (_LESS if ours.min() < 1 else "")
 
 
 def max_batch(frame: pd.DataFrame) -> str:
@@ -65,82 +63,60 @@ def max_batch(frame: pd.DataFrame) -> str:
     if known.empty:
         return ""
     memory = known.memory.mode().iloc[0]
-    known = known[known.memory == memory]
-    base = dict(known[known.backend == "nonprivate"][["model", "max_batch_size"]].itertuples(index=False))
-    known = known[known.model.isin(list(base)) & (known.backend != _ONE_BY_ONE)]
-    known = known.assign(ratio=[float(row.max_batch_size) / float(base[row.model]) for row in known.itertuples()])
-    ratios = _cells(known, ["model"], "ratio")
-    ours = {name: cells for name, cells in ratios.items() if name not in PEERS}
-    if not ours:
+    known = known[(known.memory == memory) & (known.backend != _ONE_BY_ONE)]
+    base = known[known.backend == "nonprivate"].set_index("model").max_batch_size.astype(float)
+    _, wide = _cells(known.assign(ratio=known.max_batch_size.astype(float) / known.model.map(base)), ["model"], "ratio")
+    best = _best(wide, largest=True)
+    if best is None:
         return ""
-    most = max(map(len, ours.values()))
-    best = max((name for name in ours if len(ours[name]) == most), key=lambda name: _median(ours[name]))
-    budget = style.size(known.budget_bytes.iloc[0])
+    ours = wide[best].dropna()
     return (
-        f"Apart from one sample at a time, {style.backend(best).name} takes the largest batches in {budget} "
-        f"({memory} memory): {_ratios(ours[best])} ordinary training's over {several(len(ours[best]), 'model')}"
-        + _peer(_nearest(ratios, ours[best], largest=True), ours[best])
-        + "."
+        f"Apart from one sample at a time, {style.backend(best).name} takes the largest batches in "
+        f"{style.size(known.budget_bytes.iloc[0])} ({memory} memory): {_ratios(ours)} ordinary training's over "
+        f"{several(len(ours), 'model')}{_peer(wide, ours, largest=True)[0]}."
     )
 
 
-def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> dict[str, Cells]:
-    """Per-sample clipping backend -> cell -> its ratio to ordinary training."""
-    found: dict[str, Cells] = {}
-    for row in frame[frame[column].notna() & (frame.backend != "nonprivate")].itertuples(index=False):
-        if str(row.backend).startswith(_OTHER_MECHANISM):
-            continue
-        cell = tuple(getattr(row, name) for name in keys)
-        found.setdefault(str(row.backend), {})[cell] = float(getattr(row, column))
-    return found
+def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(the rows of per-sample clipping backends with their `cell`, ratios to ordinary training by cell and backend)."""
+    other = (frame.backend == "nonprivate") | frame.backend.str.startswith(_OTHER_MECHANISM)
+    known = frame[frame[column].notna() & ~other.astype(bool)]
+    cells: list[Any] = list(zip(*(known[name] for name in keys), strict=True))
+    known = known.assign(cell=cells)
+    wide = known[column].astype(float).groupby([known.cell, known.backend]).last().unstack()
+    return known, wide.reindex(columns=list(dict.fromkeys(known.backend)))
 
 
-def _nearest(ratios: dict[str, Cells], ours: Cells, largest: bool) -> tuple[str, Cells, bool] | None:
-    """(the best library, its ratios in cells of `ours`, whether it is ahead of `ours` at the median), if any.
+def _best(wide: pd.DataFrame, largest: bool) -> str | None:
+    """Our backend with the best median, of those with the most cells."""
+    counts = wide.drop(columns=list(PEERS), errors="ignore").notna().sum()
+    if not counts.any():
+        return None
+    medians = wide[counts[counts == counts.max()].index].median()
+    return str(medians.idxmax() if largest else medians.idxmin())
+
+
+def _peer(wide: pd.DataFrame, ours: pd.Series[float], largest: bool) -> tuple[str, bool]:
+    """(words on the best library in cells of `ours`, whether it is ahead of `ours` at the median), if any.
 
     A quotient of the two ratios only ranks: they may be of two processes.
     """
-    shared = {
-        name: {c: cells[c] for c in cells.keys() & ours.keys()} for name, cells in ratios.items() if name in PEERS
-    }
-    medians = {
-        name: _median({cell: ratio / ours[cell] for cell, ratio in cells.items()})
-        for name, cells in shared.items()
-        if cells and 2 * len(cells) >= len(ours)
-    }
-    if not medians:
-        return None
-    best = (max if largest else min)(medians, key=lambda name: medians[name])
-    return best, shared[best], medians[best] > 1 if largest else medians[best] < 1
+    shared = wide.loc[ours.index, [name for name in wide if name in PEERS]]
+    counts = shared.notna().sum()
+    medians = shared.div(ours, axis=0).median()[(counts > 0) & (2 * counts >= len(ours))]
+    if medians.empty:
+        return "", False
+    name: Any = medians.idxmax() if largest else medians.idxmin()
+    theirs = shared[name].dropna()
+    where = f" on {len(theirs)} of them" if len(theirs) < len(ours) else ""
+    is_ahead = medians[name] > 1 if largest else medians[name] < 1
+    return f"; the best of the libraries is {style.backend(name).name}: {_ratios(theirs)}{where}", bool(is_ahead)
 
 
-def _peer(nearest: tuple[str, Cells, bool] | None, ours: Cells) -> str:
-    if nearest is None:
-        return ""
-    name, cells, _ = nearest
-    where = f" on {len(cells)} of them" if len(cells) < len(ours) else ""
-    return f"; the best of the libraries is {style.backend(name).name}: {_ratios(cells)}{where}"
-
-
-def _median(cells: Cells) -> float:
-    return float(pd.Series(list(cells.values())).median())
-
-
-def _ratios(cells: Cells) -> str:
+def _ratios(values: pd.Series[float]) -> str:
     """'1.17× (1.09× to 1.33×)': the median and the range of the cells."""
-    values = pd.Series(list(cells.values()))
-    middle, span = style.times(values.median()), _span(values, style.times, "to")
-    return middle if middle == span else f"{middle} ({span})"
-
-
-def _span(values: Any, text: Any, between: str) -> str:
-    low, high = text(float(values.min())), text(float(values.max()))
-    return low if low == high else f"{low} {between} {high}"
-
-
-def _settings(frame: pd.DataFrame, keys: Sequence[str]) -> str:
-    models, cells = frame.model.nunique(), len(frame.drop_duplicates(list(keys)))
-    return several(models, "model") + (f" in {cells} settings" if cells > models else "")
+    middle, ends = style.times(values.median()), span(map(style.times, (values.min(), values.max())))
+    return middle if middle == ends else f"{middle} ({ends})"
 
 
 def _taken(memory: pd.Series[Any]) -> str:
