@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import Any
 
 from dpbench.records.reader import PAIRED, Record
 from dpbench.report import style
@@ -17,19 +18,8 @@ _NAMED = ("scheme", "fault", "network", "dtype")
 _NO_EVIDENCE = "no evidence recorded"
 
 
-@dataclass
-class Failure:
-    """One cause. `where`: trial -> how often; `evidence`: of the first trial, in full."""
-
-    outcome: str
-    cause: str
-    evidence: str
-    where: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        """Total number of failures."""
-        return sum(self.where.values())
+#: The most places of a failure that are named.
+PLACES = 10
 
 
 def failed(record: Record) -> bool:
@@ -55,18 +45,31 @@ def place(record: Record) -> str:
     return " ".join(words) or record.kind
 
 
-def grouped_failures(records: Iterable[Record]) -> list[Failure]:
-    """The failures among `records` (of one backend each), the gravest first; causes may differ in numbers."""
-    found: dict[tuple[str, str], Failure] = {}
-    for record in records:
-        if failed(record):
-            said = cause(record)
-            key = record.outcome, re.sub(r"\d[\d.,e+-]*", "#", said)
-            group = found.setdefault(key, Failure(record.outcome, said, record.evidence.strip() or _NO_EVIDENCE))
-            where = place(record)
-            group.where[where] = group.where.get(where, 0) + 1
+def grouped_failures(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """The failures among `records` (of one backend each) by cause, the gravest first; causes may differ in numbers.
+
+    Each has its outcome as a word, its count, the cause, the places, and the first evidence if it says more.
+    """
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in filter(failed, records):
+        found.setdefault((record.outcome, re.sub(r"\d[\d.,e+-]*", "#", cause(record))), []).append(record)
     grave = ["mismatch", *reversed(style.OUTCOMES)]
-    return sorted(
-        found.values(),
-        key=lambda f: (grave.index(f.outcome) if f.outcome in grave else len(grave), -f.count),
-    )
+
+    def gravity(group: list[Record]) -> tuple[int, int]:
+        outcome = group[0].outcome
+        return grave.index(outcome) if outcome in grave else len(grave), -len(group)
+
+    return [_told(group) for group in sorted(found.values(), key=gravity)]
+
+
+def _told(group: list[Record]) -> dict[str, Any]:
+    first, said = group[0], cause(group[0])
+    places = [f"{name} ({count}×)" if count > 1 else name for name, count in Counter(map(place, group)).items()]
+    rest, evidence = len(places) - PLACES, first.evidence.strip() or _NO_EVIDENCE
+    return {
+        "word": style.OUTCOMES.get(first.outcome, first.outcome),
+        "count": len(group),
+        "cause": said,
+        "where": "; ".join(places[:PLACES]) + (f" and {rest:,} more" if rest > 0 else ""),
+        "evidence": evidence if evidence != said else "",
+    }

@@ -305,7 +305,7 @@ def _applies(records: Sequence[Record]) -> bool:
 _TIME_TEXT: readable.Columns = {
     **{name: of(name) for name in ("by", *TRAINING[:-1])},
     "ε": of("target_epsilon", "{:g}".format),
-    "goal": of("goal", "{:.0%}".format),
+    "goal": of("goal", lambda share: f"{100 * share:.0f} %"),
     "reached by": lambda r: f"{r.reached} of {r.seeds}",
     "epochs": of("epochs", "{:g}".format),
     "time": of("seconds", style.duration),

@@ -31,8 +31,8 @@ from dpbench.report.parts import VERDICTS, Part
 from dpbench.report.summary import days, join, several, summary
 from dpbench.trials.outcome import DOES_NOT_FIT
 
-#: The most rows of a table on the page (the CSV has all), and the most places of a failure.
-ROWS, PLACES = 1500, 10
+#: The most rows of a table on the page; the CSV has all.
+ROWS = 1500
 #: Facts of an environment that depend on the moment.
 _MOMENTS = frozenset({"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes"})
 _NUMBER = re.compile(r"[^\w–-]{0,4}(?:\w+ = )?-?\d[\d.,]*(?:e[-+]?\d+)?(?:\s?[\w×%µ/]{1,5})?(?:–.*)?")
@@ -139,8 +139,8 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
         sections=sections,
         others=others,
         verdicts=VERDICTS,
-        failures=[_failure(failure) for failure in failed],
-        failures_said=f"{several(sum(f.count for f in failed), 'result')} without a number, "
+        failures=failed,
+        failures_said=f"{several(sum(cause['count'] for cause in failed), 'result')} without a number, "
         f"for {several(len(failed), 'cause')}; causes that differ in numbers only are one.",
         unfit=f"{several(unfit, 'probe')} of a search did not fit in the memory budget: a result, not a failure."
         if unfit
@@ -208,19 +208,6 @@ def _look(texts: Sequence[str]) -> str:
         return "w"
     numbers = sum(_NUMBER.fullmatch(text) is not None for text in known)
     return "n" if 2 * numbers > len(known) else ""
-
-
-def _failure(failure: failures.Failure) -> dict[str, Any]:
-    places = [f"{place} ({count}×)" if count > 1 else place for place, count in failure.where.items()]
-    rest = len(places) - PLACES
-    more = f" and {rest:,} more" if rest > 0 else ""
-    return {
-        "word": style.OUTCOMES.get(failure.outcome, failure.outcome),
-        "count": failure.count,
-        "cause": failure.cause,
-        "where": "; ".join(places[:PLACES]) + more,
-        "evidence": failure.evidence if failure.evidence != failure.cause else "",
-    }
 
 
 def _machine(device: str, records: Sequence[Record]) -> dict[str, Any]:
