@@ -96,7 +96,7 @@ class FigureKind:
         """
         if "model" in frame:  # the table may leave out models
             known = set(frame.model)
-            found = [r for r in records if {m := r.trial["model"], style.without_length(m)[0]} & known]
+            found = [r for r in records if {m := r.trial.get("model", ""), style.without_length(m)[0]} & known]
             records = found or records
         own = [self.caption] if isinstance(self.caption, str) else self.caption(records, frame)
         return own if isinstance(own, str) else captions.whole(own, records, left_out, self.setting)
