@@ -122,7 +122,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A panel for each model and setting, a line for each backend."""
     frame = frame[frame.quantity == "time ratio"]
     cells = list(frame.groupby(["model", "batch_size", "setting"], sort=False))
-    figure, panels = grid(caption, len(cells), 3, 1.45, head=0.35, foot=0.4, left=0.5, gap=0.5, right=0.1, above=0.3)
+    figure, panels = grid(caption, len(cells), 3, 1.45, head=0.35, foot=0.4, left=0.5, gap=0.5, right=0.1, above=0.45)
     for axes, ((model, batch_size, setting), own) in zip(panels, cells, strict=True):
         for backend, row in own.groupby("backend", sort=False):
             look, values = style.backend(str(backend)), row.value.astype(float)
