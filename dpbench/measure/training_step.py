@@ -8,6 +8,9 @@ all share the batch. Otherwise engines are opened, timed in turns and measured a
 the same engine, not one of an engine that has just freed per-sample gradients.
 
 jax_privacy's steps run in a process of their own (`dpbench.measure.jax_peer.entry`).
+
+The result is that of an `OverheadTrial`, and ``energy``: the name of the counter, or "not readable". With a counter, a
+turn has ``joules_per_step``: all energy that the machine's processors, or the GPU, used meanwhile.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from clipping import load_backend
 from clipping.core.batches import forward
 from clipping.program.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
+from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
 from dpbench.measure.jax_peer.entry import JaxEntry
 from dpbench.measure.memory import measured_peak
@@ -46,8 +50,12 @@ def run(trial: TrainingStepTrial) -> dict[str, Any]:
         NotHere: the device lacks this precision.
     """
     device = device_of(trial.device)
-    kinds = {JAX_PRIVACY: JaxEntry}
-    return compared(trial, device, [kinds.get(name, _Engine)(name, trial, device) for name in trial.backends])
+    by, joules = energy.counter(device)
+    entries = [
+        JaxEntry(name, trial, device) if name == JAX_PRIVACY else _Engine(name, trial, device, joules=joules)
+        for name in trial.backends
+    ]
+    return compared(trial, device, entries) | {"energy": by}
 
 
 @dataclass
@@ -84,9 +92,10 @@ class _TrainingStep:
 
 @dataclass
 class _Engine(Entry):
-    """An engine's step, from opening to record."""
+    """An engine's step, from opening to record. `joules` reads a counter of energy, if there is one."""
 
     trial: TrainingStepTrial
+    joules: Callable[[], float] | None = None
     fewest: int = 3
     lead: int = 1
     _step: Any = field(default=None)
@@ -106,9 +115,12 @@ class _Engine(Entry):
         self._step = _TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
 
     def turn(self, number: int, position: int) -> None:
-        """As for a backend's entry. Our engine checks every optimizer's step; only ours pays for that."""
+        """As for a backend's entry, with energy. Our engine checks every optimizer's step; only ours pays for that."""
+        before = self.joules() if self.joules is not None else 0.0
         with mock.patch.dict(_global_optimizer_pre_hooks, clear=self.name in _OF_OTHERS):
             super().turn(number, position)
+        if self.joules is not None and self._step is not None:
+            self.record["turns"][-1]["joules_per_step"] = (self.joules() - before) / (self.lead + self.steps)
 
     def _graphs(self) -> Graphs | None:
         return self._compiled

@@ -162,6 +162,7 @@ _TURN: Shape = {
     "round": COUNT,
     "position?": COUNT,
     "step_seconds": Some(ABOVE_0),
+    "joules_per_step?": Or(FINITE, None),
 }
 _ENTRY: Shape = {
     "outcome": OUTCOME,
@@ -229,7 +230,7 @@ _RESULTS: Mapping[str, Shape] = {
         "verification": _VERIFICATION,
     },
     "overhead": _PAIRED,
-    "training_step": _PAIRED,
+    "training_step": _PAIRED | {"energy?": TEXT},
     "distributed": {
         "backends": Each({"memory": Some(_MEMORY), "turns": Some(_TURN)}),
         "communication": TEXT,

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from clipping.program.step import Way
 from dpbench.errors import UsageError
-from dpbench.measure import training_step
+from dpbench.measure import energy, training_step
 from dpbench.measure.bench import open_workload
 from dpbench.measure.jax_peer.entry import KNOWN
 from dpbench.records.reader import entries
@@ -33,7 +33,7 @@ def trial(**changes) -> TrainingStepTrial:
 def test_every_engine_has_turns_and_memory(optimizer):
     pytest.importorskip("opacus")
     found = training_step.run(trial(optimizer=optimizer))
-    assert list(found["backends"]) == list(ENGINES)
+    assert list(found["backends"]) == list(ENGINES) and found["energy"] in ("RAPL", "NVML", "not readable")
     for name, entry in found["backends"].items():
         assert entry["outcome"] == "ok", (name, entry["evidence"])
         assert len(entry["turns"]) == 2 and all(turn["step_seconds"] for turn in entry["turns"])
@@ -153,3 +153,18 @@ def test_records_are_those_of_engines():
     with pytest.raises(ValueError, match="expected an optimizer, one of SGD, AdamW, got 'Adam'"):
         trial(optimizer="Adam")
     assert entries([]) == []
+
+
+def test_energy_of_packages_is_read_past_the_end_of_their_counters(tmp_path, monkeypatch):
+    monkeypatch.setattr(energy, "_RAPL", tmp_path)
+    assert energy.counter(torch.device("cpu")) == ("not readable", None)
+    for package in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "max_energy_range_uj").write_text("999\n")
+        (tmp_path / package / "energy_uj").write_text("900\n")
+    by, joules = energy.counter(torch.device("cpu"))
+    assert by == "RAPL" and joules is not None and joules() == 0
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("100\n")
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("950\n")
+    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("999\n")  # a part of package 0
+    assert joules() == pytest.approx(250e-6)

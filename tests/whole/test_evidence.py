@@ -18,6 +18,7 @@ from dpbench.engine import engine as engine_module
 from dpbench.experiment import MaxBatch, load_experiment
 from dpbench.measure import device, norms, parts, profile
 from dpbench.measure.traces import Trace
+from dpbench.records.reader import LeftOut, read
 from dpbench.records.store import read_records
 from dpbench.report import write_report
 from dpbench.report.figures import evidence as tables
