@@ -22,8 +22,8 @@ same tensors give the same bits for any number of threads.
 
 Functions take:
     a: [n, T, d], of any strides.
-    gradients: of each layer's output, [n, T, p] with its own p, of any strides; all of one dtype.
-    lost: factors of the rows' norms (of each gradient), from `clipping.numerics.rounding_bounds.of_lost`.
+    g: [n, T, p], of any strides.
+    lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
 """
 
 from __future__ import annotations
@@ -64,30 +64,18 @@ def supported(*tensors: Tensor) -> bool:
 
 
 @operation
-def gram_norm_and_reach(
-    a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]
-) -> tuple[Tensor, Tensor]:
-    """Σ_g Σ_{t,s} (a_t · a_s)(g_t · g_s), [n]: the sum of the squared norms of linear layers that share an input.
+def gram_norm_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) of each sample, and `row_reach` from the diagonals of the Gram matrices: [n, 3].
 
-    Also return `row_reach` of each layer, [n, layers, 2], from the diagonals of the Gram matrices; an empty `lost`
-    gives none. Both are float32 or wider. Rounding may make the square of a vanishing gradient slightly negative.
+    float32 or wider. Rounding may make the square of a vanishing gradient slightly negative.
     """
-    dtype = norm_dtype(gradients[0].dtype)
-    count, positions, inputs = a.shape
-    parts = max(1, -(-positions // PART))
-    found, reaches = (a.new_empty(size, dtype=dtype) for size in ((count, parts), (count, parts, len(lost), 2)))
-    if not count or not positions:
-        return found.zero_().sum(1), reaches.zero_().sum(1)
-    a, *gradients = (_rows(x.to(dtype)) for x in (a, *gradients))
-    if not isinstance(found, FakeTensor):
-        given = [n for g in gradients for n in (g.data_ptr(), g.shape[2], g.stride(0), g.stride(1))]
-        strides = _numbers(a.stride()[:2])
-        losses = (ctypes.c_double * (2 * len(lost)))(*(x for each in lost for x in each)) if lost else None
-        _loaded(dtype).gram_norm(
-            _torch().torch_parallel_for, a.data_ptr(), strides, count, positions, inputs,
-            _numbers(given), len(gradients), parts, found.data_ptr(), losses, reaches.data_ptr(),
-        )  # fmt: skip
-    return (found.sum(1), reaches.sum(1)) if parts > 1 else (found[:, 0], reaches[:, 0])
+    parts = max(1, -(-a.shape[1] // PART))
+    found = a.new_empty(len(a), parts, 3, dtype=norm_dtype(g.dtype))
+    if not len(a) or not a.shape[1]:
+        found.zero_()
+    else:
+        _run_on_rows("gram_norm", a.to(found.dtype), g.to(found.dtype), [parts], lost, found)
+    return found.sum(1) if parts > 1 else found[:, 0]
 
 
 @operation
@@ -173,17 +161,21 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     """Σ_t ‖a_t‖ ‖g_t‖ and Σ_t (‖a_t‖ · lost[0] + ‖g_t‖ · lost[1]) of each sample, [n, 2].
 
     Args:
-        a: [n, T, d], float32 or float64.
-        g: [n, T, p], of the same dtype.
+        a, g: float32 or float64, of one dtype.
     """
-    a, g = _rows(a), _rows(g)
     found = g.new_empty(len(g), 2)
+    _run_on_rows("row_reaches", a, g, [], lost, found)
+    return found
+
+
+def _run_on_rows(kernel: str, a: Tensor, g: Tensor, more: list[int], lost: tuple[float, float], found: Tensor) -> None:
+    """Run a kernel on rows a [n, T, d] and g [n, T, p], with `more` sizes."""
+    a, g = (x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous() for x in (a, g))
     if found.numel() and not isinstance(found, FakeTensor):
-        sizes = _numbers([g.shape[1], a.shape[2], *a.stride()[:2], g.shape[2], *g.stride()[:2]])
-        _loaded(g.dtype).row_reaches(
+        sizes = _numbers([g.shape[1], a.shape[2], *a.stride()[:2], g.shape[2], *g.stride()[:2], *more])
+        getattr(_loaded(g.dtype), kernel)(
             _torch().torch_parallel_for, a.data_ptr(), g.data_ptr(), sizes, len(g), *lost, found.data_ptr()
         )
-    return found
 
 
 @operation
@@ -231,11 +223,6 @@ def scratch_bytes(pixels: int, positions: int, features: int, samples: int, dtyp
     return min(torch.get_num_threads(), samples) * (pixels + features) * larger * norm_dtype(dtype).itemsize
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[n, T, d] with contiguous rows."""
-    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
-
-
 def _source(x: Tensor) -> Sequence[int]:
     """The numbers of a two-dimensional `source` in `pixels.c`, from [n, C, *size]."""
     x = x if x.dim() == 4 else x.unsqueeze(2)
@@ -280,7 +267,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     real: Any = ctypes.c_double
     reach = [*[address] * 4, number, real, real, address]
     arguments = {
-        "gram_norm": [*[address] * 3, *[number] * 3, address, number, number, *[address] * 3],
+        "gram_norm": reach,
         "pixel_norms": [address, number, *[address] * 3, number, address, real, real, address],
         "squares": [address, address, number, number, address],
         "column_norms": [address, address, number, number, number, address],

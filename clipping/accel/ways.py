@@ -11,8 +11,8 @@ from torch import Tensor
 from clipping.accel import cpu, cuda, fused
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import Parts
-from clipping.numerics.rounding_bounds import Reach, of_lost
-from clipping.rules.base import Rule, Spec, Uses, Way, Work, with_reaches
+from clipping.numerics.rounding_bounds import of_lost
+from clipping.rules.base import Rule, Spec, Way, Work, of_columns
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight
@@ -48,27 +48,24 @@ class _C(_Triton[R]):
 
 
 class _Compiled(_C[LinearWeight]):
-    kind, takes_companions = LinearWeight, True
+    kind = LinearWeight
 
-    def norms(self, rule: LinearWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
-        squares, reaches = cpu.gram_norm_and_reach(*rule.with_companions(g, samples, others))
-        return with_reaches(squares, *map(Reach.of_columns, reaches.unbind(1)))
+    def norms(self, rule: LinearWeight, g: Tensor, samples: slice) -> Parts:
+        return of_columns(cpu.gram_norm_and_reach(*rule.operands(g, samples), rule.lost(g)))
 
 
 class _GramTiles(_Triton[LinearWeight]):
     kind, name = LinearWeight, GRAM_KERNEL
 
-    def norms(self, rule: LinearWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
-        a, (g,), (lost,) = rule.with_companions(g, samples, ())
-        return _split(cuda.gram_norm_and_reach(a, g, lost))
+    def norms(self, rule: LinearWeight, g: Tensor, samples: slice) -> Parts:
+        return of_columns(cuda.gram_norm_and_reach(*rule.operands(g, samples), rule.lost(g)))
 
 
 class _GradientTiles(_Triton[LinearWeight]):
     kind, name = LinearWeight, NORM_KERNEL
 
-    def norms(self, rule: LinearWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
-        a, (g,), (lost,) = rule.with_companions(g, samples, ())
-        return _split(cuda.instantiated_norm_and_reach(a, g, lost))
+    def norms(self, rule: LinearWeight, g: Tensor, samples: slice) -> Parts:
+        return of_columns(cuda.instantiated_norm_and_reach(*rule.operands(g, samples), rule.lost(g)))
 
     def work(self, rule: LinearWeight, g: Tensor | Spec) -> Work:
         return Work(rule.positions * rule.parameter.numel(), 0, 4096)
@@ -77,9 +74,9 @@ class _GradientTiles(_Triton[LinearWeight]):
 class _TilesOfIds(_Triton[EmbeddingWeight]):
     kind, name = EmbeddingWeight, GRAM_KERNEL
 
-    def norms(self, rule: EmbeddingWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: EmbeddingWeight, g: Tensor, samples: slice) -> Parts:
         ids, rows = rule.by_position(g, samples)
-        return _split(cuda.embedding_gram_norm_and_reach(ids, rows, of_lost(g.dtype, 1, rule.outputs)))
+        return of_columns(cuda.embedding_gram_norm_and_reach(ids, rows, of_lost(g.dtype, 1, rule.outputs)))
 
 
 class _OfImages(_Triton[ConvolutionWeight]):
@@ -94,7 +91,7 @@ class _CompiledPixels(_OfImages, _C[ConvolutionWeight]):
     def supports(self, rule: ConvolutionWeight) -> bool:
         return max(rule.positions, math.prod(rule.x.shape[2:])) <= MOST_PIXELS and super().supports(rule)
 
-    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice) -> Parts:
         x, of = map(rule.grouped, rule.operands(g, samples))
         return rule.by_sample(compiled_norms(x, of, rule.geometry(), rule.lost(g)))
 
@@ -112,7 +109,7 @@ class _CompiledPixels(_OfImages, _C[ConvolutionWeight]):
 class _PatchTiles(_OfImages):
     name = GRAM_KERNEL
 
-    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice) -> Parts:
         x, of = rule.operands(g, samples)
         if rule.turns(g):  # decided by the whole batch: a block of one sample may have channels last where it has not
             x, of = (fused.turned(y)[0] for y in (x, of))
@@ -127,13 +124,13 @@ class _PatchTiles(_OfImages):
 class _GradientTilesOfPatches(_OfImages):
     name = NORM_KERNEL
 
-    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice) -> Parts:
         (x, of), geometry = rule.operands(g, samples), rule.geometry()
         if not rule.turns(g):
             return (cuda.convolution_norm(x, of, *geometry, rule.groups),)
         (x, pixels), (of, rows) = fused.turned(x), fused.turned(of)
         reach = reach_of_pixels(pixels, rows.flatten(1), geometry, of.shape[-1], rule.lost(g))
-        return _split(torch.cat([cuda.convolution_norm(x, of, *geometry, 1).unsqueeze(1), reach], 1))
+        return of_columns(torch.cat([cuda.convolution_norm(x, of, *geometry, 1).unsqueeze(1), reach], 1))
 
     def work(self, rule: ConvolutionWeight, g: Tensor | Spec) -> Work:
         copied = _copied(rule, g)
@@ -143,11 +140,6 @@ class _GradientTilesOfPatches(_OfImages):
 def _copied(rule: ConvolutionWeight, g: Tensor | Spec) -> int:
     """Bytes of one sample's copies with channels last."""
     return sum(rule.bytes_of_operands(g)) if rule.turns(g) else 0
-
-
-def _split(found: Tensor) -> Parts:
-    """Squared norms and a reach, from a kernel's [b, 1 + k]."""
-    return with_reaches(found[:, 0], Reach.of_columns(found[:, 1:]))
 
 
 OF_IMAGES = _PatchTiles(), _GradientTilesOfPatches(), _CompiledPixels()

@@ -60,13 +60,10 @@ typedef struct {
 } rows;
 
 typedef struct {
-  rows a;
-  const rows *gradients;
-  I count, positions, parts;
-  REAL *out; /* [n, parts] */
-  const double *lost; /* [count, 2], if reaches are wanted */
-  REAL *reaches; /* [n, parts, count, 2] */
-  I entries; /* of one position, in a and all of its gradients */
+  rows a, g;
+  I positions, parts;
+  double lost[2];
+  REAL *out; /* [n, parts, 3] */
 } gram_job;
 
 /* Products of SIDE rows from t on with SIDE rows from s on, not yet summed over lanes. Beyond the end the last row
@@ -98,19 +95,19 @@ APART void dots(const rows *of, I sample, I t, I s, I end, vector *out) {
   UNROLL for (int i = 0; i < SIDE; i++) UNROLL for (int j = 0; j < SIDE; j++) out[i * SIDE + j] = found[i][j];
 }
 
-/* The diagonals of both Gram matrices hold the rows' squared norms, from which reaches are computed. */
-static void add_reaches(const gram_job *job, I k, const vector *tile, const REAL *inputs, I left, double *found) {
+/* The diagonals of both Gram matrices hold the rows' squared norms, from which the reach is computed. */
+static void add_reaches(const gram_job *job, const vector *tile, const REAL *inputs, I left, double *found) {
   vector diagonal[DIAGONAL * LANES];
   REAL gradients[DIAGONAL * LANES];
   UNROLL for (int i = 0; i < DIAGONAL * LANES; i++) diagonal[i] = i < SIDE ? tile[i * (SIDE + 1)] : (vector){0};
   UNROLL for (int i = 0; i < DIAGONAL; i++) sums(diagonal + i * LANES, gradients + i * LANES);
   for (int i = 0; i < SIDE && i < left; i++)
-    add_reach(job->lost + 2 * k, sqrt(inputs[lane(i * (SIDE + 1))]), sqrt(gradients[lane(i)]), found + 2 * k);
+    add_reach(job->lost, sqrt(inputs[lane(i * (SIDE + 1))]), sqrt(gradients[lane(i)]), found);
 }
 
 /* A sample's sum over t in [start, stop) in the lower triangle with the diagonal. */
-static double of_positions(const gram_job *job, I sample, I start, I stop, double *reaches) {
-  I end = job->positions, panel = PANEL / (job->entries * (I)sizeof(REAL)) / SIDE * SIDE;
+static double of_positions(const gram_job *job, I sample, I start, I stop, double *reach) {
+  I end = job->positions, panel = PANEL / ((job->a.features + job->g.features) * (I)sizeof(REAL)) / SIDE * SIDE;
   double total = 0;
   if (panel < 4 * SIDE) panel = 4 * SIDE;
   for (I begin = 0; begin < stop; begin += panel)
@@ -125,12 +122,9 @@ static double of_positions(const gram_job *job, I sample, I start, I stop, doubl
         if (t + SIDE > end)
           for (int i = 0; i < TILE; i++)
             if (t + i / SIDE >= end || s + i % SIDE >= end) inputs[lane(i)] = 0;
-        for (I k = 0; k < job->count; k++) {
-          dots(&job->gradients[k], sample, t, s, end, tile);
-          UNROLL for (int i = 0; i < TILE; i++)
-            part[i % 4] += tile[i] * inputs[lane(i)];
-          if (s == t && job->lost) add_reaches(job, k, tile, inputs, end - t, reaches);
-        }
+        dots(&job->g, sample, t, s, end, tile);
+        UNROLL for (int i = 0; i < TILE; i++) part[i % 4] += tile[i] * inputs[lane(i)];
+        if (s == t) add_reaches(job, tile, inputs, end - t, reach);
         part[0] = (part[0] + part[1]) + (part[2] + part[3]);
         found += s == t ? part[0] : part[0] + part[0];
       }
@@ -147,19 +141,16 @@ static void gram_units(I low, I high, void *given) {
     part = part % 2 ? job->parts - 1 - part / 2 : part / 2; /* pairs short parts with long ones on one thread */
     start = part * step;
     I stop = start + step < job->positions ? start + step : job->positions;
-    double reaches[2 * job->count];
-    for (I i = 0; i < 2 * job->count; i++) reaches[i] = 0;
-    job->out[unit] = start < stop ? of_positions(job, unit / job->parts, start, stop, reaches) : 0;
-    if (job->lost)
-      for (I i = 0; i < 2 * job->count; i++) job->reaches[unit * 2 * job->count + i] = reaches[i];
+    double found[3] = {0, 0, 0};
+    if (start < stop) found[0] = of_positions(job, unit / job->parts, start, stop, found + 1);
+    for (int i = 0; i < 3; i++) job->out[3 * unit + i] = found[i];
   }
 }
 
-/* `gradients`: for each one x, features and both strides, as in `rows`; `lost`: for each as in `row_reaches`, or NULL. */
-void gram_norm(for_each *parallel, const REAL *a, const I *strides, I samples, I positions, I inputs,
-               const I *gradients, I count, I parts, REAL *out, const double *lost, REAL *reaches) {
-  gram_job job = {{a, inputs, strides[0], strides[1]}, (const rows *)gradients, count, positions, parts, out,
-                  lost, reaches, inputs};
-  for (I k = 0; k < count; k++) job.entries += job.gradients[k].features;
-  each(parallel, samples * parts, 0.5 * positions * positions * job.entries / parts, gram_units, &job);
+/* Squared norms and reaches [samples, parts, 3]. `sizes`: those of `row_reaches`, and parts. */
+void gram_norm(for_each *parallel, const REAL *a, const REAL *g, const I *sizes, I samples, double beside_inputs,
+               double beside_outputs, REAL *out) {
+  const I *n = sizes;
+  gram_job job = {{a, n[1], n[2], n[3]}, {g, n[4], n[5], n[6]}, n[0], n[7], {beside_inputs, beside_outputs}, out};
+  each(parallel, samples * n[7], 0.5 * n[0] * n[0] * (n[1] + n[4]) / n[7], gram_units, &job);
 }

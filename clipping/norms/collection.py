@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -126,20 +125,20 @@ class Norms(ABC):
     def _single(self, term: Term) -> None:
         """Handle the only use of its parameters."""
 
-    def _squared_norms(self, term: Term, others: Sequence[Term] = ()) -> tuple[Tensor, list[Reach]]:
-        """Squared norms [B] of a single use and its companions `others`, and the reach of each if found on the way.
+    def _squared_norms(self, term: Term) -> tuple[Tensor, Reach | None]:
+        """Squared norms [B] of a single use, and its reach if found on the way.
 
         Pulls gradients back to the parameters, unless the tensor only rearranges them.
         """
         source, rule, route, g = term
         if source.rearranged:
-            return rule.squares_and_reach(g, route, [(other.rule, other.g) for other in others] if others else ())
+            return rule.squares_and_reach(g, route)
 
         def squares(samples: slice) -> Tensor:
             found = source.pull_back(rule.instantiate(g, samples))
             return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
 
-        return concatenated(squares, pulled_back_in(source, rule, g)), []
+        return concatenated(squares, pulled_back_in(source, rule, g)), None
 
     def _doubtful(
         self,
@@ -227,7 +226,7 @@ class _WholeNorms(Norms):
         for i, (_, rule, route, g) in enumerate(uses):
             own, reach = rule.squares_and_reach(g, route)
             squares += own.to(squares)
-            reaches.append(reach[0] if reach else None)
+            reaches.append(reach)
             for _, other, _, other_g in uses[:i]:
                 product = rule.inner(g, other, other_g)
                 product = other.inner(other_g, rule, g) if product is None else product
@@ -304,9 +303,9 @@ class TwoPasses(_WholeNorms):
             self._squares += sum_of_squares(gradient)
             self._sums_of[next(iter(source.parameters))] = gradient
             return
-        squares, reaches = self._squared_norms(term)
+        squares, reach = self._squared_norms(term)
         self._found.append(squares)
-        self._doubtful(term, squares, *reaches, second_pass=True)
+        self._doubtful(term, squares, reach, second_pass=True)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -374,16 +373,11 @@ class Book(_WholeNorms):
         self._entries.append((source, partial(weighted_sum_of, parts)))
 
     def _total(self) -> tuple[Tensor, Tensor]:
-        groups: dict[Hashable, list[Term]] = {}
-        for term in self._waiting:
-            source, rule, route, g = term
-            groups.setdefault(rule.companions(g, route) if source.rearranged else id(rule), []).append(term)
-        if groups:
-            found = [self._squared_norms(first, others) for first, *others in groups.values()]
+        if self._waiting:
+            found = list(map(self._squared_norms, self._waiting))
             self._squares += torch.stack([squares for squares, _ in found]).clamp_(min=0).sum(0)
-            for uses, (squares, reaches) in zip(groups.values(), found, strict=True):
-                for use, reach in zip(uses, reaches or repeat(None), strict=False):
-                    self._doubtful(use, squares, reach)
+            for term, (squares, reach) in zip(self._waiting, found, strict=True):
+                self._doubtful(term, squares, reach)
         self._waiting.clear()
         return super()._total()
 
@@ -420,9 +414,9 @@ class LayerByLayer(Norms):
         source, rule, _, g = term
         if not source.rearranged or source.part is not None:  # factors apply to whole parameters
             return self._several(term)
-        squares, reaches = self._squared_norms(term)
+        squares, reach = self._squared_norms(term)
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
-        self._doubtful(term, squares, *reaches, doubt=doubt)
+        self._doubtful(term, squares, reach, doubt=doubt)
         factors = self._factors(next(iter(source.parameters)), squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
     return x.narrow(dim, rows.start, rows.stop - rows.start)
 
 
-def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] = ()) -> Tensor:
+def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
     """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features, blocked over rows t.
 
     A block computes only the columns up to its own, and counts those before it twice: half of the work where blocks are
@@ -44,28 +44,21 @@ def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] 
         a: [n, T, d].
         g: [n, T, p].
         available: bytes that Gram matrices may take.
-        others: further g, of any p; their norms with the same a are added.
 
     Returns:
         [n], float32 or wider.
     """
     a = a.to(g.dtype)
     if a.shape[1] == 1:
-        squares = sum_of_squares(g)
-        for each in others:
-            squares += sum_of_squares(each)
-        return squares.mul_(sum_of_squares(a))
+        return sum_of_squares(g).mul_(sum_of_squares(a))
     count, positions, _ = g.shape
-    matrices = 3 if others else 2
-    most = max(1, available // max(1, matrices * count * positions * norm_dtype(g.dtype).itemsize))
+    most = max(1, available // max(1, 2 * count * positions * norm_dtype(g.dtype).itemsize))
     rows = positions if positions < HALVED else max(min(ROWS, -(-positions // 2)), -(-positions // 8))
     rows = min(rows, most)
     sums = []
     for start in range(0, positions, rows):
         block, before = slice(start, min(start + rows, positions)), slice(0, min(start + rows, positions))
         found = products(part(g, block, 1), part(g, before, 1))
-        for each in others:
-            found += products(part(each, block, 1), part(each, before, 1))
         found *= products(part(a, block, 1), part(a, before, 1))
         if start:
             sums.append(2 * found[:, :, :start].sum((1, 2)))
@@ -73,21 +66,19 @@ def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] 
     return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
 
 
-def gram_norms_and_reach(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]) -> list[Tensor]:
-    """`gram_product` of a and of each g by whole Gram matrices, with the reach that their diagonals hold: each [n, 4].
+def gram_norms_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
+    """`gram_product` by whole Gram matrices, with the reach that their diagonals hold: [n, 4].
 
     On a GPU, by the library's products and one kernel that reads both matrices once.
 
     Args:
         a: [n, T, d].
-        gradients: each g [n, T, p], of a's dtype.
-        lost: for each g, as `clipping.numerics.rounding_bounds.of_lost` gives it.
+        g: [n, T, p], of a's dtype.
+        lost: from `clipping.numerics.rounding_bounds.of_lost`.
     """
     positions, of_a = a.shape[1], products(a, a).unsqueeze(1)
-    return [
-        kernels.fused.shifted_norms(of_a, products(g, g), POINT, (1, positions), (1, 1), positions, of)
-        for g, of in zip(gradients, lost, strict=True)
-    ]
+    found: Tensor = kernels.fused.shifted_norms(of_a, products(g, g), POINT, (1, positions), (1, 1), positions, lost)
+    return found
 
 
 def within(found: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -138,18 +138,15 @@ def as_refused(error: Exception) -> Refused:
 
 
 R = TypeVar("R", bound="Rule")
-Uses = Sequence[tuple["Rule", Tensor]]
-"""Uses of parameters, and the gradients of their outputs."""
 
 
-def with_reaches(squares: Tensor, *reaches: Reach) -> Parts:
-    """Return what `Way.norms` does.
+def of_columns(found: Tensor) -> Parts:
+    """Return the result of `Way.norms` from that of a kernel.
 
     Args:
-        squares: [b].
-        reaches: of each use.
+        found: [b, 1 + k]: squared norms, and the columns of a reach.
     """
-    return squares, *(part for reach in reaches for part in reach)
+    return found[:, 0], *Reach.of_columns(found[:, 1:])
 
 
 class Way(ABC, Generic[R]):
@@ -159,24 +156,19 @@ class Way(ABC, Generic[R]):
         name: see `Route.way`.
         ghost: True if no per-sample gradient is stored.
         is_kernel: True if some machines lack it. The first step uses it only if nothing will be timed.
-        takes_companions: True if companions may be computed together.
 
     Methods take:
-        rule, g, samples, others: as the methods of `Rule`.
+        rule, g, samples: as the methods of `Rule`.
         block: number of samples at once.
     """
 
     name: ClassVar[str]
     ghost: ClassVar[bool] = True
     is_kernel: ClassVar[bool] = False
-    takes_companions: ClassVar[bool] = False
 
     @abstractmethod
-    def norms(self, rule: R, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
-        """‖gradient‖² [b], added over companions, float32 or wider.
-
-        A way that finds the reach of each use, too, adds their tensors: see `with_reaches`.
-        """
+    def norms(self, rule: R, g: Tensor, samples: slice) -> Parts:
+        """‖gradient‖² [b], float32 or wider; a way that finds the reach, too, adds its tensors."""
 
     @abstractmethod
     def work(self, rule: R, g: Tensor | Spec) -> Work:
@@ -192,7 +184,7 @@ class Direct(Way[R]):
 
     name, ghost = "direct", False
 
-    def norms(self, rule: R, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: R, g: Tensor, samples: slice) -> Parts:
         return (sum_of_squares(rule.instantiate(g, samples, self.name)),)
 
     def work(self, rule: R, g: Tensor | Spec) -> Work:
@@ -228,7 +220,7 @@ class Rule(ABC):
     Methods take:
         g, samples: the output's gradient, [B·fold, ...] (or its `Spec`), and a slice of the batch.
         way, block: name of one of `ways`, and samples at once; "" and 0 choose by predicted time.
-        other, other_g, others: other uses, and their outputs' gradients.
+        other, other_g: another use, and its output's gradient.
         route, factors: the chosen route, and c [B].
         ghost, kept: True for Gram matrices; True if kept gradients form the sum.
         fold, count: rows for each sample; number of samples.
@@ -289,27 +281,20 @@ class Rule(ABC):
         found = each(of_block, blocks(self.samples(g), size, self.workspace(g)))
         return Reach(*(map(torch.cat, zip(*found, strict=True)) if len(found) > 1 else found[0]))
 
-    def companions(self, g: Tensor, route: Route) -> Hashable:
-        """Return equal keys for uses of different parameters whose squared norms are faster to compute together."""
-        return id(self)
+    def squared_norms(self, g: Tensor, route: Route) -> Tensor:
+        """‖per-sample gradient‖² [B], float32 or wider; with Gram matrices rounding may make it slightly negative."""
+        return self.squares_and_reach(g, route)[0]
 
-    def squared_norms(self, g: Tensor, route: Route, others: Uses = ()) -> Tensor:
-        """‖per-sample gradient‖² [B], float32 or wider; with Gram matrices rounding may make it slightly negative.
-
-        With `others` (companions and their output gradients), return the sum of all squared norms.
-        """
-        return self.squares_and_reach(g, route, others)[0]
-
-    def squares_and_reach(self, g: Tensor, route: Route, others: Uses = ()) -> tuple[Tensor, list[Reach]]:
-        """`squared_norms`, and the reach of each use if it is computed along with them."""
+    def squares_and_reach(self, g: Tensor, route: Route) -> tuple[Tensor, Reach | None]:
+        """`squared_norms`, and the reach if it is computed along with them."""
         way = route.way or self.best_way(g, ghost=route.ghost)
-        parts = each(lambda samples: self.norms(g, samples, way, others), self.blocks(g, way, route.block))
+        parts = each(lambda samples: self.norms(g, samples, way), self.blocks(g, way, route.block))
         squares, *found = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-        return squares, [Reach(*found[i : i + 3]) for i in range(0, len(found), 3)]
+        return squares, Reach(*found) if found else None
 
-    def norms(self, g: Tensor, samples: slice, way: str, others: Uses = ()) -> Parts:
+    def norms(self, g: Tensor, samples: slice, way: str) -> Parts:
         """`Way.norms` of some samples."""
-        return self.named(way).norms(self, g, samples, others)
+        return self.named(way).norms(self, g, samples)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""

@@ -25,7 +25,7 @@ from clipping.core.microbatching import Parts
 from clipping.numerics.gram import gram_product, part
 from clipping.numerics.products import products
 from clipping.numerics.rounding_bounds import Reach, of_operands
-from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec, Uses
+from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec
 from clipping.rules.weight import Bilinear
 
 REMEDY = "write it as torch.matmul or as several einsums of two operands, or use microbatch"
@@ -34,7 +34,7 @@ REMEDY = "write it as torch.matmul or as several einsums of two operands, or use
 class _Gram(Gram["Contraction"]):
     """Gram matrices of each group."""
 
-    def norms(self, rule: Contraction, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: Contraction, g: Tensor, samples: slice) -> Parts:
         x, of = rule.operands(g, samples)
         squares = gram_product(x.flatten(0, 1), of.flatten(0, 1), rule.workspace(g)).view(len(x), -1).sum(1)
         return (squares * rule.repeated,)

@@ -26,8 +26,8 @@ from clipping.numerics.chunked_sums import added_at_once
 from clipping.numerics.convolution_memory import Convolution
 from clipping.numerics.gram import gram_product, part
 from clipping.numerics.products import product, products
-from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
-from clipping.rules.base import Bias, Direct, Gradient, Gram, Spec, Uses, Way, Work, with_reaches
+from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
+from clipping.rules.base import Bias, Direct, Gradient, Gram, Spec, Way, Work
 from clipping.rules.pixel_gram import (
     Geometry,
     every,
@@ -145,7 +145,7 @@ class _Patches(Gram["ConvolutionWeight"]):
 
     name = "patches"
 
-    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice) -> Parts:
         a, of = (y.transpose(1, 2) for y in rule.by_position(*rule.operands(g, samples)))
         return (rule.add_groups(gram_product(a, of, rule.workspace(g))),)
 
@@ -162,7 +162,7 @@ class _Pixels(Way["ConvolutionWeight"]):
 
     name = "pixels"
 
-    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice) -> Parts:
         x, of = map(rule.grouped, rule.operands(g, samples))
         if self._is_whole(rule, g):
             return rule.by_sample(pixel_norms(x, of, rule.geometry(), rule.lost(g)))
@@ -242,8 +242,7 @@ class ConvolutionWeight(Bilinear):
 
     def by_sample(self, found: Tensor) -> Parts:
         """Add up groups, of squared norms and the columns of a reach [b · groups, 1 + k]: the result of `Way.norms`."""
-        reach = Reach.of_columns(found[:, 1:]).of_groups(self.groups)
-        return with_reaches(self.add_groups(found[:, 0]), reach)
+        return self.add_groups(found[:, 0]), *Reach.of_columns(found[:, 1:]).of_groups(self.groups)
 
     def add_groups(self, squares: Tensor) -> Tensor:
         """[b · groups] to [b]."""
@@ -255,10 +254,6 @@ class ConvolutionWeight(Bilinear):
             return False
         known = [y for y in (self.x, g) if isinstance(y, Tensor)]  # a gradient may not exist yet
         return not (all(map(_is_last, known)) or self.x.shape[1] % 16 or g.shape[1] % 16)
-
-    def lost(self, g: Tensor) -> tuple[float, float]:
-        """`of_lost` of the output's gradient."""
-        return of_lost(g.dtype, self.inputs, self.outputs)
 
     def grouped(self, x: Tensor) -> Tensor:
         """[b, groups · C, *size] to [b · groups, C, *size]."""

@@ -17,7 +17,7 @@ from clipping.numerics.gram import part, within
 from clipping.numerics.per_sample import sum_of_squares
 from clipping.numerics.products import products
 from clipping.numerics.rounding_bounds import Reach, of_operands, portion
-from clipping.rules.base import Direct, Gradient, Refused, Route, Rule, Spec, Uses, Way, Work
+from clipping.rules.base import Direct, Gradient, Refused, Route, Rule, Spec, Way, Work
 from clipping.rules.linear import LinearWeight
 
 
@@ -30,7 +30,7 @@ class _Sorted(Way["EmbeddingWeight"]):
 
     name = "sorted"
 
-    def norms(self, rule: EmbeddingWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: EmbeddingWeight, g: Tensor, samples: slice) -> Parts:
         ids, g = rule.by_position(g, samples)
         ordered, order = ids.sort(1)
         rank = torch.zeros_like(ordered)

@@ -18,13 +18,13 @@ from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_operands
 from clipping.numerics.traced_operations import is_traced, operation
 from clipping.provenance.row_owners import Rows, in_order, padded, taken
-from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec, Uses
+from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec
 
 
 class _Gram(Gram["GroupedWeight"]):
     """Gram matrices of the rows of each sample and expert."""
 
-    def norms(self, rule: GroupedWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
+    def norms(self, rule: GroupedWeight, g: Tensor, samples: slice) -> Parts:
         return (rule.run("squares", g, samples),)
 
 

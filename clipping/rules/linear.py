@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from clipping.numerics import kernels
 from clipping.numerics.chunked_sums import added_in
 from clipping.numerics.gram import gram_norms_and_reach, gram_product, part, within
 from clipping.numerics.products import PADDED, aligned, on_gpu, padding, product, products
-from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands
-from clipping.rules.base import DIRECT, Bias, Gradient, Gram, Refused, Route, Rule, Spec, Uses, Way, with_reaches
+from clipping.numerics.rounding_bounds import Reach, of_operands
+from clipping.rules.base import DIRECT, Bias, Gradient, Gram, Refused, Rule, Spec, Way, of_columns
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.weight import Bilinear
 
@@ -24,22 +24,15 @@ from clipping.rules.weight import Bilinear
 class _Gram(Gram["LinearWeight"]):
     """On a GPU, whole Gram matrices if they fit the workspace: their diagonals hold the reach."""
 
-    takes_companions = True
-
-    def norms(self, rule: LinearWeight, g: Tensor, samples: slice, others: Uses = ()) -> Parts:
-        a, gradients, lost = rule.with_companions(g, samples, others)
-        available = rule.workspace(g)
+    def norms(self, rule: LinearWeight, g: Tensor, samples: slice) -> Parts:
+        a, of = rule.operands(g, samples)
         if rule.positions == 1:  # ‖g aᵀ‖² is R²
-            outputs = [rule.outputs, *(other.outputs for other, _ in others)]
-            reaches = [of_operands(a, of, rule.inputs, p) for of, p in zip(gradients, outputs, strict=True)]
-            return with_reaches(
-                torch.stack([of.apart for of in reaches]).sum(0) if others else reaches[0].apart, *reaches
-            )
+            reach = of_operands(a, of, rule.inputs, rule.outputs)
+            return reach.apart, *reach
+        available = rule.workspace(g)
         if not kernels.fused.runs(rule.a, g) or self.work(rule, g).workspace > available:
-            return (gram_product(a, gradients[0], available, gradients[1:]),)
-        columns = gram_norms_and_reach(a, gradients, lost)
-        squares = torch.stack(columns, 1)[:, :, 0].sum(1) if others else columns[0][:, 0]
-        return with_reaches(squares, *(Reach.of_columns(of[:, 1:]) for of in columns))
+            return (gram_product(a, of, available),)
+        return of_columns(gram_norms_and_reach(a, of, rule.lost(g)))
 
 
 class LinearWeight(Bilinear):
@@ -51,7 +44,7 @@ class LinearWeight(Bilinear):
         fold: rows of a and g for each sample.
 
     Methods take:
-        g, samples, others: as those of `Rule`.
+        g, samples: as those of `Rule`.
     """
 
     ways: tuple[Way[Any], ...] = (_Gram(), DIRECT)
@@ -145,21 +138,6 @@ class LinearWeight(Bilinear):
         a, g = self.operands(g, slice(0, self.samples(g)))
         return part(a, slice(0, self.inputs), -1), part(g, slice(0, self.outputs), -1)
 
-    def companions(self, g: Tensor, route: Route) -> Hashable:
-        """Layers with the same input (a query, a key and a value) share its Gram matrix."""
-        if not route.ghost or (route.way and not self.named(route.way).takes_companions):
-            return super().companions(g, route)
-        return id(self.a), self.fold, g.dtype, len(g), route.way
-
-    def with_companions(
-        self, g: Tensor, samples: slice, others: Uses
-    ) -> tuple[Tensor, list[Tensor], list[tuple[float, float]]]:
-        """Return the shared input, and each use's gradient and `of_lost`; see `operands`."""
-        uses = [(self, g), *((rule, h) for rule, h in others if isinstance(rule, LinearWeight))]
-        (a, own), *more = [rule.operands(h, samples) for rule, h in uses]
-        lost = [of_lost(h.dtype, rule.inputs, rule.outputs) for rule, h in uses]
-        return a, [own, *(of for _, of in more)], lost
-
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p] in g's dtype, which under autocast may be narrower than the input's.
 
@@ -218,7 +196,7 @@ def matmul(input: Tensor, other: Tensor) -> tuple[Tensor, Sequence[Gradient]]:
 def _as_multiplied(x: Tensor) -> Tensor:
     """On CUDA, cast x as autocast would, so that norm and sum read the copy that autograd holds.
 
-    Otherwise x would be held besides that copy, and each of them would cast it. On a CPU nothing is cast: layers that
-    share an input share its Gram matrix, and half-precision products read float32.
+    Otherwise x would be held besides that copy, and each of them would cast it. On a CPU half-precision products read
+    float32, and nothing is cast.
     """
     return as_autocast(x) if x.is_cuda else x

@@ -12,7 +12,7 @@ from clipping.core.dtypes import as_autocast
 from clipping.core.microbatching import Parts
 from clipping.numerics.gram import part
 from clipping.numerics.rounding_bounds import Reach
-from clipping.rules.base import Bias, Gradient, Refused, Spec, Uses, Work
+from clipping.rules.base import Bias, Gradient, Refused, Spec, Work
 from clipping.rules.convolution import ConvolutionWeight, of_each
 
 
@@ -31,8 +31,8 @@ class TransposedConvolutionWeight(ConvolutionWeight):
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         return self._swapped(g).weighted(part(self.x, slice(0, g.shape[0])).to(g.dtype), factors)
 
-    def norms(self, g: Tensor, samples: slice, way: str, others: Uses = ()) -> Parts:
-        return self._swapped(g).norms(self.x.to(g.dtype), samples, way, others)
+    def norms(self, g: Tensor, samples: slice, way: str) -> Parts:
+        return self._swapped(g).norms(self.x.to(g.dtype), samples, way)
 
     def reach(self, g: Tensor) -> Reach:
         return self._swapped(g).reach(self.x.to(g.dtype))

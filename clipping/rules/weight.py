@@ -10,7 +10,7 @@ from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, blocks
 from clipping.numerics.chunked_sums import added_at_once, at_once
 from clipping.numerics.gram import part
-from clipping.numerics.rounding_bounds import portion
+from clipping.numerics.rounding_bounds import of_lost, portion
 from clipping.rules.base import Rule, Spec
 
 
@@ -44,6 +44,10 @@ class Bilinear(Rule):
     @abstractmethod
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
         """`gradient` of `count` equal portions, with samples in any order: [count, *shape]."""
+
+    def lost(self, g: Tensor) -> tuple[float, float]:
+        """`of_lost` of the output's gradient."""
+        return of_lost(g.dtype, self.inputs, self.outputs)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         factors = factors.to(wide_dtype(g.dtype))

@@ -91,45 +91,34 @@ def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
         expected = wide.squared_norms(g.double(), Route())
         for way in ("pixels" if "pixels" in rule.ghosts else "patches", GRAM_KERNEL):
             route = Route(ghost=True, way=way)
-            squares, reaches = with_kernels(lambda rule=rule, g=g, route=route: rule.squares_and_reach(g, route))
-            assert bool(reaches) == (way != "patches")
+            squares, reach = with_kernels(lambda rule=rule, g=g, route=route: rule.squares_and_reach(g, route))
+            assert bool(reach) == (way != "patches")
             assert (squares - expected).abs().max() <= 1e-5 * max(expected.max(), squares.new_tensor(1e-30)), way
-            for found in (*reaches, alone):
+            for found in filter(None, (reach, alone)):
                 close(found.terms, wide.reach(g.double()).terms)
                 close(found.apart, wide.reach(g.double()).apart)
-            for reach in reaches:
+            if reach:
                 none = way == "pixels" and name == "nothing but padding"
                 close(reach.lost, torch.zeros_like(least) if none else least)
 
 
 def linear_layers(device: str) -> None:
-    """Norm and reach of every way of the kernels, and of companions that share an input, are float64's."""
+    """Norm and reach of every way of the kernels are float64's."""
     for dtype in (torch.float32, torch.bfloat16):
         for count, positions, inputs, outputs in ((3, 1, 5, 7), (2, 5, 6, 4), (2, 70, 16, 32), (1, 131, 7, 5)):
-            a, *gradients = (
-                torch.randn(count, positions, size, device=device).to(dtype) for size in (inputs, outputs, outputs)
-            )
-            rules = [LinearWeight(torch.empty(outputs, inputs, device=device), a) for _ in gradients]
-            rule, other = rules
-            wide = [torch.einsum("ntp,ntd->npd", g.double(), a.double()).square().sum((1, 2)) for g in gradients]
-            terms = [a.double().norm(dim=2) * g.double().norm(dim=2) for g in gradients]
+            a, g = (torch.randn(count, positions, size, device=device).to(dtype) for size in (inputs, outputs))
+            rule = LinearWeight(torch.empty(outputs, inputs, device=device), a)
+            wide = torch.einsum("ntp,ntd->npd", g.double(), a.double()).square().sum((1, 2))
+            terms = a.double().norm(dim=2) * g.double().norm(dim=2)
             for way in ("gram", GRAM_KERNEL, NORM_KERNEL):
                 assert way in rule.ghosts
-                others = [(other, gradients[1])] if way == "gram" else []
-                squares, reaches = with_kernels(
-                    lambda rule=rule, way=way, others=others, g=gradients[0]: rule.squares_and_reach(
-                        g, Route(True, way), others
-                    )
-                )
-                close(squares, sum(wide) if others else wide[0])
-                assert len(reaches) == 1 + len(others)
-                for reach, expected, g in zip(reaches, terms, gradients, strict=False):
-                    close(reach.terms, expected.sum(1))
-                    close(reach.apart, expected.square().sum(1))
-                    close(reach.lost, of_rows(row_norms(a), row_norms(g), inputs, outputs).lost)
-                alone = with_kernels(lambda rule=rule, way=way, g=gradients[0]: rule.squared_norms(g, Route(True, way)))
-                close(alone, wide[0])
-            close(with_kernels(lambda rule=rule, g=gradients[0]: rule.reach(g)).terms, terms[0].sum(1))
+                route = Route(True, way)
+                squares, reach = with_kernels(lambda rule=rule, route=route, g=g: rule.squares_and_reach(g, route))
+                close(squares, wide)
+                close(reach.terms, terms.sum(1))
+                close(reach.apart, terms.square().sum(1))
+                close(reach.lost, of_rows(row_norms(a), row_norms(g), inputs, outputs).lost)
+            close(with_kernels(lambda rule=rule, g=g: rule.reach(g)).terms, terms.sum(1))
 
 
 def weighted_sums(device: str) -> None:
@@ -198,7 +187,7 @@ def turned(device: str) -> None:
             assert torch.equal(last, y) and last.is_contiguous(memory_format=torch.channels_last)
             close(norms, y.double().square().sum(1).sqrt())
         for way in (GRAM_KERNEL, NORM_KERNEL):
-            squares, (reach,) = rule.squares_and_reach(g, Route(True, way))
+            squares, reach = rule.squares_and_reach(g, Route(True, way))
             close(squares, wide.squared_norms(g.double(), Route()))
             close(reach.terms, wide.reach(g.double()).terms)
             close(reach.apart, wide.reach(g.double()).apart)
@@ -268,7 +257,7 @@ def infinities_come_through(device: str) -> None:
     case = CONVOLUTIONS["stride 2"]
     rule, _, g = made(case, device, torch.float32)
     rule.x[1, 0, 3, 3] = 3e38
-    squares, (reach,) = with_kernels(lambda: rule.squares_and_reach(g, Route(True, "pixels")))
+    squares, reach = with_kernels(lambda: rule.squares_and_reach(g, Route(True, "pixels")))
     assert squares.isfinite().tolist() == [True, False, True] and reach.terms.isfinite().tolist() == [True, False, True]
 
 
