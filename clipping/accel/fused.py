@@ -9,7 +9,7 @@
     turned            images with channels last, and the norms of their pixels
     added             the sum of portions, in float64 (see `clipping.numerics.chunked_sums`)
     scale_gradient    Σ_t g x̂ of layer norm (see `clipping.rules.norm`), in one pass over g and x
-    weighted          Σ_i c_i g_iᵀ a_i in half precision (see `clipping.rules.linear`): the factors multiply float32
+    weighted          Σ_i c_i g_iᵀ a_i in half precision (see `clipping.accel.ways`): the factors multiply float32
                       sums in registers, so no scaled copy is allocated or rounded
 
 `shifted_norms` reads each Gram matrix once; torch's operations would read and write it once for each side of the

@@ -1,4 +1,4 @@
-"""Ways of rules that the kernels of `clipping.accel` add."""
+"""Ways of rules that the kernels of `clipping.accel` add, and the sums that they form."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from torch import Tensor
 
 from clipping.accel import cpu, cuda, fused
 from clipping.core.dtypes import norm_dtype
-from clipping.core.microbatching import Parts
+from clipping.core.microbatching import Parts, power_of_two
+from clipping.numerics.chunked_sums import added_at_once, added_in
+from clipping.numerics.gram import part
+from clipping.numerics.products import PADDED
 from clipping.numerics.rounding_bounds import of_lost
 from clipping.rules.base import Rule, Spec, Way, Work, of_columns
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight
+from clipping.rules.patches import is_last
 from clipping.rules.pixel_gram import compiled_norms, reach_of_pixels
 
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
 """Triton's: by Gram tiles, and by tiles of the per-sample gradient."""
 COMPILED = "compiled"
 """In C, also by Gram tiles."""
+BUSY = 2**23
+"""Least entries of all portions together that keep a GPU busy: 512 tiles of 128 by 128, a few for each processor."""
 MOST_PIXELS = 1024
 """Most pixels of an image for C; each thread holds the whole Gram matrix of one sample's pixels."""
 
@@ -153,3 +159,73 @@ def of(rule: Rule) -> tuple[Way[Any], ...]:
         rule: any rule.
     """
     return tuple(way for way in WAYS if isinstance(rule, way.kind) and way.supports(rule))
+
+
+def weighted(rule: Rule, g: Tensor, factors: Tensor) -> Tensor | None:
+    """Σ_i c_i g_i on a GPU in half precision, without scaled or wide copies; None if no kernel takes the operands.
+
+    Args:
+        rule: any rule.
+        g: gradient of the output, in half precision.
+        factors: c [B].
+    """
+    if not fused.runs(rule.parameter):
+        return None
+    if isinstance(rule, ConvolutionWeight):
+        supported = len(rule.kernel) == 2 and rule.groups == 1 and rule.positions > 0
+        return _sum_of_images(rule, g, factors.to(torch.float32).contiguous()) if supported else None
+    if isinstance(rule, LinearWeight) and rule.positions >= PADDED:
+        return _sum_of_rows(rule, g, factors.to(torch.float32))
+    return None
+
+
+def _sum_of_images(rule: ConvolutionWeight, g: Tensor, factors: Tensor) -> Tensor:
+    geometry, turns = rule.geometry(), rule.turns(g)
+
+    def sums(samples: slice, count: int) -> Tensor:
+        x, of = rule.operands(g, samples)
+        if turns:
+            x, of = (y if is_last(y) else fused.turned(y)[0] for y in (x, of))
+        return fused.weighted_patches(x, of, part(factors, samples), geometry, count)
+
+    return added_at_once(sums, rule.samples(g), *portions_of_images(rule, g))
+
+
+def portions_of_images(rule: ConvolutionWeight, g: Tensor | Spec) -> tuple[int, int]:
+    """Samples in a portion, and samples at once. There are enough portions to keep a GPU busy.
+
+    As in `rounding_bounds.portion`, the batch size counts as the next power of two.
+
+    Args:
+        rule, g: of the convolution.
+    """
+    count, entries, room = power_of_two(rule.samples(g)), rule.parameter.numel(), rule.room()
+    most = min(rule.most(g), max(1, count * entries // BUSY))
+    most = 1 << most.bit_length() - 1
+    portions = max(1, room // (2 * 4 * entries))  # two blocks may be added up at once
+    return most, max(1, min(room // max(1, _copied(rule, g)), most * portions))
+
+
+def _sum_of_rows(rule: LinearWeight, g: Tensor, factors: Tensor) -> Tensor | None:
+    a, of = rule.operands(g, slice(0, rule.samples(g)))
+    if not fused.weighs(a, of):  # e.g. rows are slices of longer rows
+        return None
+    a, of = (of, a) if rule.transposed else (a, of)
+    size, count = portion_of_rows(rule, g), len(a)
+
+    def sums(samples: slice, _: int) -> Tensor:
+        return fused.weighted(part(a, samples), part(of, samples), part(factors, samples), size)
+
+    step = size * max(1, rule.room() // (2 * 4 * a.shape[2] * of.shape[2]))  # two blocks may be added up at once
+    several = [slice(start, min(start + step, count)) for start in range(0, max(1, count), step)]
+    blocks = [(samples, -(-(samples.stop - samples.start) // size)) for samples in several]
+    return rule.sliced(added_in(sums, blocks))
+
+
+def portion_of_rows(rule: LinearWeight, g: Tensor | Spec) -> int:
+    """Samples in a portion.
+
+    Args:
+        rule, g: of the linear layer.
+    """
+    return fused.portion_of(rule.samples(g), rule.most(g), rule.inputs, rule.outputs)

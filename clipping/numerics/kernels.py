@@ -26,6 +26,13 @@ class Missing:
         """Return no ways."""
         return ()
 
+    def weighted(self, rule: Any, g: Any, factors: Any) -> None:
+        """Form no sum.
+
+        Args:
+            rule, g, factors: ignored.
+        """
+
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation unchanged."""
         return func(*args, **kwargs)

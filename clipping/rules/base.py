@@ -312,10 +312,6 @@ class Rule(ABC):
             return self.instantiate(g, slice(0, self.samples(g)))
         return concatenated(lambda samples: self.instantiate(g, samples, way), self.blocks(g, way, route.block))
 
-    def held_input(self) -> Tensor | None:
-        """The operation's input, if the weight gradient needs it."""
-        return None
-
     def padded(self, g: Tensor) -> Tensor:
         """Return the output's gradient in the fastest layout for norm and sum: g, or one copy for both."""
         return g

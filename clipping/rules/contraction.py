@@ -67,9 +67,6 @@ class Contraction(Bilinear):
         self.x, self.fold = x, fold
         self.repeated = weight.numel() // max(1, self.groups * self.inputs * self.outputs)
 
-    def held_input(self) -> Tensor | None:
-        return self.x
-
     def regroup(self, fold: int) -> Rule:
         return Contraction(self.parameter, self.x, self.letters, fold)
 

@@ -2,262 +2,38 @@
 
 Let A [B, groups, T, d] be the patches of the padded input, with T = ∏ output size and d = C/groups · ∏ kernel size.
 Then a convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d] (arXiv:2205.10683, equation 2.5).
-
-The per-sample gradient needs no patches. With the batch folded into the groups, the library's kernel for a
-convolution's weight gradient returns one gradient for each sample (Rochette et al. 2019, arXiv:1912.06015).
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.core.dtypes import HALF, as_autocast, norm_dtype, wide_dtype
-from clipping.core.microbatching import Parts, power_of_two
+from clipping.core.dtypes import as_autocast, wide_dtype
 from clipping.numerics import kernels
-from clipping.numerics.chunked_sums import added_at_once
-from clipping.numerics.convolution_memory import Convolution
-from clipping.numerics.gram import gram_product, part
-from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
-from clipping.rules.base import Bias, Direct, Gradient, Gram, Spec, Way, Work
-from clipping.rules.pixel_gram import (
-    Geometry,
-    every,
-    pairs,
-    patches,
-    phases,
-    pixel_gram_product,
-    pixel_norms,
-    reach_of_pixels,
-)
-from clipping.rules.weight import Bilinear
-
-BUSY = 2**23
-"""Least entries of all portions together that keep a GPU busy: 512 tiles of 128 by 128, a few for each processor."""
+from clipping.rules.base import Bias, Gradient, Spec
+from clipping.rules.convolution_ways import ANY, DEPTHWISE, POINTWISE, UNFOLD, FromOperands
+from clipping.rules.patches import OfPatches
+from clipping.rules.pixel_gram import reach_of_pixels
 
 
-class _Instantiated(Direct["ConvolutionWeight"]):
-    """Instantiates the gradients from some samples' operands."""
+class ConvolutionWeight(OfPatches):
+    """∂/∂W of one sample, [p·groups, C/groups, *kernel]."""
 
-    @abstractmethod
-    def gradients(self, rule: ConvolutionWeight, x: Tensor, g: Tensor) -> Tensor:
-        """Return the per-sample gradients, [b, ...] in the order of the weight's entries."""
-
-
-class _Unfold(_Instantiated):
-    """Unfolds patches, and multiplies."""
-
-    name = "unfold"
-
-    def gradients(self, rule: ConvolutionWeight, x: Tensor, g: Tensor) -> Tensor:
-        a, g = rule.by_position(x, g)
-        return products(g, a)
-
-    def work(self, rule: ConvolutionWeight, g: Tensor | Spec) -> Work:
-        work, unfolded = super().work(rule, g), rule.unfolded() * g.element_size()
-        return work._replace(traffic=work.traffic + 3 * unfolded, workspace=work.workspace + unfolded)
-
-
-class _Grouped(_Instantiated):
-    """Folds the batch into the groups of the library's weight gradient."""
-
-    name = "grouped"
-
-    def gradients(self, rule: ConvolutionWeight, x: Tensor, g: Tensor) -> Tensor:
-        x, g = (y.to(wide_dtype(y.dtype)).reshape(1, -1, *y.shape[2:]) for y in (x, g))
-        return rule.weight_gradient(x, g, x.shape[1] // rule.x.shape[1])
-
-    def work(self, rule: ConvolutionWeight, g: Tensor | Spec) -> Work:
-        """Many small products instead of one weight gradient: dot products if depthwise."""
-        work, on_tensor_cores = super().work(rule, g), g.dtype in HALF and not rule.parameter.is_cpu
-        slower = 30 if rule.is_depthwise else 8 if on_tensor_cores else 1.5
-        return work._replace(multiplications=slower * work.multiplications)
-
-    def bytes_at_once(self, rule: ConvolutionWeight, g: Tensor | Spec, block: int) -> int:
-        if not rule.parameter.is_cpu:
-            return super().bytes_at_once(rule, g, block)
-        spare = 0 if g.numel() >= block * rule.parameter.numel() else block * rule.instantiated_bytes(g)
-        outputs, *others = rule.parameter.shape
-        x, y = ([1, block * shape[1], *shape[2:]] for shape in (rule.x.shape, g.shape))
-        folded = Convolution(x, (block * outputs, *others), y, rule.stride, block * rule.groups, g.dtype)
-        return spare + folded.weight_gradient()
-
-
-class _Shifts(_Instantiated):
-    """For each kernel offset of a depthwise convolution, sums g · x where both exist."""
-
-    name = "shifts"
-
-    def gradients(self, rule: ConvolutionWeight, x: Tensor, g: Tensor) -> Tensor:
-        x, g = (y.to(wide_dtype(y.dtype)) for y in (x, g))
-        found = g.new_zeros(*g.shape[:2], 1, *rule.kernel)
-        for remainders, offsets in phases(rule.geometry()):
-            phase = every(x, remainders, rule.stride)
-            for offset in itertools.product(*offsets):
-                spans = [
-                    (max(0, -o), min(n, m - o)) for o, n, m in zip(offset, g.shape[2:], phase.shape[2:], strict=True)
-                ]
-                if all(low < high for low, high in spans):
-                    at = [slice(*span) for span in spans]
-                    of = [slice(low + o, high + o) for (low, high), o in zip(spans, offset, strict=True)]
-                    places = zip(rule.stride, offset, remainders, rule.padding, rule.dilation, strict=True)
-                    k = [(s * o + r + p) // d for s, o, r, p, d in places]
-                    where: tuple[slice | int, ...] = (slice(None), slice(None), 0, *k)
-                    found[where] = (g[:, :, *at] * phase[:, :, *of]).flatten(2).sum(2)
-        return found
-
-    def work(self, rule: ConvolutionWeight, g: Tensor | Spec) -> Work:
-        """Touches only where image and shifted kernel overlap."""
-        moved = math.prod(min(k, 2 * n - 1) for k, n in zip(rule.kernel, rule.x.shape[2:], strict=True))
-        bytes_ = rule.positions * rule.groups * g.element_size()
-        return Work(0.0, 3 * moved * bytes_, super().work(rule, g).workspace + bytes_)
-
-
-class _Pairs(_Instantiated):
-    """For a depthwise convolution of small images: forms all g_t x_n, then sums the pairs of each kernel offset."""
-
-    name = "pairs"
-
-    def gradients(self, rule: ConvolutionWeight, x: Tensor, g: Tensor) -> Tensor:
-        x, g = (y.to(wide_dtype(y.dtype)) for y in (x, g))
-        pixels = x[0, 0].numel()
-        each = torch.eye(pixels, dtype=x.dtype, device=x.device).view(pixels, 1, *x.shape[2:])
-        # [n, offset, t]: 1 where t reads n
-        joins = patches(each, rule.geometry()).reshape(pixels, rule.inputs, rule.positions)
-        found = g.flatten(2).flatten(0, 1)[:, :, None] * x.flatten(2).flatten(0, 1)[:, None]
-        return found.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)
-
-    def work(self, rule: ConvolutionWeight, g: Tensor | Spec) -> Work:
-        count, size = rule.positions * math.prod(rule.x.shape[2:]) * rule.groups, g.element_size()
-        return Work(count * rule.inputs, 2 * count * size, super().work(rule, g).workspace + count * size)
-
-
-class _Patches(Gram["ConvolutionWeight"]):
-    """Gram matrices of unfolded patches."""
-
-    name = "patches"
-
-    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice) -> Parts:
-        a, of = (y.transpose(1, 2) for y in rule.by_position(*rule.operands(g, samples)))
-        return (rule.add_groups(gram_product(a, of, rule.workspace(g))),)
-
-    def work(self, rule: ConvolutionWeight, g: Tensor | Spec) -> Work:
-        work, unfolded = super().work(rule, g), 2 * rule.unfolded() * norm_dtype(g.dtype).itemsize
-        return work._replace(traffic=work.traffic + unfolded, workspace=work.workspace + unfolded)
-
-    def bytes_at_once(self, rule: ConvolutionWeight, g: Tensor | Spec, block: int) -> int:
-        return int(block * rule.work(g, self.name).workspace)
-
-
-class _Pixels(Way["ConvolutionWeight"]):
-    """Gram matrices of pixels, shifted (`clipping.rules.pixel_gram`): whole ones for the GPU kernel, if they fit."""
-
-    name = "pixels"
-
-    def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice) -> Parts:
-        x, of = map(rule.grouped, rule.operands(g, samples))
-        if self._is_whole(rule, g):
-            return rule.by_sample(pixel_norms(x, of, rule.geometry(), rule.lost(g)))
-        return (rule.add_groups(pixel_gram_product(x, of, rule.geometry(), rule.workspace(g))),)
-
-    def work(self, rule: ConvolutionWeight, g: Tensor | Spec) -> Work:
-        wide = norm_dtype(g.dtype).itemsize
-        if self._is_whole(rule, g):
-            entries = self._pairs(rule, g)
-            return Work(entries / rule.groups * max(rule.x.shape[1], g.shape[1]), 2 * entries * wide, entries * wide)
-        count, phase = rule.positions**2 * rule.groups, rule.pixels_of_phase() ** 2
-        traffic = 3 * sum(rule.kernel) * count * wide
-        return Work(rule.multiplications_of_pixels(), traffic, (2 * count + phase * rule.groups) * wide)
-
-    def _is_whole(self, rule: ConvolutionWeight, g: Tensor | Spec) -> bool:
-        fits = self._pairs(rule, g) * norm_dtype(g.dtype).itemsize <= rule.room()
-        runs = len(rule.kernel) <= 2 and kernels.fused.runs(rule.parameter)
-        return fits and runs and g.dtype in kernels.cuda.DTYPES
-
-    def _pairs(self, rule: ConvolutionWeight, g: Tensor | Spec) -> int:
-        return rule.groups * pairs(rule.geometry(), rule.x.shape[2:], g.shape[2:])
-
-
-UNFOLD, GROUPED, PATCHES = _Unfold(), _Grouped(), _Patches()
-ANY = _Pixels(), PATCHES, UNFOLD, GROUPED
-POINTWISE = PATCHES, UNFOLD  # patches are pixels
-DEPTHWISE = _Shifts(), GROUPED, _Pairs()  # a Gram matrix of one channel is an outer product
-
-
-class ConvolutionWeight(Bilinear):
-    """∂/∂W of one sample, [p·groups, C/groups, *kernel].
-
-    Args:
-        weight: [p·groups, C/groups, *kernel].
-        x: [B, C, *size], already padded if the padding differs between the two sides (`work` accepts a `Spec`).
-        output_size: spatial size of the output.
-        stride, padding, dilation: one number a spatial dimension.
-        groups: as in torch.nn.Conv2d.
-        share: `chunked_conv.Share` of the convolution's node, or None.
-
-    Methods take:
-        x, g: some samples' input, and their output's gradient (or its `Spec`).
-        found, squares: numbers of each sample and group.
-        fold: how many times as many groups.
-    """
-
-    library = "cudnn"
-
-    def __init__(
-        self,
-        weight: Tensor,
-        x: Tensor,
-        output_size: torch.Size,
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        groups: int,
-        share: Any = None,
-    ) -> None:
-        super().__init__(
-            weight,
-            positions=math.prod(output_size),
-            inputs=math.prod(weight.shape[1:]),
-            outputs=weight.shape[0] // groups,
-            groups=groups,
-        )
-        self.x, self.stride, self.padding, self.dilation, self.share = x, stride, padding, dilation, share
-        self.kernel = list(weight.shape[2:])
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.ways = POINTWISE if self.is_pointwise() else DEPTHWISE if self.is_depthwise else ANY
         self.ways = (*self.ways, *kernels.ways.of(self))
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         x, g = self.operands(g, samples)
         chosen = self.named(way)
-        found = (chosen if isinstance(chosen, _Instantiated) else UNFOLD).gradients(self, x, g)
+        found = (chosen if isinstance(chosen, FromOperands) else UNFOLD).gradients(self, x, g)
         return found.view(len(x), *self.parameter.shape)
-
-    def by_sample(self, found: Tensor) -> Parts:
-        """Add up groups, of squared norms and the columns of a reach [b · groups, 1 + k]: the result of `Way.norms`."""
-        return self.add_groups(found[:, 0]), *Reach.of_columns(found[:, 1:]).of_groups(self.groups)
-
-    def add_groups(self, squares: Tensor) -> Tensor:
-        """[b · groups] to [b]."""
-        return squares if self.groups == 1 else squares.view(-1, self.groups).sum(1)
-
-    def turns(self, g: Tensor | Spec) -> bool:
-        """True if GPU kernels get copies with channels last; otherwise they would read single entries several times."""
-        if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1 or self.groups > 1:
-            return False
-        known = [y for y in (self.x, g) if isinstance(y, Tensor)]  # a gradient may not exist yet
-        return not (all(map(_is_last, known)) or self.x.shape[1] % 16 or g.shape[1] % 16)
-
-    def grouped(self, x: Tensor) -> Tensor:
-        """[b, groups · C, *size] to [b · groups, C, *size]."""
-        return x if self.groups == 1 else x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:])
 
     def reach(self, g: Tensor) -> Reach:
         """Reach from norms of pixels; a patch's squared norm sums their squares over the kernel's offsets."""
@@ -281,36 +57,6 @@ class ConvolutionWeight(Bilinear):
 
         return self._reach_of_rows(g, of_block, 4 * sum(self.bytes_of_operands(g)) // max(1, self.inputs))
 
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        if not self._sums_by_kernel(g):
-            return super().weighted(g, factors)
-        factors, geometry, turns = factors.to(torch.float32).contiguous(), self.geometry(), self.turns(g)
-
-        def sums(samples: slice, count: int) -> Tensor:
-            x, of = self.operands(g, samples)
-            if turns:
-                x, of = (y if _is_last(y) else kernels.fused.turned(y)[0] for y in (x, of))
-            return kernels.fused.weighted_patches(x, of, part(factors, samples), geometry, count)
-
-        return added_at_once(sums, self.samples(g), *self._kernel_portions(g))
-
-    def _sums_by_kernel(self, g: Tensor | Spec) -> bool:
-        """True if the kernel that scales no copy forms the sum."""
-        ours = g.dtype in HALF and len(self.kernel) == 2 and self.groups == 1 and self.positions > 0
-        return ours and kernels.fused.runs(self.parameter)
-
-    def _kernel_portions(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Samples in a portion, and samples at once. There are enough portions to keep a GPU busy.
-
-        As in `rounding_bounds.portion`, the batch size counts as the next power of two.
-        """
-        count, entries = power_of_two(self.samples(g)), self.parameter.numel()
-        most = min(self._most(g), max(1, count * entries // BUSY))
-        most = 1 << most.bit_length() - 1
-        copied = sum(self.bytes_of_operands(g)) if self.turns(g) else 1
-        portions = max(1, self.room() // (2 * 4 * entries))  # two blocks may be added up at once
-        return most, max(1, min(self.room() // copied, most * portions))
-
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         return self.gradients(x, g, 1)[0]
 
@@ -324,82 +70,8 @@ class ConvolutionWeight(Bilinear):
     def copied(self, g: Tensor | Spec) -> int:
         return max(self.bytes_of_operands(g))
 
-    def bytes_of_operands(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Bytes of one sample's input, and of its output gradient."""
-        size = g.element_size()
-        return math.prod(self.x.shape[1:]) * size, math.prod(g.shape[1:]) * size
-
-    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        x, g = part(self.x, samples), part(g, samples)
-        return x if x.dtype == g.dtype else x.to(g.dtype), g
-
-    def weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
-        """The library's weight gradient [fold · outputs, ...] of a convolution with `fold` times as many groups."""
-        weight = self.parameter
-        if fold == 1 and self._by_rows(len(g)):
-            a, g = (y.transpose(1, 2).flatten(0, 1) for y in self.by_position(x, g))
-            return product(g, a)
-        if fold != 1 or weight.dtype != g.dtype:
-            weight = _of_any_values(g, (fold * weight.shape[0], *weight.shape[1:]))
-        return torch.ops.aten.convolution_backward.default(
-            g,
-            x,
-            weight,
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            [0] * len(self.stride),
-            fold * self.groups,
-            [False, True, False],
-        )[1]
-
-    def _by_rows(self, samples: int) -> bool:
-        """True for few pixels and a large weight, which the CPU library would copy to another layout."""
-        few = samples * self.positions * (self.inputs + self.outputs) <= self.inputs * self.outputs
-        return few and self.parameter.device.type == "cpu" and self._reads_one_pixel()
-
-    def held_input(self) -> Tensor | None:
-        return self.x
-
     def shapes(self) -> tuple[object, ...]:
         return *super().shapes(), self.x.shape[2:], *map(tuple, self.geometry())
-
-    @property
-    def is_depthwise(self) -> bool:
-        """True if each channel has its own kernel and one output."""
-        return self.parameter.shape[1] == 1 and self.outputs == 1
-
-    def unfolded(self) -> int:
-        """Entries of one sample's patches that are not pixels already."""
-        return 0 if self.is_pointwise() else self.positions * self.inputs * self.groups
-
-    def pixels_of_phase(self) -> float:
-        """Pixels of the image that one remainder of the stride reads."""
-        return math.prod(self.x.shape[2:]) / math.prod(self.stride)
-
-    def multiplications_of_pixels(self) -> float:
-        """Multiplications of one sample's Gram matrices of pixels and of the output's gradient."""
-        grams = sum(1 for _ in phases(self.geometry()))
-        return self.positions**2 * self.groups * self.outputs + grams * self.pixels_of_phase() ** 2 * self.x.shape[1]
-
-    def geometry(self) -> Geometry:
-        """Kernel, stride, padding and dilation."""
-        return Geometry(self.kernel, self.stride, self.padding, self.dilation)
-
-    def by_position(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Patches [b·groups, d, T] and g [b·groups, p, T]."""
-        count = x.shape[0] * self.groups
-        a = (x if self.is_pointwise() else patches(x, self.geometry())).reshape(count, self.inputs, self.positions)
-        return a, g.reshape(count, self.outputs, self.positions)
-
-    def is_pointwise(self) -> bool:
-        """True if patches are pixels."""
-        return self._reads_one_pixel() and math.prod(self.stride) == 1
-
-    def _reads_one_pixel(self) -> bool:
-        return self.groups == 1 and math.prod(self.kernel) == 1 and not any(self.padding)
 
 
 def convolution(
@@ -433,22 +105,6 @@ def convolution(
     else:
         output = function(input, weight, bias, *geometry)
     return output, ((weight, ConvolutionWeight, input, output.shape[2:], *geometry, share), (bias, Bias, 1))
-
-
-def _is_last(x: Tensor) -> bool:
-    """True for images that have channels last."""
-    return x.is_contiguous(memory_format=torch.channels_last)
-
-
-def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a dense weight of this shape with arbitrary values, in g's memory if it fits.
-
-    The library requires one, but reads its values only for the input gradient.
-    """
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    if g.untyped_storage().nbytes() < math.prod(shape) * g.element_size():
-        return g.new_empty(shape)
-    return g.as_strided(shape, strides, 0)
 
 
 def of_each(value: int | tuple[int, ...], spatial: int) -> list[int]:

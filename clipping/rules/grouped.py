@@ -65,9 +65,6 @@ class GroupedWeight(Rule):
         self.positions = power_of_two(rows_each)
         return self
 
-    def held_input(self) -> Tensor | None:
-        return self.a
-
     def samples(self, g: Tensor | Spec) -> int:
         return self.count
 

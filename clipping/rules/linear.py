@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.core.dtypes import HALF, as_autocast
+from clipping.core.dtypes import as_autocast
 from clipping.core.microbatching import Parts
 from clipping.numerics import kernels
-from clipping.numerics.chunked_sums import added_in
 from clipping.numerics.gram import gram_norms_and_reach, gram_product, part, within
-from clipping.numerics.products import PADDED, aligned, on_gpu, padding, product, products
+from clipping.numerics.products import aligned, on_gpu, padding, product, products
 from clipping.numerics.rounding_bounds import Reach, of_operands
 from clipping.rules.base import DIRECT, Bias, Gradient, Gram, Refused, Rule, Spec, Way, of_columns
 from clipping.rules.elementwise import Broadcast
@@ -56,26 +55,23 @@ class LinearWeight(Bilinear):
         self.a, self.transposed, self.fold = a, transposed, fold
         self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
 
-    def held_input(self) -> Tensor | None:
-        return self.a
-
     def regroup(self, fold: int) -> Rule:
         return LinearWeight(self.parameter, self.a, self.transposed, fold)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         a, g = self.operands(g, samples)
         a, g = a.transpose(1, 2), g.transpose(1, 2)
-        return self._sliced(products(a, g) if self.transposed else products(g, a))
+        return self.sliced(products(a, g) if self.transposed else products(g, a))
 
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         x, g = x.flatten(0, 1), g.flatten(0, 1)
-        return self._sliced(product(x, g) if self.transposed else product(g, x))
+        return self.sliced(product(x, g) if self.transposed else product(g, x))
 
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
         x, g = (y.unflatten(0, (count, -1)).flatten(1, 2) for y in (x, g))
-        return self._sliced(product(x, g) if self.transposed else product(g, x))
+        return self.sliced(product(x, g) if self.transposed else product(g, x))
 
-    def _sliced(self, found: Tensor) -> Tensor:
+    def sliced(self, found: Tensor) -> Tensor:
         """Remove the rows and columns of zeros that `aligned` adds."""
         rows, columns = self.parameter.shape
         return found[..., :rows, :columns].contiguous()
@@ -88,37 +84,6 @@ class LinearWeight(Bilinear):
             return of_operands(*self.operands(g, samples), self.inputs, self.outputs)
 
         return self._reach_of_rows(g, of_block, self.positions * self.inputs * g.element_size())
-
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        if g.dtype not in HALF or not self._weighs(g):
-            return super().weighted(g, factors)
-        a, of = self.operands(g, slice(0, self.samples(g)))
-        if not kernels.fused.weighs(a, of):  # e.g. rows are slices of longer rows
-            return super().weighted(g, factors)
-        a, of = (of, a) if self.transposed else (a, of)
-        factors, size, count = factors.to(torch.float32), self._portion(g), len(a)
-
-        def sums(samples: slice, _: int) -> Tensor:
-            return kernels.fused.weighted(*(part(x, samples) for x in (a, of, factors)), size)
-
-        step = size * max(1, self.room() // (2 * 4 * a.shape[2] * of.shape[2]))  # two blocks may be added up at once
-        several = [slice(start, min(start + step, count)) for start in range(0, max(1, count), step)]
-        return self._sliced(
-            added_in(sums, [(samples, -(-(samples.stop - samples.start) // size)) for samples in several])
-        )
-
-    def _weighs(self, g: Tensor | Spec) -> bool:
-        """True if a kernel applies the factors: in half precision, with rows that are aligned or will be padded."""
-        if self.positions < PADDED or not kernels.fused.runs(self.a):
-            return False
-        rows, sizes = self.samples(g) * self.positions, (self.inputs, self.outputs)
-        return all(
-            size % PADDED == 0 or padding((rows, size), g.dtype, other)
-            for size, other in zip(sizes, sizes[::-1], strict=True)
-        )
-
-    def _portion(self, g: Tensor | Spec) -> int:
-        return kernels.fused.portion_of(self.samples(g), self._most(g), self.inputs, self.outputs)
 
     def copied(self, g: Tensor | Spec) -> int:
         entries = min(self.inputs, self.outputs)

@@ -6,8 +6,9 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from clipping.core.dtypes import norm_dtype, wide_dtype
+from clipping.core.dtypes import HALF, norm_dtype, wide_dtype
 from clipping.core.microbatching import added, blocks
+from clipping.numerics import kernels
 from clipping.numerics.chunked_sums import added_at_once, at_once
 from clipping.numerics.gram import part
 from clipping.numerics.rounding_bounds import of_lost, portion
@@ -50,12 +51,14 @@ class Bilinear(Rule):
         return of_lost(g.dtype, self.inputs, self.outputs)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
+            return found
         factors = factors.to(wide_dtype(g.dtype))
 
         def sums(samples: slice, count: int) -> Tensor:
             return self.gradients(*self._scaled(g, factors, samples), count)
 
-        if at_once(g) and self.samples(g) > (most := self._most(g)):
+        if at_once(g) and self.samples(g) > (most := self.most(g)):
             return added_at_once(sums, self.samples(g), most, self._together(g))
         return added(lambda samples: self.gradient(*self._scaled(g, factors, samples)), self._portions(g))
 
@@ -65,7 +68,7 @@ class Bilinear(Rule):
         factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
         return (x * factors, g) if x.numel() < g.numel() else (x, g * factors)
 
-    def _most(self, g: Tensor | Spec) -> int:
+    def most(self, g: Tensor | Spec) -> int:
         """Samples in a portion: see `clipping.numerics.rounding_bounds`."""
         return portion(self.samples(g), max(1, self.positions), norm_dtype(g.dtype))
 
@@ -73,9 +76,9 @@ class Bilinear(Rule):
         """Samples to form portions of at once, limited by the memory for portions and copies."""
         room = max(self.room(), 4 * self.instantiated_bytes(g))
         each = self.parameter.numel() * norm_dtype(g.dtype).itemsize  # sums are wide
-        return min(room // max(1, self.copied(g)), self._most(g) * max(1, room // max(1, 2 * each)))
+        return min(room // max(1, self.copied(g)), self.most(g) * max(1, room // max(1, 2 * each)))
 
     def _portions(self, g: Tensor | Spec) -> list[slice]:
         """Portions larger than the weight itself, so that adding them up takes little time."""
         room = max(self.room(), 4 * self.instantiated_bytes(g))
-        return blocks(self.samples(g), 1, min(self._most(g), max(1, room // max(1, self.copied(g)))))
+        return blocks(self.samples(g), 1, min(self.most(g), max(1, room // max(1, self.copied(g)))))

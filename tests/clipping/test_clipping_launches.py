@@ -148,7 +148,7 @@ def test_portions_that_a_kernel_sums_at_once_stay_within_the_room(which, program
     monkeypatch.setattr(fused, program, formed_at_once)
     with as_on_a_gpu(Launches()) as launches:
         rule = large_sums(2**14)[which]
-        g, room = rule.held_input(), rule.room()
+        g, room = rule.x if which else rule.a, rule.room()
         assert rule.weighted(g, torch.empty(2**14, device="meta")).shape == rule.parameter.shape
     assert launches.found[program] == len(formed) > 2
     assert all(2 * each.nbytes <= room for each in formed)
@@ -165,8 +165,8 @@ def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
             linear, convolution = large_sums(batch_size)
             vit = LinearWeight(of_half(768, 768), of_half(batch_size, 197, 768))
             small = ConvolutionWeight(of_half(64, 512, 3, 3), convolution.x, [4, 4], [1, 1], [1, 1], [1, 1], 1)
-            of_linear = [rule._portion(rule.a) for rule in (linear, vit)]
-            sizes.append([*of_linear, *(rule._kernel_portions(rule.x)[0] for rule in (convolution, small))])
+            of_linear = [portion_of_rows(rule, rule.a) for rule in (linear, vit)]
+            sizes.append([*of_linear, *(portions_of_images(rule, rule.x)[0] for rule in (convolution, small))])
     assert sizes[0] == sizes[1]
 
 

@@ -16,10 +16,9 @@ from interpreter import compiled, interpreted, outcome
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
-from clipping.accel import cuda, fused
+from clipping.accel import cuda, fused, ways
 from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.numerics.rounding_bounds import of_rows, row_norms
-from clipping.rules import convolution as convolution_module
 from clipping.rules.base import Route
 from clipping.rules.convolution import ConvolutionWeight, convolution
 from clipping.rules.linear import LinearWeight
@@ -140,7 +139,7 @@ def weighted_sums(device: str) -> None:
             expected = expected.t() if turned else expected
             programs = fused.PROGRAMS
             for fused.PROGRAMS in (1, programs):
-                sizes = {with_kernels(lambda rule=rule, g=g: rule._portion(g))}
+                sizes = {with_kernels(lambda rule=rule, g=g: ways.portion_of_rows(rule, g))}
                 assert sizes == {1 if fused.PROGRAMS > 1 else 1 << max(0, count - 1).bit_length()}
                 for room in (2**30, 0):  # all portions at once, or one after the other
                     rule.room = lambda room=room: room
@@ -206,9 +205,9 @@ def weighted(device: str) -> None:
         factors = torch.tensor([0.5, 0.0, 3.0], device=device)
         expected = wide.weighted(g.double(), factors.double())
         for busy in (1, 2**23):
-            convolution_module.BUSY = busy
+            ways.BUSY = busy
             close(with_kernels(lambda rule=rule, g=g, factors=factors: rule.weighted(g, factors)), expected)
-    convolution_module.BUSY = 2**23
+    ways.BUSY = 2**23
 
 
 def rows(device: str) -> None:
