@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import clipping.planning.planner
 from clipping import compare, load_backend
-from clipping.planning.choices import Choice
 from clipping.planning.costs import Costs
-from clipping.planning.planner import Plan, Planner
+from clipping.planning.planner import Choice, Plan, Planner
 from clipping.rules.base import Bias, Route
 from clipping.tape.record import Tape
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from clipping.backends.tape import BkMixed
-from clipping.planning.choices import has_choice
-from clipping.planning.planner import Plan, Planner
+from clipping.planning.planner import Plan, Planner, has_choice
 from clipping.rules.base import Route, Rule, made
 from clipping.rules.convolution import convolution
 from clipping.rules.embedding import embedding, embedding_bag
