@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda, fused
+from clipping.accel.ways import portion_of_rows, portions_of_images
 from clipping.numerics.chunked_sums import added_at_once, of_one_size, weighted_at_once
 from clipping.numerics.rounding_bounds import portion
 from clipping.rules import weight
