@@ -19,6 +19,7 @@ accepts it: its records would be in two sums, or twice in one, and its padding w
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.batches import tensors_of, version_of
-from dpbench.engine.errors import Misuse
+from dpbench.engine.errors import Misuse, PrivacyWarning
 
 ROWS, COLUMNS, CANDIDATES = 16, 4, 256
 """Samples and features compared of a tensor; the features are those of the largest variance among the candidates."""
@@ -103,6 +104,7 @@ class Tickets:
         self._padded = False  # whether one of them was padded
         self._size = -1  # of the batch that the model has read since the last step
         self._news = False  # whether one was handed out since then
+        self._warns = True  # of a batch that was not handed out
 
     def __len__(self) -> int:
         return len(self._open)
@@ -171,6 +173,14 @@ class Tickets:
                 "expected a batch of data_loader that was not stepped yet, got one that is done with (it was stepped, "
                 "or left out, or its iteration was broken off): its records would be in two sums, or twice in one, "
                 "which is not accounted; go on with the next one, or begin to iterate anew"
+            )
+        if ticket is None and self._sizes and self._warns:
+            self._warns = False
+            warnings.warn(
+                f"expected a batch of data_loader, got one that is none of its last {CLOSED}: how it was drawn is "
+                "assumed; iterate data_loader anew in each epoch, and keep no batches (list, itertools.cycle)",
+                PrivacyWarning,
+                stacklevel=2,
             )
         return self._close(ticket)
 

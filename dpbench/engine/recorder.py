@@ -62,7 +62,7 @@ class Recorder:
         self._entered: list[bool] = []
         self._handles: list[Any] = []
         self._dropped, self._skipped = 0, False  # number of the node after a dropped recording; 0 for none
-        self._verify = True
+        self._verify, self._leaf_hooks = True, 0
         self._occasions = None if backend.sharded else Occasions()
         self._watches = backend.sharded  # buffers, as no look reruns a step
         self._buffers: dict[str, tuple[int, int]] = {}
@@ -253,6 +253,9 @@ class Recorder:
         if not module.training:
             self._skipped = True
             return None
+        hooks = sum(len(p._backward_hooks or ()) for p in module.parameters())
+        self._verify |= hooks != self._leaf_hooks  # a hook that changes a gradient must be found
+        self._leaf_hooks = hooks
         trainable = self._trainable()
         if not trainable:  # frozen while another model takes its gradient through this one
             return None

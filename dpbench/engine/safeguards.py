@@ -21,9 +21,18 @@ _MARK = "privacy_steps"
 
 
 def require_usable(model: nn.Module) -> None:
-    """Raise an UnsupportedModel if the model mixes samples, is TorchScript, or is on the meta device."""
+    """Raise an UnsupportedModel if the model mixes samples, scales parameters, is TorchScript or on "meta"."""
     problem = batch_norm_problem(batch_norms(model))
-    if isinstance(model, torch.jit.ScriptModule):
+    bounded = [
+        name or "model" for name, module in model.named_modules() if getattr(module, "max_norm", None) is not None
+    ]
+    if bounded:
+        problem = Problem(
+            bounded[0],
+            "scales the rows of its batch's words in the forward pass (max_norm), without noise",
+            "max_norm=None, and scale the output of the embedding if need be",
+        )
+    elif isinstance(model, torch.jit.ScriptModule):
         problem = Problem(
             "model", "is TorchScript, whose operations cannot be recorded", "train the model it is made of"
         )

@@ -27,6 +27,9 @@
 | unclipped gradients in `.grad` | "were not clipped, and are not used" | `test_step_without_a_loss_or_with_a_closure` |
 | a frozen parameter with an old gradient | not applied | `test_a_gradient_left_on_a_frozen_parameter_is_not_applied` |
 | the same record in two pieces of a logical batch | `data_loader` keeps pieces apart; by hand it is refused | `test_what_the_loader_hands_out_is_not_accumulated_by_hand` |
+| batches kept and used again (`list`, `itertools.cycle`) | refused; a warning after 64 others | `test_batches_that_are_kept_and_used_again_are_refused_or_told` |
+| `nn.Embedding(max_norm=...)`, which scales the rows of a batch's words | refused by name | `test_an_embedding_that_scales_the_rows_of_a_batch_is_refused` |
+| a hook on a parameter's gradient | the next step is verified, and refused if the hook changes it | `test_a_hook_of_a_parameter_that_comes_later_is_verified_anew` |
 | a loader that reads ahead of the step | batches are recognised by their tensors; an unknown one is refused | `test_what_is_not_known_is_refused_by_name` |
 | a buffer overwritten by the next batch before the step | autograd's error: "modified by an inplace operation" | `test_what_is_changed_in_place_before_the_step_is_noticed_as_autograd_does` |
 | retrying a step that raised | nothing is summed or released twice | `test_a_batch_of_which_something_was_released_is_not_released_again` |
@@ -60,8 +63,9 @@
 | an empty batch | an ordinary step, of noise alone | `test_empty_batches_move_the_parameters_and_count` |
 
 **Not detected in your own loop**, or in accelerate's: losses divided by their number or by a sum over the batch's labels,
-and records mixed between the loader and the model. The engine sees only the model and the operations on its outputs. Opacus'
-loops are not checked for padding, which a recurrent model sees if its last position is read.
+losses that use numbers of an earlier step (`make_step` refuses them), records mixed between the loader and the model,
+and data that reach the model by an attribute. The engine sees only the model's arguments and the operations on its
+outputs. Opacus' loops are not checked for padding, which a recurrent model sees if its last position is read.
 
 **Never detected.** Hyperparameters chosen by the private data, early stopping by their loss, published training accuracy,
 the order of records in logs: none of it passes the engine, and none of it is in ε.

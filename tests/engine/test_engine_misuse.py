@@ -10,7 +10,7 @@ import torch
 from attached import attached, cross_entropy, says
 from torch import nn
 
-from clipping import Flat, UnsupportedModel
+from clipping import Flat, UnsupportedModel, WrongGradient
 from dpbench import Misuse, PrivacyWarning
 
 
@@ -251,3 +251,31 @@ def test_a_model_without_numbers_or_without_python_is_refused():
         engine_of(nowhere)
     with says(UnsupportedModel, r"is TorchScript, whose operations cannot be recorded"):
         engine_of(torch.jit.trace(nn.Linear(3, 2), torch.zeros(2, 3)))
+
+
+def test_an_embedding_that_scales_the_rows_of_a_batch_is_refused():
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with says(UnsupportedModel, r"0: scales the rows of its batch's words in the forward pass \(max_norm\)"):
+            engine_of(nn.Sequential(kind(5, 3, max_norm=1.0), nn.Linear(3, 3)), backend="microbatch")
+
+
+def test_batches_that_are_kept_and_used_again_are_refused_or_told():
+    model, data = nn.Linear(3, 1), torch.utils.data.TensorDataset(torch.randn(400, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_of(model, batch_size=4, sample_size=400)
+    engine.attach(optimizer)
+    kept = list(engine.data_loader(data))
+    for (x,) in kept:
+        optimizer.step(loss=model(x)[:, 0])
+    with pytest.warns(PrivacyWarning, match="one that is none of its last 64: how it was drawn is assumed"):
+        optimizer.step(loss=model(kept[0][0])[:, 0])
+    with says(Misuse, "got one that is done with"):
+        optimizer.step(loss=model(kept[-1][0])[:, 0])
+
+
+def test_a_hook_of_a_parameter_that_comes_later_is_verified_anew():
+    model, optimizer, _ = made()
+    optimizer.step(loss=losses_of(model))
+    model[0].weight.register_hook(lambda g: 0 * g)
+    with says(WrongGradient, "0.weight"):
+        optimizer.step(loss=losses_of(model))

@@ -1,6 +1,8 @@
-"""Launches, bytes and operations of a step, counted without a GPU: rules of counting, and predicted times."""
+"""Launches, bytes and operations of a step, counted without a GPU: rules of counting, and the counts on record."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ from torch import nn
 
 from clipping import load_backend
 from clipping.accel import cuda, fused
+from clipping.numerics import chunked_sums
+from clipping.rules import weight
 from dpbench.experiment import load_experiment
 from dpbench.measure.launches import Launches, as_on_a_gpu, counted, run
+from dpbench.records.store import read_records
 from dpbench.trials.evidence import LaunchesTrial
 from dpbench.trials.outcome import PartlyFailed
 
@@ -144,3 +149,51 @@ def test_a_predicted_time_by_hand(kind):
         with as_on_a_gpu(Launches()) as launches:
             operation()
         assert launches.seconds == pytest.approx(seconds, rel=1e-3)
+
+
+#: (model, dtype) -> the most launches, bytes, operations and predicted seconds of `bk_mixed`, of ordinary training's.
+MOST = {
+    ("resnet18", "float32"): (2.6, 1.5, 1.1, 1.4),
+    ("resnet50", "float32"): (2.6, 1.4, 1.1, 1.4),
+    ("transformers:gpt2@1024", "float32"): (1.7, 1.2, 1.2, 1.2),
+    ("timm:vit_base_patch16_224", "float32"): (2.0, 1.3, 1.15, 1.15),
+    ("transformers:roberta@128", "float32"): (2.1, 1.4, 1.1, 1.1),
+    ("resnet18", "bfloat16"): (2.8, 1.9, 1.2, 1.8),
+    ("resnet50", "bfloat16"): (2.5, 1.45, 1.15, 1.4),
+    ("transformers:gpt2@1024", "bfloat16"): (1.7, 1.3, 1.2, 1.15),
+    ("timm:vit_base_patch16_224", "bfloat16"): (2.0, 1.35, 1.15, 1.4),
+    ("transformers:roberta@128", "bfloat16"): (1.9, 1.4, 1.1, 1.45),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """(model, dtype) -> the ratios on record."""
+    lines = read_records(Path(__file__).resolve().parents[2] / "results/launches")
+    return {(r["trial"]["model"], r["trial"]["dtype"]): ratios(r["result"]) for r in lines if r["outcome"] == "ok"}
+
+
+def ratios(result):
+    def of(name):
+        entry = result["backends"][name]
+        return entry["launches"], entry["bytes_read"] + entry["bytes_written"], entry["flops"], entry["seconds"]
+
+    return [x / y for x, y in zip(of("bk_mixed"), of("nonprivate"), strict=True)]
+
+
+@pytest.mark.parametrize("case", MOST, ids=str)
+def test_committed_counts_are_within_their_limits(case, recorded):
+    assert all(x <= y for x, y in zip(recorded[case], MOST[case], strict=True)), recorded[case]
+
+
+def test_today_s_code_takes_no_more_than_is_on_record_and_a_regression_is_seen(recorded, monkeypatch):
+    """A sum in one portion after the other, as on a CPU, is beyond the limit."""
+    trial = next(t for t in load_experiment("launches").cells("cpu") if (t.model, t.dtype) == ("resnet18", "float32"))
+    trial, slack = (
+        trial.replace(backends=("nonprivate", "bk_mixed")),
+        [1.05 * x for x in recorded["resnet18", "float32"]],
+    )
+    assert all(x <= y for x, y in zip(ratios(run(trial)), slack, strict=True))
+    for module in (weight, chunked_sums):
+        monkeypatch.setattr(module, "at_once", lambda x: False)
+    assert ratios(run(trial))[0] > max(slack[0], MOST["resnet18", "float32"][0])
