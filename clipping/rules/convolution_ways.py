@@ -29,7 +29,12 @@ class FromOperands(Direct[OfPatches]):
 
     @abstractmethod
     def gradients(self, rule: OfPatches, x: Tensor, g: Tensor) -> Tensor:
-        """Return the per-sample gradients, [b, ...] in the order of the weight's entries."""
+        """Return the per-sample gradients, [b, ...] in the order of the weight's entries.
+
+        Args:
+            rule: of the convolution.
+            x, g: some samples' input and output gradient, as `operands` returns them.
+        """
 
 
 class _Unfold(FromOperands):

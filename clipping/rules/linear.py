@@ -72,7 +72,11 @@ class LinearWeight(Bilinear):
         return self.sliced(product(x, g) if self.transposed else product(g, x))
 
     def sliced(self, found: Tensor) -> Tensor:
-        """Remove the rows and columns of zeros that `aligned` adds."""
+        """Remove the rows and columns of zeros that `aligned` adds.
+
+        Args:
+            found: [..., p or more, d or more], or transposed as the weight is.
+        """
         rows, columns = self.parameter.shape
         return found[..., :rows, :columns].contiguous()
 

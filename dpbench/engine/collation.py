@@ -50,7 +50,7 @@ def require_own_numbers(dataset: Any, most: int, collate: Collate) -> None:
         if [x.shape for x in copies] != [x.shape for x in together]:
             continue
         for was, now in zip(together, copies, strict=True):
-            same = torch.isclose(was, now[place], rtol=coarsest([was], TOLERANCE), equal_nan=True)
+            same = torch.isclose(was.double(), now[place].double(), rtol=coarsest([was], TOLERANCE), equal_nan=True)
             if not same.flatten(1).all(1).any():
                 raise Misuse(
                     f"expected the numbers of record {places[place]} to be its own, got others in a batch of "

@@ -331,10 +331,12 @@ def test_reach_of_rows_with_their_norm(dtype: torch.dtype):
         a = torch.randn(3, positions, 37).to(dtype)
         gradients = [torch.randn(3, positions, outputs).to(dtype) for outputs in (19, 4, 64)]
         gradients.append(torch.randn(1, positions, 5).to(dtype).expand(3, -1, -1))
-        squares, reaches = cpu.gram_norm_and_reach(a, gradients, lost)
-        assert torch.equal(squares, gram_norm(a, gradients)), positions
-        for reach, g, each in zip(reaches.unbind(1), gradients, lost, strict=True):
-            require_close(reach, cpu.row_reach(a.to(wide), g.to(wide), each), EXACT[wide], f"{positions} positions")
+        for g, each in zip(gradients, lost, strict=True):
+            found = cpu.gram_norm_and_reach(a, g, each)
+            assert torch.equal(found[:, 0], gram_norm(a, [g])), positions
+            require_close(
+                found[:, 1:], cpu.row_reach(a.to(wide), g.to(wide), each), EXACT[wide], f"{positions} positions"
+            )
 
 
 @LIBRARY

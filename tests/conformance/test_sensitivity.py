@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 import torch
-from dpbench.report.data.select import read
 from hypothesis import Phase, example, given, settings, target
 from hypothesis import strategies as st
 from marks import slow_unless
@@ -24,6 +23,7 @@ from dpbench.conformance.sensitivity.scorecard import FIELDS, in_units
 from dpbench.conformance.sensitivity.search import FOUND, KINDS, Point
 from dpbench.measure.sensitivity import measured, sensitivity
 from dpbench.process.parent import Answer
+from dpbench.records.reader import read
 from dpbench.report import LeftOut
 from dpbench.report.figures import scorecard
 from dpbench.report.figures import sensitivity as figure

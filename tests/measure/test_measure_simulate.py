@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping import BACKENDS, UnsupportedModel, load_backend
 from clipping.backends.tape import BkMixed
-from clipping.numerics import products
 from dpbench.measure import memory
 from dpbench.measure.bench import Step, storage_bytes
 from dpbench.measure.memory import measured_peak
@@ -195,13 +193,6 @@ def opened(make: Callable[[], nn.Module], backend: str, batch_size: int) -> Iter
         yield Step(open_backend, torch.randn(batch_size, 3, 16, 16), torch.randint(0, 10, (batch_size,)))
 
 
-@pytest.fixture
-def one_library(monkeypatch):
-    """Products by the library that fake tensors know, whichever is faster on this processor."""
-    monkeypatch.setattr(products, "onednn_from", lambda threads: math.inf)
-
-
-@pytest.mark.usefixtures("one_library")
 @pytest.mark.parametrize(
     ("backend", "make"),
     slow_unless(lambda name, make: make is Residual and name in QUICK, itertools.product(COMPARED, (plain, Residual))),

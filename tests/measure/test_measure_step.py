@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_the_clipping_threshold_is_the_trials(monkeypatch):
     real = Flat.factors
     monkeypatch.setattr(Flat, "factors", lambda self, norms: (seen.append(self.max_grad_norm), real(self, norms))[1])
     step.run(TRIAL.replace(max_grad_norm=0.125))
-    assert set(seen) == {0.125}
+    assert set(seen) - {math.inf} == {0.125}  # the definition's norms are of no threshold
 
 
 @pytest.mark.gpu

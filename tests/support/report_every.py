@@ -1,7 +1,5 @@
 """Records of every kind that a figure is drawn of."""
 
-from dpbench.trials.launches import LaunchesTrial
-
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.coverage import CoverageTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
@@ -18,7 +16,7 @@ from dpbench.trials import (
     SweepTrial,
     TunedTrial,
 )
-from dpbench.trials.evidence import DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.trials.evidence import DeviceTrial, LaunchesTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.whole_step import TrainingStepTrial
 
 
