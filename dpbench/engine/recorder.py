@@ -181,6 +181,9 @@ class Recorder:
                 f"expected the trainable parameters of the forward pass, got {min(other)!r} frozen or unfrozen since: "
                 "do so before the forward pass"
             )
+        hooks = sum(len(p._backward_hooks or ()) for p in recording.parameters.values())
+        self._verify |= hooks != self._leaf_hooks  # a hook that changes a gradient must be found
+        self._leaf_hooks = hooks
         few = recording.batch_size if drawn is None else drawn[0]
         verify = self._verify and (drawn is None or few > 1)
         if verify:
@@ -253,9 +256,6 @@ class Recorder:
         if not module.training:
             self._skipped = True
             return None
-        hooks = sum(len(p._backward_hooks or ()) for p in module.parameters())
-        self._verify |= hooks != self._leaf_hooks  # a hook that changes a gradient must be found
-        self._leaf_hooks = hooks
         trainable = self._trainable()
         if not trainable:  # frozen while another model takes its gradient through this one
             return None

@@ -35,7 +35,7 @@ TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not instal
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 
 
-#: Those of which the interpreter makes short work.
+#: The checks that take the interpreter less than a second each.
 QUICK = ("as in ResNet18", "stride 2", "rows", "scales of layer norm", "sums in float64", "infinities come through")
 
 

@@ -60,7 +60,7 @@ def outcome(backend: str, problem, verify: bool) -> str:
 
 @every_peer
 def test_cases(backend: str):
-    """The fifteen and those that are wrong, at once: the difference names those that came out otherwise."""
+    """All cases in one comparison, so that a failure names each case that differs."""
     expected = dict.fromkeys(FIFTEEN, "exact") | {n: said for n, said in NOT_FOR[backend].items() if n in MODELS}
     found, silent = {}, []
     for name in expected:

@@ -246,7 +246,7 @@ class LayersOfTheFirstStep(Hooked):
 
 
 class DerivativesUnseen(Hooked):
-    """Whatever arrives in the forward pass is none of its business."""
+    """Ignores gradients that arrive during the forward pass."""
 
     def derivative_in_forward(self, *arrived: Any) -> None:
         pass

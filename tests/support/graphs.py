@@ -23,7 +23,7 @@ def not_compiled(monkeypatch) -> None:
 
 
 def planned(backend):
-    """By formula: a plan that is timed differs from one made anew."""
+    """Options that plan by formula, because a timed plan may differ from run to run."""
     return {"timing": False} if backend == "bk_mixed" else {}
 
 

@@ -21,7 +21,7 @@ from dpbench.trials.whole_step import TrainingStepTrial
 
 
 def everything(run, name="net.py:make"):
-    """Records of every kind, some of which failed; `name` is a model's, and in every evidence."""
+    """Add records of every kind, some of them failed. The model is `name`, which every evidence contains."""
     for number in range(2):
         run.step(name, "nonprivate", [1.0], 2**30, round=number).step(name, "ghost", [2.5], 2**30, round=number)
         run.step(name, "opacus_hooks", [4.0], 2**31, round=number)

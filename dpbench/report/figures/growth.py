@@ -142,7 +142,7 @@ class Growth:
         known = own.reindex(columns=[column, f"{column}_low", f"{column}_high", f"published_{column}"]).astype(float)
         low, high = min(0.9, known.min().min()) / 1.06, max(1.5, known.max().max()) * 1.12
         measured = set(own.backend[own.step_seconds.notna()])
-        failed = own[own.step_seconds.isna() & own.backend.isin(measured)]  # the caption has those that always failed
+        failed = own[own.step_seconds.isna() & own.backend.isin(measured)]  # the caption names the others
         if len(failed):  # leave room above the lines for their names
             high *= (high / low) ** (0.07 * failed[self.size].value_counts().max())
         ticks = [tick for tick in _TICKS if low <= tick <= high]
