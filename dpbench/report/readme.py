@@ -154,6 +154,7 @@ def table(parts: Parts, excerpt: Excerpt) -> pd.DataFrame:
     instead = frame[excerpt.instead] if excerpt.instead else ""
     frame = frame.assign(cell=[", ".join(filter(None, cells)) for cells in frame[list(excerpt.cells)].to_numpy()])
     frame.loc[frame.cell == "", "cell"] = instead
+    frame = frame.drop_duplicates([*rows, excerpt.across, "cell"])  # a text has no image size, and is in all figures
     alike = frame[frame.duplicated([*rows, excerpt.across])]
     if len(alike):
         raise UsageError(f"`rows` of {excerpt.figure} that tell its records apart", ", ".join(alike[rows].iloc[0]))

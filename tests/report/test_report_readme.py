@@ -105,11 +105,11 @@ def test_rows_of_several_settings_stand_in_one_table_and_some_are_left_out(root)
     fast = [r for r in read(root / "results" / "overhead") if r.device == "cpu Fast CPU, 2 CPUs"]
     parts = [("overhead", part) for part in parts_of(fast, {"overhead": replace(FIGURES["overhead"], plot=None)})]
     excerpt = load_experiment("overhead").excerpts["table"]
-    wide = readme.table(
-        parts, replace(excerpt, rows=("Model", "Precision"), where=lambda row: row["Backend"] == "BK mixed")
-    )
+    chosen = replace(excerpt, rows=("Model", "Precision"), where=lambda row: row["Backend"] == "BK mixed")
+    wide = readme.table(parts, chosen)
     with pytest.raises(UsageError, match="tell its records apart, got 'CNN'"):
         readme.table(parts, replace(excerpt, rows=("Model",)))
+    assert readme.table([*parts, *parts], chosen).equals(wide)  # the same number twice is one
     assert wide.to_numpy().tolist() == [
         ["CNN", "float32", "1.10×, 1.00×"],
         ["VGG11", "float32", "0.50×, 1.00×"],
