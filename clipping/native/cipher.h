@@ -62,16 +62,14 @@ APART void chacha(const uint32_t states[SETS][WORDS], blocks out[SETS]) {
   }
 }
 
-/* Tensors to add noise to: for each its nonce, entries, result, number of entries, and its first group among all groups
-   (units has one number more, the end). */
+/* Tensors to add noise to, in one flat tensor, each from the beginning of a group on: for each the last word of its
+   nonce, its number of entries, and its first group among all groups (units has one number more, the end). */
 typedef struct {
-  const uint32_t *state, *nonces;
-  const REAL *const *totals;
-  REAL *const *outs;
+  const uint32_t *state, *labels;
+  REAL *flat;
   const I *counts, *units;
   I tensors;
   double scale, grid;
-  REAL divisor;
 } noise_job;
 
 /* Find the tensor of a group: the last one that begins at or before it. */

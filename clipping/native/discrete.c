@@ -88,29 +88,28 @@ static void discrete_units(I low, I high, void *given) {
     if (tensor != keyed) { /* each tensor has its own key, so that a group's stream can be arbitrarily long */
       uint32_t *state = from.states[0];
       memcpy(state, job->state, sizeof(from.states[0]));
-      memcpy(state + 13, job->nonces + 3 * tensor, 3 * sizeof(*state));
+      state[15] = job->labels[tensor];
       begin(&from);
       chacha(from.states, from.bits);
       for (int w = 0; w < 8; w++) state[4 + w] = from.bits[0][w][0];
       keyed = tensor;
     }
-    I group = unit - job->units[tensor], start = group * GROUP, left = job->counts[tensor] - start;
+    I group = unit - job->units[tensor], left = job->counts[tensor] - group * GROUP;
     from.states[0][13] = (uint32_t)group, from.states[0][14] = (uint32_t)(group >> 32), from.states[0][15] = 0;
     begin(&from);
-    for (I i = start; i < start + (left < GROUP ? left : GROUP); i++) {
-      double total = job->totals[tensor][i] / job->grid;
+    REAL *totals = job->flat + unit * GROUP;
+    for (I i = 0; i < (left < GROUP ? left : GROUP); i++) {
+      double total = totals[i] / job->grid;
       total = total < -WIDEST ? -WIDEST : total > WIDEST ? WIDEST : total;
       I nearest = (I)((total + 0x1.8p52) - 0x1.8p52);
-      job->outs[tensor][i] = (REAL)((double)(nearest + discrete(&from, (int)job->scale)) * job->grid) / job->divisor;
+      totals[i] = (REAL)((double)(nearest + discrete(&from, (int)job->scale)) * job->grid);
     }
   }
 }
 
-/* out = (total / grid, rounded, + a discrete Gaussian of deviation 2^log) · grid / divisor, for contiguous
-   tensors. */
-void discrete_noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, const REAL *const *totals,
-                    REAL *const *outs, const I *counts, const I *units, I tensors, double log, double grid,
-                    double divisor) {
-  noise_job job = {state, nonces, totals, outs, counts, units, tensors, log, grid, (REAL)divisor};
+/* Replace each total by (total / grid, rounded, + a discrete Gaussian of deviation 2^log) · grid. */
+void discrete_noisy(for_each *parallel, const uint32_t *state, const uint32_t *labels, REAL *flat, const I *counts,
+                    const I *units, I tensors, double log, double grid) {
+  noise_job job = {state, labels, flat, counts, units, tensors, log, grid};
   each(parallel, units[tensors], COST, discrete_units, &job);
 }

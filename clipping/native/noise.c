@@ -65,13 +65,12 @@ APART void normals(const blocks given, double out[GROUP]) {
     }
 }
 
-INLINE void add(const noise_job *job, const REAL *total, const double *drawn, I count, REAL *out) {
+INLINE void add(const noise_job *job, const double *drawn, I count, REAL *total) {
   const double deviation = job->scale, grid = job->grid;
-  const REAL divisor = job->divisor;
   const double finer = 1 / grid, integer = 0x1.8p52; /* adding this removes the fraction */
   for (I i = 0; i < count; i++) {
     double sum = total[i] + drawn[i] * deviation;
-    out[i] = (REAL)(((sum * finer + integer) - integer) * grid) / divisor;
+    total[i] = (REAL)(((sum * finer + integer) - integer) * grid);
   }
 }
 
@@ -89,27 +88,24 @@ static void noise_units(I low, I high, void *given) {
       I group = unit + s - job->units[tensor];
       tensors[s] = tensor, starts[s] = group * GROUP;
       states[s][12] = (uint32_t)group * BLOCKS;
-      memcpy(states[s] + 13, job->nonces + 3 * tensor, 3 * sizeof(**states));
+      states[s][15] = job->labels[tensor];
     }
     chacha(states, bits);
     for (int s = 0; s < sets; s++) {
       I start = starts[s], left = job->counts[tensors[s]] - start;
-      const REAL *total = job->totals[tensors[s]] + start;
-      REAL *out = job->outs[tensors[s]] + start;
+      REAL *total = job->flat + (unit + s) * GROUP;
       normals(bits[s], drawn);
       if (left >= GROUP)
-        add(job, total, drawn, GROUP, out);
+        add(job, drawn, GROUP, total);
       else
-        add(job, total, drawn, left, out);
+        add(job, drawn, left, total);
     }
   }
 }
 
-/* out = total + N(0, deviation²), rounded to multiples of grid, a power of two, and then divided, for contiguous
-   tensors. */
-void noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, const REAL *const *totals,
-           REAL *const *outs, const I *counts, const I *units, I tensors, double deviation, double grid,
-           double divisor) {
-  noise_job job = {state, nonces, totals, outs, counts, units, tensors, deviation, grid, (REAL)divisor};
+/* Add N(0, deviation²) to each tensor, and round to multiples of grid, a power of two. */
+void noisy(for_each *parallel, const uint32_t *state, const uint32_t *labels, REAL *flat, const I *counts,
+           const I *units, I tensors, double deviation, double grid) {
+  noise_job job = {state, labels, flat, counts, units, tensors, deviation, grid};
   each(parallel, units[tensors], COST, noise_units, &job);
 }

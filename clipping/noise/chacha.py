@@ -2,8 +2,7 @@
 
     words           blocks of ChaCha20, RFC 8439 (Nir and Langley 2018): 20 rounds, a key of 256 bits
     normals         N(0, 1) from these words
-    noisy           totals + N(0, deviation²) of many tensors at once, rounded to multiples of a power of two
-    add_to_flat     the same in place, for tensors stored in one flat tensor
+    add_to_flat     N(0, deviation²) added to many tensors in one flat tensor, rounded to multiples of a power of two
 
 **A normal** is one of two from 128 bits by Box and Muller (1958), in float64: √(-2 ln u) uses 63 bits, the cos and sin
 of an angle 64. The largest is 9.4, which real normals exceed with probability 6e-21. Coordinate i is a function of
@@ -54,15 +53,16 @@ class Segments:
         labels: last nonce word of each tensor; they must differ, or two tensors would get the same noise.
 
     Attributes:
+        groups: number of groups of each tensor.
         length: number of entries of the flat tensor, gaps included.
     """
 
     def __init__(self, counts: Sequence[int], labels: Sequence[int]) -> None:
-        for count in counts:
-            _require_blocks(count)
+        if (most := max(counts, default=0)) > LONGEST:
+            raise ValueError(f"expected at most {LONGEST} coordinates in a draw, got {most}")
         self.counts, self.labels = tuple(counts), tuple(labels)
-        self._groups = [-(-count // NORMALS) for count in counts]
-        self.length = NORMALS * sum(self._groups)
+        self.groups = [-(-count // NORMALS) for count in counts]
+        self.length = NORMALS * sum(self.groups)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def parts(self, flat: Tensor) -> list[Tensor]:
@@ -71,7 +71,7 @@ class Segments:
         Args:
             flat: noise of all tensors, [128 · groups].
         """
-        rows = flat.split([groups * NORMALS for groups in self._groups])
+        rows = flat.split([groups * NORMALS for groups in self.groups])
         return [row[:count] for row, count in zip(rows, self.counts, strict=True)]
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -81,83 +81,40 @@ class Segments:
         labels = torch.cat(
             [
                 torch.full((groups,), _signed(label), dtype=torch.int32, device=device)
-                for groups, label in zip(self._groups, self.labels, strict=True)
+                for groups, label in zip(self.groups, self.labels, strict=True)
             ]
         )
-        numbers = torch.cat([torch.arange(groups, dtype=torch.int32, device=device) for groups in self._groups])
+        numbers = torch.cat([torch.arange(groups, dtype=torch.int32, device=device) for groups in self.groups])
         if not isinstance(numbers, FakeTensor):
             self._tables[device] = labels, numbers
         return labels, numbers
 
 
-def noisy(
-    totals: Sequence[Tensor],
-    deviation: float,
-    grid: float,
-    key: bytes,
-    nonces: Sequence[Sequence[int]],
-    *,
-    in_place: bool = False,
-    divisor: float = 1.0,
-) -> list[Tensor]:
-    """(`totals` + N(0, deviation²)) / divisor in each coordinate.
-
-    The noisy sum is computed in float64 and rounded to multiples of `grid` before the division.
-
-    Args:
-        totals: of any shapes, strides, dtypes and devices.
-        deviation: > 0.
-        grid: a power of two.
-        nonces: three 32-bit numbers for each total; no other draw with this key may use the same.
-        in_place: overwrite totals that are float32 or wider and contiguous; if False, no total is changed.
-        divisor: > 0; on a CPU it needs no separate pass.
-
-    Returns:
-        As `totals`, each contiguous, float32 or wider.
-
-    Raises:
-        ValueError: a key or nonce has a wrong size, or a total has more coordinates than a nonce has blocks for.
-    """
-    wide, found = _operands(totals, key, nonces, in_place)
-    kinds: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[tuple[Tensor, Tensor, Sequence[int]]]] = {}
-    compiled = kernels.cpu.supported(*wide)
-    for x, result, nonce in zip(wide, found, nonces, strict=True):
-        # a flat tensor has one nonce but for the labels
-        of_flat = () if compiled or kernels.cpu.supported(x) else tuple(nonce[:2])
-        kinds.setdefault((x.device, x.dtype, of_flat), []).append((x, result, nonce))
-    for (device, dtype, of_flat), members in kinds.items():
-        chosen, results, places = zip(*members, strict=True)
-        if not of_flat:
-            _compiled("noisy", chosen, results, deviation, grid, key, places, divisor)
-            continue
-        segments = Segments([x.numel() for x in chosen], [nonce[2] for nonce in places])
-        flat = torch.zeros(segments.length, dtype=dtype, device=device)
-        for part, x in zip(segments.parts(flat), chosen, strict=True):
-            part.copy_(x.view(-1))
-        add_to_flat(flat, segments, deviation, grid, key, of_flat)
-        for result, part in zip(results, segments.parts(flat.div_(divisor)), strict=True):
-            result.copy_(part.view(result.shape))
-    return found
-
-
 def add_to_flat(
     flat: Tensor, segments: Segments, deviation: float, grid: float, key: bytes, nonce: Sequence[int]
 ) -> None:
-    """Apply `noisy` in place to each tensor in `flat`, with the nonce (*nonce, label).
+    """Add N(0, deviation²) in place to each tensor in `flat`, with the nonce (*nonce, label).
 
-    On a CUDA device with Triton this is one launch for any number of tensors.
+    The noisy sum is computed in float64 and rounded to multiples of `grid`. On a CUDA device with Triton this is one
+    launch for any number of tensors.
 
     Args:
         flat: [segments.length], contiguous, float32 or float64. Gaps between the tensors get arbitrary numbers.
         segments: positions of the tensors.
-        deviation, grid, key: as in `noisy`.
-        nonce: the first two words of the nonces.
+        deviation: > 0.
+        grid: a power of two.
+        nonce: the first two words of the nonces; no other draw with this key may use the same with one of the labels.
+
+    Raises:
+        ValueError: a key or nonce has a wrong size.
     """
     groups = segments.length // NORMALS
     if not groups:
         return
-    for label in (min(segments.labels), max(segments.labels)):
-        state = _state(key, 0, (*nonce, label))
+    state = state_of(key, nonce, segments)
+    if kernels.cpu.supported(flat):
+        run_compiled("noisy", flat, segments, deviation, grid, state)
+        return
     device = torch.device("cpu") if flat.device.type == "mps" else flat.device
     labels, numbers = segments.tables(device)
     if kernels.cuda.supported(labels) and (isinstance(flat, FakeTensor) or _agrees(device)):
@@ -208,51 +165,30 @@ def _launch(flat: Tensor, labels: Tensor, numbers: Tensor, scale: Sequence[float
         program[(programs,)](flat, labels, numbers, len(labels), *map(_bits, scale), *words, LANES=_LANES)
 
 
-def _compiled(
-    kernel: str,
-    totals: Sequence[Tensor],
-    results: Sequence[Tensor],
-    scale: float,
-    grid: float,
-    key: bytes,
-    nonces: Sequence[Sequence[int]],
-    divisor: float,
+def run_compiled(
+    kernel: str, flat: Tensor, segments: Segments, scale: float, grid: float, state: Sequence[int]
 ) -> None:
-    """Call a C kernel once for all [n] totals and results, of one dtype."""
-    if not totals or isinstance(totals[0], FakeTensor):
+    """Call a C kernel once for all tensors in `flat`, which `kernels.cpu` supports.
+
+    Args:
+        kernel: "noisy" or "discrete_noisy".
+        flat, segments, grid: as in `add_to_flat`.
+        scale: the deviation, or its logarithm.
+        state: of the cipher; labels replace its last word.
+    """
+    if isinstance(flat, FakeTensor):
         return
-    counts = list(map(Tensor.numel, totals))
-    units = list(itertools.accumulate([-(-count // NORMALS) for count in counts], initial=0))
-    getattr(_loaded(totals[0].dtype), kernel)(
+    getattr(_typed(kernels.cpu._loaded(flat.dtype)), kernel)(
         kernels.cpu._torch().torch_parallel_for,
-        _unsigned(_state(key, 0, (0, 0, 0))),
-        _unsigned(list(itertools.chain(*nonces))),
-        kernels.cpu._numbers(list(map(Tensor.data_ptr, totals))),
-        kernels.cpu._numbers(list(map(Tensor.data_ptr, results))),
-        kernels.cpu._numbers(counts),
-        kernels.cpu._numbers(units),
-        len(totals),
+        _unsigned(state),
+        _unsigned(segments.labels),
+        flat.data_ptr(),
+        kernels.cpu._numbers(segments.counts),
+        kernels.cpu._numbers(list(itertools.accumulate(segments.groups, initial=0))),
+        len(segments.counts),
         scale,
         grid,
-        divisor,
     )
-
-
-def _operands(
-    totals: Sequence[Tensor], key: bytes, nonces: Sequence[Sequence[int]], in_place: bool, device: str | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return totals as the kernel reads them, contiguous and float32 or wider, and the tensors for the results."""
-    if len(totals) != len(nonces):
-        raise ValueError(f"expected a nonce for each of {len(totals)} totals, got {len(nonces)}")
-    _require_blocks(max(map(Tensor.numel, totals), default=0))
-    _require_words(key, *nonces)
-    wide = [x.detach().to(device or x.device, torch.promote_types(x.dtype, torch.float32)).contiguous() for x in totals]
-    return wide, wide if in_place else [torch.empty_like(x) for x in wide]
-
-
-def _require_blocks(count: int) -> None:
-    if count > LONGEST:
-        raise ValueError(f"expected at most {LONGEST} coordinates in a draw, got {count}")
 
 
 def _normals(found: Tensor) -> Tensor:
@@ -316,16 +252,24 @@ def _ciphered(state: Tensor) -> Tensor:
     return state + torch.cat([a, b, c, d])
 
 
-def _require_words(key: bytes, *nonces: Sequence[int]) -> None:
-    for nonce in nonces:
-        if len(key) != 32 or len(nonce) != 3 or min(nonce) < 0 or max(nonce) >= 2**32:
-            raise ValueError(
-                f"expected a key of 32 bytes and a nonce of 3 words of 32 bits, got {len(key)} bytes, {nonce}"
-            )
+def state_of(key: bytes, nonce: Sequence[int], segments: Segments) -> list[int]:
+    """Return the cipher's state before block 0, whose last word labels replace.
+
+    Args:
+        nonce: its first two words.
+        segments: at least one tensor.
+
+    Raises:
+        ValueError: a key or nonce has a wrong size.
+    """
+    for label in (min(segments.labels), max(segments.labels)):
+        state = _state(key, 0, (*nonce, label))
+    return state
 
 
 def _state(key: bytes, block: int, nonce: Sequence[int]) -> list[int]:
-    _require_words(key, nonce)
+    if len(key) != 32 or len(nonce) != 3 or min(nonce) < 0 or max(nonce) >= 2**32:
+        raise ValueError(f"expected a key of 32 bytes and a nonce of 3 words of 32 bits, got {len(key)} bytes, {nonce}")
     return [*CONSTANT, *struct.unpack("<8I", key), block, *nonce]
 
 
@@ -350,10 +294,6 @@ def _unsigned(state: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
 @functools.cache
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     address, real = ctypes.c_void_p, ctypes.c_double
-    library.noisy.argtypes = library.discrete_noisy.argtypes = [*[address] * 7, ctypes.c_int64, real, real, real]
+    library.noisy.argtypes = library.discrete_noisy.argtypes = [*[address] * 6, ctypes.c_int64, real, real]
     library.noisy.restype = library.discrete_noisy.restype = None
     return library
-
-
-def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
-    return _typed(kernels.cpu._loaded(dtype))

@@ -1,6 +1,6 @@
 """The discrete Gaussian of Canonne, Kamath and Steinke (2020, arXiv:2004.00010), added to sums on a grid.
 
-    discrete_noisy      grid · (round(total / grid) + N_ℤ(0, 4^log)) of many tensors
+    add_discrete        grid · (round(total / grid) + N_ℤ(0, 4^log)) of many tensors
 
 N_ℤ(0, s²) takes each integer x with probability proportional to exp(-x² / 2s²); here s = 2^log. We sample it by their
 Algorithms 1 to 3, with s and the scale of the Laplace proposal both 2^log:
@@ -18,8 +18,8 @@ noise, and the product with the grid afterwards, which is a one-to-one map.
 tensor's own streams, one for each group of 128 coordinates, with the group's number as nonce. 64-bit words are read
 block after block, little-endian. So a draw is a function of (key, nonce, coordinate), on any number of threads.
 
-Without a compiler, Python computes the same bits, much slower than the C kernel: for tests. Tensors on other devices
-are copied to the CPU and back.
+Without a compiler, Python computes the same bits, much slower than the C kernel: for tests. Sums on other devices are
+copied to the CPU and back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from clipping.noise.chacha import BLOCKS, NORMALS, WORDS, _compiled, _operands, words
+from clipping.noise.chacha import BLOCKS, NORMALS, WORDS, Segments, run_compiled, state_of, words
 from clipping.numerics import kernels
 
 WIDEST = 2.0**43
@@ -38,47 +38,34 @@ ROUNDED = 1 + 2.0**-9
 """Most units of the grid by which rounding changes the difference of two totals."""
 
 
-def discrete_noisy(
-    totals: Sequence[Tensor],
-    log: int,
-    grid: float,
-    key: bytes,
-    nonces: Sequence[Sequence[int]],
-    *,
-    in_place: bool = False,
-    divisor: float = 1.0,
-) -> list[Tensor]:
-    """Round each total to multiples of `grid`, add discrete Gaussian noise of deviation 2^log · grid, and divide.
+def add_discrete(flat: Tensor, segments: Segments, log: int, grid: float, key: bytes, nonce: Sequence[int]) -> None:
+    """Round each tensor in `flat` to multiples of `grid`, and add discrete Gaussian noise of deviation 2^log · grid.
 
     Args:
-        totals: of any shapes, dtypes and devices, finite.
+        flat: [segments.length], contiguous, float32 or float64, finite, changed in place.
+        segments: positions of the tensors.
         log: 1 to 40.
         grid: > 0.
-        nonces: three 32-bit numbers for each total; no other draw of any kind with this key may use the same.
-        in_place: overwrite totals that are float32 or wider, contiguous and on the CPU; if False, no total is changed.
-        divisor: > 0.
-
-    Returns:
-        As `totals`, each contiguous, float32 or wider.
+        nonce: the first two words of the nonces; no other draw of any kind with this key may use the same with one of
+            the labels.
 
     Raises:
         ValueError: a key, nonce or `log` has a wrong size.
     """
     if not 1 <= log <= 40:
         raise ValueError(f"expected the logarithm of a deviation from 1 to 40, got {log}")
-    here, found = _operands(totals, key, nonces, in_place, "cpu")
-    for dtype in {x.dtype for x in here}:
-        members = [i for i, x in enumerate(here) if x.dtype == dtype]
-        chosen, results = [here[i] for i in members], [found[i] for i in members]
-        own = [nonces[i] for i in members]
-        if kernels.cpu.supported(*chosen):
-            _compiled("discrete_noisy", chosen, results, log, grid, key, own, divisor)
-            continue
-        for total, result, nonce in zip(chosen, results, own, strict=True):
-            nearest = torch.round((total.double() / grid).clamp(-WIDEST, WIDEST)).long().view(-1)
-            noise = torch.tensor(drawn(total.numel(), log, key, nonce), dtype=torch.int64, device="cpu")
-            result.copy_(((nearest + noise).double() * grid).view(total.shape)).div_(divisor)
-    return [result.to(total.device) for result, total in zip(found, totals, strict=True)]
+    if not segments.length:
+        return
+    here, state = flat.cpu(), state_of(key, nonce, segments)
+    if kernels.cpu.supported(here):
+        run_compiled("discrete_noisy", here, segments, log, grid, state)
+    else:
+        for part, label in zip(segments.parts(here), segments.labels, strict=True):
+            nearest = torch.round((part.double() / grid).clamp(-WIDEST, WIDEST)).long()
+            noise = torch.tensor(drawn(part.numel(), log, key, (*nonce, label)), dtype=torch.int64, device="cpu")
+            part.copy_((nearest + noise).double() * grid)
+    if here is not flat:
+        flat.copy_(here)
 
 
 def drawn(count: int, log: int, key: bytes, nonce: Sequence[int]) -> list[int]:

@@ -33,11 +33,10 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from clipping.noise.chacha import Segments
-from clipping.noise.discrete import ROUNDED, discrete_noisy
+from clipping.noise.discrete import ROUNDED, add_discrete
 from dpbench.engine.noise import At, Secure
 
 FINER = 12
@@ -85,5 +84,4 @@ class Discrete(Secure):
         if not deviation:
             return
         grid, places = deviation / 2.0**self._log, [At(step, process, label) for label in segments.labels]
-        parts, key = segments.parts(flat), self._key_for(places)
-        torch._foreach_copy_(parts, discrete_noisy(parts, self._log, grid, key, places, in_place=True))
+        add_discrete(flat, segments, self._log, grid, self._key_for(places), (step, process))

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.noise.chacha import Segments, add_to_flat, noisy
+from clipping.noise.chacha import Segments, add_to_flat
 from dpbench.engine.errors import Misuse
 
 OTHER_KIND = (
@@ -195,11 +195,7 @@ class Secure(Noise):
             raise Misuse("expected a step outside of a CUDA graph: each replay would draw the same noise again")
         if not grid:
             return
-        key = self._key_for(places)
-        if flat.device.type == "cpu":
-            noisy(segments.parts(flat), deviation, grid, key, places, in_place=True)
-        else:
-            add_to_flat(flat, segments, deviation, grid, key, (step, process))
+        add_to_flat(flat, segments, deviation, grid, self._key_for(places), (step, process))
 
     def _key_for(self, places: Sequence[At]) -> bytes:
         """The key, with these places marked as drawn. Raises Misuse if any was drawn before."""

@@ -13,7 +13,8 @@ from scipy import stats
 from accounting.series import log_moments
 from clipping.accel import cpu
 from clipping.noise import discrete
-from clipping.noise.discrete import ROUNDED, WIDEST, discrete_noisy
+from clipping.noise.chacha import Segments
+from clipping.noise.discrete import ROUNDED, WIDEST, add_discrete
 from dpbench import PrivacyEngine
 from dpbench.engine.discrete import Discrete
 from dpbench.engine.noise import At
@@ -22,10 +23,18 @@ LIBRARY = pytest.mark.skipif(not cpu.supported(torch.empty(0)), reason="no C com
 KEY, NONCE = bytes(range(32)), (1, 2, 3)
 
 
+def noisy(total: torch.Tensor, log: int, grid: float, nonce: tuple[int, int, int] = NONCE) -> torch.Tensor:
+    segments = Segments((len(total),), nonce[2:])
+    flat = total.new_zeros(segments.length)
+    flat[: len(total)] = total
+    add_discrete(flat, segments, log, grid, KEY, nonce[:2])
+    return flat[: len(total)]
+
+
 def integers(count: int, log: int, nonce: tuple[int, int, int] = NONCE) -> np.ndarray:
     """Draws by the kernel, or as many as Python makes in a second."""
     count = count if cpu.supported(torch.empty(0)) else 4000
-    return discrete_noisy([torch.zeros(count, dtype=torch.float64)], log, 1.0, KEY, [nonce])[0].long().numpy()
+    return noisy(torch.zeros(count, dtype=torch.float64), log, 1.0, nonce).long().numpy()
 
 
 def probabilities(log: int, reach: int) -> np.ndarray:
@@ -57,12 +66,15 @@ def test_on_a_fine_grid_it_is_normal_and_coordinates_are_independent():
 @LIBRARY
 @pytest.mark.parametrize("log", [1, 7, 24, 33, 40])
 def test_the_kernel_and_python_draw_the_same(log, monkeypatch):
-    totals = [torch.randn(300) * 50, torch.randn(5, 7, dtype=torch.float64), torch.empty(0), torch.tensor(2.0)]
-    nonces = [(1, 2, i) for i in range(4)]
-    by_kernel = discrete_noisy(totals, log, 0.3, KEY, nonces)
-    monkeypatch.setattr(cpu, "supported", lambda *_: False)
-    for one, other, total in zip(by_kernel, discrete_noisy(totals, log, 0.3, KEY, nonces), totals, strict=True):
-        assert torch.equal(one, other) and one.shape == total.shape and one.dtype == total.dtype
+    segments = Segments((300, 35, 0, 1), range(4))
+    for dtype in (torch.float32, torch.float64):
+        flat = torch.randn(segments.length, dtype=dtype) * 50
+        by_kernel, by_python = flat.clone(), flat.clone()
+        add_discrete(by_kernel, segments, log, 0.3, KEY, (1, 2))
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "supported", lambda *_: False)
+            add_discrete(by_python, segments, log, 0.3, KEY, (1, 2))
+        assert torch.equal(by_kernel, by_python) and not torch.equal(by_kernel, flat)
 
 
 def scripted(*words: int):
@@ -85,7 +97,7 @@ def test_what_is_released_lies_on_the_grid_and_large_totals_are_clamped():
     grid = 0.25 / 2.0**noise._log
     found = noise.added(torch.randn(1000, dtype=torch.float64), 0.25, At(1, 0, 0)) / grid
     assert torch.equal(found, found.round())
-    huge = discrete_noisy([torch.tensor([1e30, -1e30], dtype=torch.float64)], 10, 1.0, KEY, [NONCE])[0]
+    huge = noisy(torch.tensor([1e30, -1e30], dtype=torch.float64), 10, 1.0)
     assert ((huge.abs() - WIDEST).abs() < 20 * 2**10).all()
 
 
