@@ -29,6 +29,17 @@ class UsageError(Exception):
     def __init__(self, expected: str, came: object, nearest: str | None = None, known: Iterable[str] = ()) -> None:
         super().__init__(complaint(expected, came, nearest, known))
 
+    @classmethod
+    def of(cls, line: str) -> UsageError:
+        """The error with this message, such as another process gave.
+
+        Args:
+            line: a complaint in one line.
+        """
+        error = cls.__new__(cls)
+        Exception.__init__(error, line)
+        return error
+
 
 def complaint(expected: str, came: object, nearest: str | None = None, known: Iterable[str] = ()) -> str:
     """One line: what was expected, what came, the nearest known name if there is one, and after it all that are known.

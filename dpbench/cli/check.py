@@ -33,7 +33,7 @@ from dpbench.process.parent import Answer, Isolation
 from dpbench.process.variables import server_variables
 from dpbench.records.environment import resolve_device
 from dpbench.trials import CheckTrial, Trial
-from dpbench.trials.backends import ResolveTrial, UnusableBackend, is_file, validate_backend
+from dpbench.trials.backends import ResolveTrial, is_file, validate_backend
 from dpbench.trials.json_text import to_json
 from dpbench.trials.outcome import Outcome
 from dpbench.trials.packages import refuse_missing
@@ -102,13 +102,6 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row["status"] in ("mismatch", "error") for row in rows))
 
 
-class UnusableModel(UsageError):
-    """Why the only model cannot be built, in one line."""
-
-    def __init__(self, line: str) -> None:
-        Exception.__init__(self, line)
-
-
 def _wanted(args: argparse.Namespace) -> list[CheckOf]:
     """The requested trials: models first, then conformance.
 
@@ -174,7 +167,7 @@ def _refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
             said = last_line(answer.evidence)
             raise UsageError(f"{trial.backend} to import", f"{answer.outcome}: {said}")
         if answer.result and answer.result["usage"]:
-            raise UnusableBackend(answer.result["usage"])
+            raise UsageError.of(answer.result["usage"])
 
 
 def _check(trials: Sequence[CheckOf]) -> list[Row]:
@@ -189,7 +182,7 @@ def _check(trials: Sequence[CheckOf]) -> list[Row]:
     alone = len({_model(trial) for trial in trials}) == 1
     for trial, answer in answers(trials):
         if alone and isinstance(trial, CheckTrial) and _MODEL_ERROR in (answer.evidence or ""):
-            raise UnusableModel(last_line(answer.evidence))
+            raise UsageError.of(last_line(answer.evidence))
         found = rows[trial] = _rows_of(trial, answer)
         streams.tell(f"{len(rows)} of {len(trials)} checked")
         ahead = f"[{len(rows)}/{len(trials)}, {time.monotonic() - begin:.0f} s]"

@@ -49,13 +49,6 @@ class ResolveTrial(BackendTrial):
     timeout: float = 120.0
 
 
-class UnusableBackend(UsageError):
-    """One line on why a file's class cannot be used."""
-
-    def __init__(self, line: str) -> None:
-        Exception.__init__(self, line)
-
-
 def is_file(ref: str) -> bool:
     """Returns whether `ref` is a file's class rather than a name."""
     return ref.endswith(".py") or ".py:" in ref

@@ -142,7 +142,7 @@ class Agenda:
         notes = self._read()
         result = answer.result or notes.get("result") or {}
         if "usage" in result:
-            raise _Unusable(result["usage"])
+            raise UsageError.of(result["usage"])
         if result:
             self.found = result
             take_race(self.findings, result["backends"], asked.batch_size)
@@ -209,10 +209,3 @@ class Agenda:
                 yield running.pop(answer.key), answer
             self._doing = self._read().get("doing") or self._doing
             self.say(self._doing)
-
-
-class _Unusable(UsageError):
-    """The unchanged message of the process that builds the model."""
-
-    def __init__(self, line: str) -> None:
-        Exception.__init__(self, line)
