@@ -6,8 +6,6 @@ Functions take:
     accountant: an accountant or its name.
     target_epsilon: the largest ε allowed.
     noise_multiplier, sample_rate, steps, delta: σ, q in (0, 1], T, δ in (0, 1]: all but the unknown are given.
-    tolerance: relative; see `accounting.inverse`. 0: to the last step, or to 1e-12.
-    scheme: `sampling`, `adjacency`, `dataset_size` and `max_batch_size` of `SubsampledGaussian`.
 """
 
 from __future__ import annotations
@@ -52,13 +50,11 @@ def calibrate(
     The target may be a risk (`accounting.risk`) instead of ε; the result then also has the ε.
 
     Args:
-        accountant: an accountant or its name.
         unknown: one of `UNKNOWNS`; the argument of this name is ignored.
         target_epsilon: a finite number > 0; or one of the next two.
         target_advantage: of every attack on membership, in (0, 1).
         target_tpr: its true positive rate at the false positive rate `fpr`, in (fpr, 1).
         fpr: in (0, 1).
-        delta, noise_multiplier, sample_rate, steps: the given settings, as for `SubsampledGaussian` and `Accountant`.
         tolerance: relative; see `accounting.inverse`. 0: to the last step, or to 1e-12.
         scheme: `sampling`, `adjacency`, `dataset_size` and `max_batch_size` of `SubsampledGaussian`.
 
@@ -90,25 +86,18 @@ def calibrate(
     from accounting.membership import Risk, of_upper_bound  # imports scipy, which is slow
 
     meter = Risk(None if named[0] == "advantage" else fpr)
-    problem = Problem(meter, unknown, mechanism, steps, delta, target, mu=meter.mu(target), sign=meter.words)
+    problem = Problem(meter, unknown, mechanism, steps, delta, target, mu=meter.mu(target), symbol=meter.words)
     found = problem.solve(float(tolerance))
     spent = of_upper_bound(accountant.guarantee(found.mechanism, steps=found.steps, delta=delta))
     return replace(found, guarantee=replace(spent, detail={**spent.detail, named[0]: found.guarantee.epsilon}))
 
 
 def calibrate_noise_multiplier(
-    accountant: Accountant | str,
-    *,
-    target_epsilon: float,
-    sample_rate: float,
-    steps: float,
-    delta: float,
-    tolerance: float = 1e-3,
-    **scheme: Any,
+    accountant: Accountant | str, *, target_epsilon: float, sample_rate: float, steps: float, delta: float, **more: Any
 ) -> float:
-    """The smallest noise multiplier whose ε is at most the target; arguments as for `calibrate`."""
-    given = {"sample_rate": sample_rate, "steps": steps, "delta": delta, "tolerance": tolerance, **scheme}
-    return calibrate(accountant, "noise_multiplier", target_epsilon=target_epsilon, **given).value
+    """The smallest noise multiplier whose ε is at most the target; `more` arguments as for `calibrate`."""
+    given = {"target_epsilon": target_epsilon, "sample_rate": sample_rate, "steps": steps, "delta": delta}
+    return calibrate(accountant, "noise_multiplier", **given, **more).value
 
 
 def calibrate_steps(
@@ -118,12 +107,11 @@ def calibrate_steps(
     noise_multiplier: float,
     sample_rate: float,
     delta: float,
-    tolerance: float = 1e-3,
-    **scheme: Any,
+    **more: Any,
 ) -> int:
-    """The largest number of steps whose ε is at most the target; arguments as for `calibrate`."""
-    given = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "delta": delta, **scheme}
-    return calibrate(accountant, "steps", target_epsilon=target_epsilon, tolerance=tolerance, **given).steps
+    """The largest number of steps whose ε is at most the target; `more` arguments as for `calibrate`."""
+    given = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "delta": delta}
+    return calibrate(accountant, "steps", target_epsilon=target_epsilon, **given, **more).steps
 
 
 def calibrate_epochs(accountant: Accountant | str, *, sample_rate: float, **settings: Any) -> float:
@@ -142,9 +130,8 @@ def calibrate_sample_rate(
     noise_multiplier: float,
     steps: float,
     delta: float,
-    tolerance: float = 1e-3,
-    **scheme: Any,
+    **more: Any,
 ) -> float:
-    """The largest sample rate, at most 1, whose ε is at most the target; arguments as for `calibrate`."""
-    given = {"noise_multiplier": noise_multiplier, "steps": steps, "delta": delta, "tolerance": tolerance, **scheme}
-    return calibrate(accountant, "sample_rate", target_epsilon=target_epsilon, **given).value
+    """The largest sample rate, at most 1, whose ε is at most the target; `more` arguments as for `calibrate`."""
+    given = {"noise_multiplier": noise_multiplier, "steps": steps, "delta": delta}
+    return calibrate(accountant, "sample_rate", target_epsilon=target_epsilon, **given, **more).value

@@ -26,13 +26,10 @@ import numpy as np
 
 from accounting.convolution import Losses
 from accounting.mechanism import NoAnswer
-from accounting.series import Array, log_ratio
+from accounting.series import Array, log_ratio, unmixed
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _NODES, _WEIGHTS = 0.5 * (_NODES + 1.0), 0.5 * _WEIGHTS
-
-#: How often cells are placed; the shares of the weight below which losses may fall under the grid.
-_TURNS, _QUANTILES = 4, (1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.5)
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,7 @@ class Step:
         Args:
             losses: y, of any shape.
         """
-        with np.errstate(divide="ignore", over="ignore"):
-            near = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30.0)) / self.q, -1.0))
-            u = np.where(losses < 30.0, near, losses - math.log(self.q))
-        return np.clip(self.sigma * u + 0.5 / self.sigma, *self.outcomes)
+        return np.clip(self.sigma * unmixed(losses, self.q) + 0.5 / self.sigma, *self.outcomes)
 
     def nodes(self, cuts: Array) -> tuple[Array, Array, np.ndarray]:
         """Losses and P-masses of nodes, [m, 4], and their cells between neighbouring `cuts`, [m].

@@ -36,6 +36,7 @@ import numpy as np
 from scipy.special import bdtr, bdtrc, ndtr
 
 from accounting.convolution import Array, Losses
+from accounting.series import log_mixed, unmixed
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Pair:
         ]
         return self.loss(min(mean - far for mean, far in ends)), self.loss(max(mean + far for mean, far in ends))
 
+    def reversed(self) -> Pair:
+        """(Q, P), mirrored at 0 so that its loss rises, too."""
+        p, q = (tuple((share, -mean) for share, mean in parts) for parts in (self.q, self.p))
+        return Pair(self.sigma, p, q, lambda x: -self.loss(-x), lambda eps: -self.inverse(-eps))
+
     def masses(self, edges: Array) -> tuple[Array, Array]:
         """P and Q between neighbouring losses of `edges` [n], and beyond the first and the last: both [n + 1].
 
@@ -84,13 +90,13 @@ def _between(x: Array, sigma: float, parts: tuple[tuple[float, float], ...]) -> 
 
 def removed(sigma: float, q: float) -> Pair:
     """The pair for removing a record: (1 − q) N(0, σ²) + q N(1, σ²) against N(0, σ²)."""
-    return Pair(sigma, ((1 - q, 0.0), (q, 1.0)), ((1.0, 0.0),), lambda x: _l(x, sigma, q), lambda e: _x(e, sigma, q))
-
-
-def added(sigma: float, q: float) -> Pair:
-    """The pair for adding a record: N(0, σ²) against (1 − q) N(0, σ²) + q N(−1, σ²)."""
+    squared = sigma * sigma
     return Pair(
-        sigma, ((1.0, 0.0),), ((1 - q, 0.0), (q, -1.0)), lambda x: -_l(-x, sigma, q), lambda e: -_x(-e, sigma, q)
+        sigma,
+        ((1 - q, 0.0), (q, 1.0)),
+        ((1.0, 0.0),),
+        lambda x: _loss(x, sigma, q),
+        lambda eps: squared * unmixed(eps, q) + 0.5,
     )
 
 
@@ -107,26 +113,12 @@ def replaced(sigma: float, q: float) -> Pair:
         return sigma * sigma * np.sign(eps) * (half + asinh)
 
     parts = ((1 - q, 0.0), (q, 1.0)), ((1 - q, 0.0), (q, -1.0))
-    return Pair(sigma, *parts, lambda x: _l(x, sigma, q) - _l(-x, sigma, q), inverse)
+    return Pair(sigma, *parts, lambda x: _loss(x, sigma, q) - _loss(-x, sigma, q), inverse)
 
 
-def _l(x: float, sigma: float, q: float) -> float:
+def _loss(x: float, sigma: float, q: float) -> float:
     """ℓ(x)."""
-    y = (x - 0.5) / sigma / sigma
-    if q == 1.0:
-        return y
-    if y < 30.0:
-        return math.log1p(q * math.expm1(y))
-    above = y + math.log(q)
-    return above + math.log1p((1.0 - q) * math.exp(-above)) if above > 0 else math.log1p(math.exp(above) - q)
-
-
-def _x(eps: Array, sigma: float, q: float) -> Array:
-    """ℓ⁻¹(ε); −∞ where ε ≤ ln(1 − q)."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        small = np.log1p(np.maximum(np.expm1(np.minimum(eps, 30.0)) / q, -1.0))
-        y = np.where(eps < 30.0, small, eps - math.log(q))
-    return sigma * sigma * y + 0.5
+    return float(log_mixed(np.asarray((x - 0.5) / sigma / sigma), q))
 
 
 #: (share, pair, sign of the losses that belong to it: 1, −1, or 0 for all)
@@ -167,11 +159,20 @@ def directions(
     if sampling == "without_replacement":
         sigma *= 0.5
         if adjacency != "add_remove":
-            return [[(1.0, removed(sigma, q), 1), (1.0, added(sigma, q), -1)]]
-        return [[(1.0, removed(sigma, q), 0)], [(1.0, added(sigma, q), 0)]]
-    if adjacency == "replace_one":
+            pair = removed(sigma, q)
+            return [[(1.0, pair, 1), (1.0, pair.reversed(), -1)]]
+    elif adjacency == "replace_one":
         return [[(1.0, replaced(sigma, q), 0)]]
-    return [[(1.0, removed(sigma, q), 0)], [(1.0, added(sigma, q), 0)]]
+    return both_ways(removed(sigma, q))
+
+
+def both_ways(pair: Pair) -> list[list[Regime]]:
+    """A pair and its reverse, one direction each.
+
+    Args:
+        pair: of removing records.
+    """
+    return [[(1.0, pair, 0)], [(1.0, pair.reversed(), 0)]]
 
 
 def reach(regimes: list[Regime], log_mass: float) -> tuple[float, float]:

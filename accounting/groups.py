@@ -17,7 +17,7 @@ import math
 import numpy as np
 from scipy.stats import binom
 
-from accounting.dominating_pairs import Pair, Regime
+from accounting.dominating_pairs import Pair, Regime, both_ways
 from accounting.mechanism import NoAnswer
 from accounting.series import Array
 
@@ -44,11 +44,8 @@ def of_group(sigma: float, q: float, size: int) -> list[list[Regime]]:
     def inverse(eps: Array) -> Array:
         return _inverse(np.asarray(eps, dtype=float), counts, log_weights, sigma)
 
-    up = tuple((float(share), float(count)) for share, count in zip(shares, counts, strict=True))
-    down = tuple((share, -count) for share, count in up)
-    removed = Pair(sigma, up, ((1.0, 0.0),), loss, inverse)
-    added = Pair(sigma, ((1.0, 0.0),), down, lambda x: -loss(-x), lambda eps: -inverse(-eps))
-    return [[(1.0, removed, 0)], [(1.0, added, 0)]]
+    parts = tuple((float(share), float(count)) for share, count in zip(shares, counts, strict=True))
+    return both_ways(Pair(sigma, parts, ((1.0, 0.0),), loss, inverse))
 
 
 def _parts(q: float, size: int) -> tuple[Array, Array]:

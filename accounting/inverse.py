@@ -67,6 +67,7 @@ class _Point:
     reason: str = ""
 
 
+@dataclass
 class Problem:
     """A search for one unknown along t, in which ε rises.
 
@@ -76,27 +77,22 @@ class Problem:
         mechanism, steps, delta: the given settings; the unknown's own value is ignored.
         target: the largest ε allowed.
         mu: of the Gaussian mechanism with the target; computed if None.
-        sign: the name of ε in errors.
+        symbol: the name of ε in errors.
     """
 
-    def __init__(
-        self,
-        accountant: Accountant,
-        unknown: str,
-        mechanism: SubsampledGaussian,
-        steps: float,
-        delta: float,
-        target: float,
-        *,
-        mu: float | None = None,
-        sign: str = "ε",
-    ) -> None:
-        self._given_mu, self._symbol = mu, sign
-        self._accountant, self._unknown, self._target = accountant, unknown, target
-        self._mechanism, self._steps, self._delta = mechanism, steps, delta
-        self._sign = -1.0 if unknown == "noise_multiplier" else 1.0
-        self._whole = unknown in ("steps", "epochs")
-        low, high, self._words = UNKNOWNS[unknown]
+    accountant: Accountant
+    unknown: str
+    mechanism: SubsampledGaussian
+    steps: float
+    delta: float
+    target: float
+    mu: float | None = None
+    symbol: str = "ε"
+
+    def __post_init__(self) -> None:
+        self._sign = -1.0 if self.unknown == "noise_multiplier" else 1.0
+        self._whole = self.unknown in ("steps", "epochs")
+        low, high, self._words = UNKNOWNS[self.unknown]
         self._ends = sorted((self._t(low), self._t(high)))
         self._reason, self._evaluations, self._began = "", 0, time.perf_counter()
 
@@ -140,25 +136,25 @@ class Problem:
     def _edge(self) -> Calibration | None:
         """The most generous value (no noise, or q = 1) if every value spends nothing; else None."""
         if self._whole:
-            if self._mechanism.sample_rate == 0 or self._mechanism.noise_multiplier == math.inf or self._delta >= 1:
-                raise NoAnswer(f"{self._symbol} is 0 whatever the {self._words}")
+            if self.mechanism.sample_rate == 0 or self.mechanism.noise_multiplier == math.inf or self.delta >= 1:
+                raise NoAnswer(f"{self.symbol} is 0 whatever the {self._words}")
             return None
-        x = 0.0 if self._unknown == "noise_multiplier" else 1.0
-        if x == 0 or self._mechanism.noise_multiplier == math.inf:
+        x = 0.0 if self.unknown == "noise_multiplier" else 1.0
+        if x == 0 or self.mechanism.noise_multiplier == math.inf:
             guarantee = self._guarantee(x)
-            if guarantee.epsilon <= self._target:
+            if guarantee.epsilon <= self.target:
                 return self._calibration(x, guarantee)
         return None
 
     def _finish(self, good: _Point | None, bad: _Point | None) -> Calibration:
-        target = f"{self._symbol} = {self._target:g}"
+        target = f"{self.symbol} = {self.target:g}"
         if good is None:
             assert bad is not None
-            why = self._reason or f"at {bad.x:g} it is still {math.exp(bad.f) * self._target:.4g}"
+            why = self._reason or f"at {bad.x:g} it is still {math.exp(bad.f) * self.target:.4g}"
             raise NoAnswer(f"no {self._words} meets {target}: {why}")
         if bad is None and self._whole and good.t == self._ends[1]:
             assert good.guarantee is not None
-            told = f"{self._symbol} is {good.guarantee.epsilon:.4g} there"
+            told = f"{self.symbol} is {good.guarantee.epsilon:.4g} there"
             raise NoAnswer(f"{good.x:g} steps and more meet {target}: {told}")
         assert good.guarantee is not None
         guarantee = good.guarantee
@@ -170,20 +166,20 @@ class Problem:
     def _calibration(self, x: float, guarantee: Guarantee) -> Calibration:
         mechanism, steps = self._with(x)
         return Calibration(
-            self._unknown, mechanism, int(steps), guarantee, self._evaluations, time.perf_counter() - self._began
+            self.unknown, mechanism, int(steps), guarantee, self._evaluations, time.perf_counter() - self._began
         )
 
     def _guarantee(self, x: float) -> Guarantee:
         mechanism, steps = self._with(x)
-        return self._accountant.guarantee(mechanism, steps=steps, delta=self._delta)
+        return self.accountant.guarantee(mechanism, steps=steps, delta=self.delta)
 
     def _with(self, x: float) -> tuple[SubsampledGaussian, float]:
         """The mechanism and the steps with x as the unknown."""
         if self._whole:
-            return self._mechanism, x
-        if self._unknown == "sample_rate":
-            return replace(self._mechanism, sample_rate=x), self._steps
-        return replace(self._mechanism, noise_multiplier=x), self._steps
+            return self.mechanism, x
+        if self.unknown == "sample_rate":
+            return replace(self.mechanism, sample_rate=x), self.steps
+        return replace(self.mechanism, noise_multiplier=x), self.steps
 
     def _at(self, t: float) -> _Point:
         x = self._x(t)
@@ -196,15 +192,15 @@ class Problem:
         if guarantee.epsilon == math.inf or guarantee.epsilon == 0:
             return _Point(x, self._t(x), math.inf if guarantee.epsilon else -math.inf, guarantee)
         # ln(ε/target) may round to 0 for an ε one ulp above the target
-        f = math.log(guarantee.epsilon / self._target)
-        return _Point(x, self._t(x), max(f, 5e-324) if guarantee.epsilon > self._target else min(f, 0.0), guarantee)
+        f = math.log(guarantee.epsilon / self.target)
+        return _Point(x, self._t(x), max(f, 5e-324) if guarantee.epsilon > self.target else min(f, 0.0), guarantee)
 
     def _t(self, x: float) -> float:
         return self._sign * math.log(x)
 
     def _x(self, t: float) -> float:
         x = math.exp(self._sign * t)
-        if self._unknown == "sample_rate":
+        if self.unknown == "sample_rate":
             return min(1.0, x)
         return float(max(1, round(x))) if self._whole and x < 2.0**53 else x
 
@@ -239,25 +235,25 @@ class Problem:
 
     def _start(self) -> float:
         """t by the Gaussian limit."""
-        mu, q, sigma = self._mu(), self._mechanism.sample_rate, self._mechanism.noise_multiplier
+        mu, q, sigma = self._mu(), self.mechanism.sample_rate, self.mechanism.noise_multiplier
         spread = math.expm1(min(sigma**-2, 700.0)) if sigma > 1e-6 else math.exp(700.0)
-        steps = float(min(self._steps, 1e18)) or 1.0  # an integer may be larger than any float
+        steps = float(min(self.steps, 1e18)) or 1.0  # an integer may be larger than any float
         guess = {
             "noise_multiplier": lambda: 1.0 / math.sqrt(max(math.log1p((mu / max(q, 1e-150)) ** 2 / steps), 1e-18)),
             "sample_rate": lambda: mu / math.sqrt(max(steps * spread, 1e-300)),
-        }.get(self._unknown, lambda: (mu / max(q, 1e-150)) ** 2 / max(spread, 1e-300))()
+        }.get(self.unknown, lambda: (mu / max(q, 1e-150)) ** 2 / max(spread, 1e-300))()
         return min(max(self._t(max(guess, 1e-300)), self._ends[0]), self._ends[1])
 
     def _mu(self) -> float:
         """μ of the Gaussian mechanism with the target ε at δ, or the target risk."""
-        if self._given_mu is not None:
-            return self._given_mu
-        log_target = math.log(min(max(self._delta, 1e-300), 0.5))
+        if self.mu is not None:
+            return self.mu
+        log_target = math.log(min(max(self.delta, 1e-300), 0.5))
         low, high = -20.0, 20.0
         for _ in range(30):
             middle = 0.5 * (low + high)
             mu = math.exp(middle)
-            u, h = self._target / mu, 0.5 * mu
+            u, h = self.target / mu, 0.5 * mu
             if u > h + 60.0 or log_delta(u, h) <= log_target:
                 low = middle
             else:

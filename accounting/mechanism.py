@@ -59,13 +59,10 @@ class SubsampledGaussian:
 
     def __post_init__(self) -> None:
         sigma = real("noise_multiplier", "to be a number >= 0", self.noise_multiplier)
-        q = real("sample_rate", "in [0, 1]", self.sample_rate)
         if sigma < 0:
             raise ArgumentError("noise_multiplier", "to be a number >= 0", self.noise_multiplier)
-        if not 0 <= q <= 1:
-            raise ArgumentError("sample_rate", "in [0, 1]", self.sample_rate)
         object.__setattr__(self, "noise_multiplier", sigma)
-        object.__setattr__(self, "sample_rate", q)
+        object.__setattr__(self, "sample_rate", within("sample_rate", self.sample_rate))
         self._check_name("sampling", SAMPLINGS)
         if self.adjacency == "":
             object.__setattr__(self, "adjacency", PROVED[self.sampling][0])

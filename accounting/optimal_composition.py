@@ -21,11 +21,12 @@ import numpy as np
 from accounting.base import Accountant
 from accounting.gaussian import amplified, exact_epsilon
 from accounting.mechanism import SubsampledGaussian
-from accounting.search import golden
+from accounting.search import lowest
+from accounting.strong import split
 
 _MOST_STEPS = 1e7
 #: The share x of δ for the composition is searched as logit x.
-_GRID = range(-12, 13, 2)
+_LOGITS = range(-12, 13, 2)
 
 
 def composed_epsilon(each: float, steps: float, log_slack: float) -> float:
@@ -72,24 +73,16 @@ class Optimal(Accountant):
     """Optimal composition of exact Gaussian steps with exact amplification, with the best split of δ."""
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        sigma, q, log_delta = mechanism.noise_multiplier, mechanism.sample_rate, math.log(delta)
+        sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
 
         def at(logit: float) -> tuple[float, float, float]:
-            log_slack = log_delta - math.log1p(math.exp(-logit))
-            log_step_delta = log_delta - math.log1p(math.exp(logit)) - math.log(q) - math.log(steps)
+            log_slack, log_step_delta = split(logit, q, steps, delta)
             each = amplified(exact_epsilon(sigma, log_step_delta), q)
-            return composed_epsilon(each, steps, log_slack), each, log_slack
+            return composed_epsilon(each, steps, log_slack), each, math.exp(log_slack)
 
-        best = min(_GRID, key=lambda logit: at(logit)[0])
-        share, epsilon = golden(lambda logit: at(logit)[0], best - 2.0, best + 2.0, tolerance=1e-3)
-        if at(best)[0] < epsilon:
-            share = best
-        epsilon, each, log_slack = at(share)
-        alone = amplified(exact_epsilon(sigma, log_delta - math.log(q) - math.log(steps)), q)
+        epsilon, each, slack = at(lowest(lambda logit: at(logit)[0], _LOGITS, tolerance=1e-3))
+        alone = amplified(exact_epsilon(sigma, math.log(delta) - math.log(q) - math.log(steps)), q)
         if steps * alone <= epsilon:  # simple composition is no larger
-            return steps * alone, {"amplified_epsilon": alone, "composition_delta": 0.0, "exact": steps <= _MOST_STEPS}
-        return epsilon, {
-            "amplified_epsilon": each,
-            "composition_delta": math.exp(log_slack),
-            "exact": steps <= _MOST_STEPS,
-        }
+            epsilon, each, slack = steps * alone, alone, 0.0
+        exact = steps <= _MOST_STEPS
+        return epsilon, {"amplified_epsilon": each, "composition_delta": slack, "exact": exact}

@@ -139,46 +139,41 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
     return Bracket(lower, max(upper, added), grid.interval)
 
 
-class Prv(Accountant):
-    """ε by numerical composition: the upper bound. The detail has both bounds, and whether they are `accurate`."""
+class _Bracketed(Accountant):
+    """One side of the bracket. The detail has all, and whether the bounds are `accurate`."""
+
+    side: ClassVar[str]
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
+        sides = {name: getattr(found, name) for name in ("lower", "estimate", "upper")}
+        return sides[self.side], {**sides, "discretization": found.interval, "accurate": found.accurate}
+
+
+class Prv(_Bracketed):
+    """ε by numerical composition: the upper bound."""
 
     supports: ClassVar[frozenset[Scheme]] = SCHEMES
     composes = True
+    side = "upper"
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        if mechanism.scheme != HOME:
-            from accounting.schemes import epsilon as epsilon_elsewhere  # imports scipy, which is slow
+        if mechanism.scheme == HOME:
+            return super()._inside(mechanism, steps, delta)
+        from accounting.schemes import epsilon as epsilon_elsewhere  # imports scipy, which is slow
 
-            return epsilon_elsewhere(mechanism, steps, delta)
-        found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
-        return found.upper, _detail(found)
+        return epsilon_elsewhere(mechanism, steps, delta)
 
 
-class Estimate(Accountant):
+class Estimate(_Bracketed):
     """The point between the bounds where ε most likely lies."""
 
     kind: Kind = "estimate"
-
-    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
-        return found.estimate, _detail(found)
+    side = "estimate"
 
 
-class Lower(Accountant):
+class Lower(_Bracketed):
     """The certified lower bound on ε."""
 
     kind: Kind = "lower_bound"
-
-    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
-        return found.lower, _detail(found)
-
-
-def _detail(found: Bracket) -> dict[str, Any]:
-    return {
-        "lower": found.lower,
-        "estimate": found.estimate,
-        "upper": found.upper,
-        "discretization": found.interval,
-        "accurate": found.accurate,
-    }
+    side = "lower"

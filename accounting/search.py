@@ -36,6 +36,18 @@ def golden(f: Callable[[float], float], low: float, high: float, tolerance: floa
     return best[1], best[0]
 
 
+def lowest(f: Callable[[float], float], points: range, tolerance: float) -> float:
+    """x that minimises f: the best of `points`, or one that `golden` finds between its neighbours.
+
+    Args:
+        points: evenly spaced.
+        tolerance: as for `golden`.
+    """
+    best = min(map(float, points), key=f)
+    found, value = golden(f, best - points.step, best + points.step, tolerance)
+    return found if value < f(best) else best
+
+
 def descend(f: Callable[[float], float], start: float, low: float, high: float) -> tuple[float, float]:
     """(x, f(x)) for x in [low, high]: downhill by factors of 2 from `start`, then `golden` in ln x.
 

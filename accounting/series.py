@@ -129,14 +129,35 @@ def _step(lam: float, sigma: float, q: float) -> float:
 
 
 def log_ratio(t: Array, sigma: float, q: float) -> Array:
-    """ln(1 + w) = ln μ/μ₀ at z = tσ: ln(1 + q(e^u − 1)) with u = t/σ − 1/2σ²; relative error a few ulp.
+    """ln(1 + w) = ln μ/μ₀ at z = tσ.
 
     Args:
         t: z/σ, of any shape.
     """
-    u = t / sigma - 0.5 / sigma / sigma
-    near = np.log1p(q * np.expm1(np.minimum(u, 600.0)))
-    return np.where(u < 600.0, near, np.logaddexp(0.0, u + math.log(q)))  # ln(1 − q) is negligible there
+    return log_mixed(t / sigma - 0.5 / sigma / sigma, q)
+
+
+def log_mixed(y: Array, q: float) -> Array:
+    """ln(1 − q + qe^y): the loss of a step on a sample, from that of a step on all records; relative error a few ulp.
+
+    Args:
+        y: of any shape.
+    """
+    if q == 1.0:
+        return y
+    near = np.log1p(q * np.expm1(np.minimum(y, 600.0)))
+    return np.where(y < 600.0, near, np.logaddexp(0.0, y + math.log(q)))  # ln(1 − q) is negligible there
+
+
+def unmixed(losses: Array, q: float) -> Array:
+    """y with log_mixed(y, q) = `losses`; −∞ where losses are at most ln(1 − q).
+
+    Args:
+        losses: of any shape.
+    """
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        near = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30.0)) / q, -1.0))
+        return np.where(losses < 30.0, near, losses - math.log(q))
 
 
 def log_excess(lam: Array, s: Array) -> Array:

@@ -24,17 +24,16 @@ smaller (the detail says so); `accounting.optimal_composition` is never above ei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 from accounting.base import Accountant, Kind
 from accounting.gaussian import amplified, classical_epsilon, classical_holds, exact_epsilon
 from accounting.mechanism import ArgumentError, SubsampledGaussian
-from accounting.search import golden
+from accounting.search import lowest
 from accounting.simple import Simple
 
-#: The share x of δ is searched as logit x in [−_REACH, _REACH].
-_REACH = 30
+#: The share x of δ is searched as logit x.
+_LOGITS = range(-30, 31)
 
 
 class Strong(Accountant):
@@ -54,13 +53,13 @@ class Strong(Accountant):
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         def at(logit: float) -> tuple[float, dict[str, Any]]:
-            log_slack, log_step_delta = _split(logit, mechanism.sample_rate, steps, delta)
+            log_slack, log_step_delta = split(logit, mechanism.sample_rate, steps, delta)
             name, step = self._step(mechanism.noise_multiplier, log_step_delta)
             each = amplified(step, mechanism.sample_rate)
             epsilon = _spread(each, steps, log_slack) + steps * each * _expm1(each)
             return epsilon, _detail(name, step, log_step_delta, each, log_slack)
 
-        epsilon, detail = at(_lowest(lambda logit: at(logit)[0]))
+        epsilon, detail = at(lowest(lambda logit: at(logit)[0], _LOGITS, tolerance=1e-9))
         simple, _ = Simple()._inside(mechanism, steps, delta)
         return epsilon, {**detail, "simple_is_smaller": simple < epsilon}
 
@@ -77,7 +76,7 @@ class Published(Accountant):
     kind: Kind = "heuristic"
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        log_slack, log_step_delta = _split(0.0, mechanism.sample_rate, steps, delta)
+        log_slack, log_step_delta = split(0.0, mechanism.sample_rate, steps, delta)
         step = classical_epsilon(mechanism.noise_multiplier, log_step_delta)
         each = mechanism.sample_rate * step
         return _spread(each, steps, log_slack) + steps * each * each, {
@@ -87,8 +86,12 @@ class Published(Accountant):
         }
 
 
-def _split(logit: float, q: float, steps: float, delta: float) -> tuple[float, float]:
-    """(ln δ', ln δ₀) at the share x with ln(x/(1 − x)) = logit."""
+def split(logit: float, q: float, steps: float, delta: float) -> tuple[float, float]:
+    """(ln δ', ln δ₀) at the share x of δ.
+
+    Args:
+        logit: ln(x/(1 − x)).
+    """
     log_delta = math.log(delta)
     log_rest = log_delta - math.log1p(math.exp(logit))
     return log_delta - math.log1p(math.exp(-logit)), log_rest - math.log(q) - math.log(steps)
@@ -111,10 +114,3 @@ def _detail(step: str, epsilon: float, log_step_delta: float, each: float, log_s
         "amplified_epsilon": each,
         "composition_delta": math.exp(log_slack),
     }
-
-
-def _lowest(f: Callable[[float], float]) -> float:
-    """Minimise f: the best point of a grid, then golden section between its neighbours."""
-    best = min((float(x) for x in range(-_REACH, _REACH + 1)), key=f)
-    found, value = golden(f, best - 1.0, best + 1.0, tolerance=1e-9)
-    return found if value < f(best) else best
