@@ -158,19 +158,6 @@ class Tied(nn.Module):
         return output
 
 
-class Bias(nn.Module):
-    """A linear layer with only the bias trained."""
-
-    def __init__(self, d: int, p: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(d, p)
-        self.layer.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)
-        return output
-
-
 class Attention(nn.Module):
     """Four heads: the backward pass of a softmax takes a difference before it reaches the projection."""
 
