@@ -3,7 +3,6 @@
     gram_norm_and_reach   Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
     pixel_norms           the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
     sum_of_squares        ‖x_i‖² of instantiated gradients                   reads them once
-    column_norms          norms of pixels over their channels                reads them once
     scale_gradient        Σ_t g x̂ of a layer norm                            reads g and x once
     row_reach             Σ_t ‖a_t‖ ‖g_t‖ of a linear layer                  reads a and g once
     patch_reach           the same of a convolution, from norms of pixels    reads them once for each kernel offset
@@ -118,21 +117,6 @@ def sum_of_squares(x: Tensor) -> Tensor:
     found = x.new_empty(len(x))
     if not isinstance(x, FakeTensor):
         _loaded(x.dtype).squares(_torch().torch_parallel_for, x.data_ptr(), *x.shape, found.data_ptr())
-    return found
-
-
-@operation
-def column_norms(x: Tensor) -> Tensor:
-    """Norms over channels, [n, *size]; torch reduces this dimension one number at a time.
-
-    Args:
-        x: [n, C, *size], float32 or float64, contiguous.
-    """
-    count, rows = x.shape[:2]
-    found = x.new_empty(count, *x.shape[2:])
-    if x.numel() and not isinstance(x, FakeTensor):
-        columns = found.numel() // count
-        _loaded(x.dtype).column_norms(_torch().torch_parallel_for, x.data_ptr(), count, rows, columns, found.data_ptr())
     return found
 
 
@@ -270,7 +254,6 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
         "gram_norm": reach,
         "pixel_norms": [address, number, *[address] * 3, number, address, real, real, address],
         "squares": [address, address, number, number, address],
-        "column_norms": [address, address, number, number, number, address],
         "scale_gradients": [*[address] * 5, *[number] * 3, address],
         "row_reaches": reach,
         "patch_reaches": reach,

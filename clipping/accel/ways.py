@@ -11,8 +11,7 @@ from torch import Tensor
 from clipping.accel import cpu, cuda, fused
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import Parts, power_of_two
-from clipping.numerics.chunked_sums import added_at_once, added_in
-from clipping.numerics.gram import part
+from clipping.numerics.per_sample import added_at_once, added_in, part
 from clipping.numerics.products import PADDED
 from clipping.numerics.rounding_bounds import of_lost
 from clipping.rules.base import Rule, Spec, Way, Work, of_columns

@@ -16,7 +16,7 @@ route           operations                   bytes, in entries: `Rule.work(...).
 ==============  ===========================  ==============================================================
 
 A multiplication and an addition are two operations. Those of `ghost` are `2 · Rule.work(...).multiplications`: pixels
-take 2 (T² p + N² C) G, and from `clipping.numerics.gram.HALVED` positions on the symmetry of a Gram matrix saves some.
+take 2 (T² p + N² C) G, and from `numerics.per_sample.HALVED` positions on the symmetry of a Gram matrix saves some.
 Bytes are workspace beside the operation's own input and output gradient, before it is cut into blocks. Besides:
 
 - An embedding's inputs are one-hot; both its norm and its gradient add up T rows of p.

@@ -1,4 +1,4 @@
-/* Sums bound by memory bandwidth, which read their input once: squares, column_norms, scale_gradients, reaches. */
+/* Sums bound by memory bandwidth, which read their input once: squares, scale_gradients, reaches. */
 
 #include "shared.h"
 #include <math.h>
@@ -35,30 +35,6 @@ static void square_units(I low, I high, void *given) {
 void squares(for_each *parallel, const REAL *x, I samples, I features, REAL *out) {
   sums_job job = {x, 0, 0, 0, 1, features, out};
   each(parallel, samples, features, square_units, &job);
-}
-
-static void column_units(I low, I high, void *given) {
-  const sums_job *job = given;
-  const I rows = job->positions, columns = job->features;
-  for (I unit = low; unit < high; unit++) {
-    const REAL *x = job->x + unit * rows * columns;
-    REAL *out = job->out + unit * columns;
-    for (I start = 0; start < columns; start += CHUNK) {
-      I count = start + CHUNK < columns ? CHUNK : columns - start;
-      REAL found[CHUNK] = {0};
-      for (I t = 0; t < rows; t++) {
-        const REAL *row = x + t * columns + start;
-        for (I k = 0; k < count; k++) found[k] += row[k] * row[k];
-      }
-      for (I k = 0; k < count; k++) out[start + k] = sqrt((double)found[k]);
-    }
-  }
-}
-
-/* Column norms [samples, columns] of contiguous matrices [samples, rows, columns]. */
-void column_norms(for_each *parallel, const REAL *x, I samples, I rows, I columns, REAL *out) {
-  sums_job job = {x, 0, 0, 0, rows, columns, out};
-  each(parallel, samples, (double)rows * columns, column_units, &job);
 }
 
 static void scale_units(I low, I high, void *given) {

@@ -25,8 +25,7 @@ from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import concatenated, each
 from clipping.core.types import Parameters
 from clipping.norms.weighted_sum import add_sum, pulled_back_in, weighted_of_all, weighted_sum_of
-from clipping.numerics.chunked_sums import at_once
-from clipping.numerics.per_sample import sum_of_squares, weighted_sum
+from clipping.numerics.per_sample import at_once, sum_of_squares, weighted_sum
 from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
 from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Route, Rule, Spec

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from clipping.core.dtypes import wide_dtype
 from clipping.core.microbatching import added, blocks, sum_dtype
-from clipping.numerics.gram import part
-from clipping.numerics.per_sample import weighted_sum
+from clipping.numerics.per_sample import part, weighted_sum
 from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Rule, Spec
 

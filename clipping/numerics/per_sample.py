@@ -1,8 +1,19 @@
-"""Norms, factors and the clipped sum of per-sample gradients."""
+"""Norms, factors and clipped sums of per-sample gradients, and norms by Gram matrices, by torch's operations.
+
+Portions of a sum are accumulated in float64 (see `clipping.numerics.rounding_bounds`), and a large batch has dozens. A
+CPU forms them one after the other (`clipping.core.microbatching.added`): memory matters there, launches do not. On a
+GPU each portion would cost a few kernel launches, so one operation forms many portions, and one adds them
+(`added_at_once`). This takes more memory, so batches with large portions are split into blocks.
+
+Functions take:
+    form: forms the sums of some portions; it may assign samples to portions in any way.
+    most, together: largest number of samples in a portion; samples whose portions may be formed at once.
+    available: bytes that Gram matrices may take.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -10,16 +21,38 @@ from torch import Tensor
 
 from clipping.core.clip_functions import ClipFunction, factors_by_name
 from clipping.core.dtypes import norm_dtype, wide_dtype
-from clipping.core.microbatching import added, in_parts
+from clipping.core.microbatching import added, in_parts, sum_dtype
 from clipping.numerics import kernels
-from clipping.numerics.chunked_sums import at_once, weighted_at_once
-from clipping.numerics.products import full_precision
+from clipping.numerics.products import full_precision, products
 from clipping.numerics.rounding_bounds import portion
 
 SUMMED = 4096
 """Entries to square and add in one operation."""
 WIDENED = 2**22
 """Entries of gradients to copy to a wider dtype at once."""
+HALVED = 160
+"""Number of positions above which to use a Gram matrix's symmetry: smaller blocks cost more than they save."""
+
+ROWS = 128
+"""Rows of a block of a symmetric Gram matrix; more where there are many rows."""
+
+POINT = ((1, 1), (1, 1), (0, 0), (1, 1))
+"""Kernel, stride, padding and dilation of a convolution that is a linear layer."""
+
+Form = Callable[[slice, int], Tensor]
+"""(samples, count) -> [count, *shape]: the sums of `count` portions of these samples, all of one size."""
+
+
+def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
+    """Return some rows of x; x itself rather than a view if they are all rows, since views cost time in a small step.
+
+    Args:
+        dim: dimension of the rows.
+        rows: which rows; the slice may extend beyond the last row.
+    """
+    if rows.start == 0 and rows.stop >= x.shape[dim]:
+        return x
+    return x.narrow(dim, rows.start, rows.stop - rows.start)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
@@ -76,3 +109,120 @@ def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
         portions = in_parts(len(rows), -(-len(rows) // most))
         found = added(lambda samples: factors[:, samples] @ rows[samples].to(wide), portions)
         return found.view(grad.shape[1:])
+
+
+def at_once(x: Tensor) -> bool:
+    """True if portions of a sum over x should be formed together: each launch on its device is expensive."""
+    return not x.is_cpu
+
+
+def added_at_once(form: Form, batch_size: int, most: int, together: int) -> Tensor:
+    """The sum over a batch in portions of at most `most` samples: [*shape], in float32 or wider."""
+    return added_in(form, of_one_size(batch_size, most, together))
+
+
+def added_in(form: Form, blocks: list[tuple[slice, int]]) -> Tensor:
+    """The sum over blocks of samples, each formed at once: [*shape], in float32 or wider.
+
+    Args:
+        blocks: samples and number of portions of each, at least one.
+    """
+    first, *others = blocks
+    parts = form(*first)
+    if not others and len(parts) == 1:
+        return parts[0].to(wide_dtype(parts.dtype))
+    if len(others) < 2 and parts.dtype == torch.float32 and kernels.fused.runs(parts):
+        return kernels.fused.added(parts.contiguous(), *(form(*each).contiguous() for each in others))
+    total = parts.sum(0, dtype=sum_dtype(parts))
+    for each in others:
+        parts = form(*each)
+        total += parts[0] if len(parts) == 1 else parts.sum(0, dtype=total.dtype)
+    return total.to(wide_dtype(parts.dtype))
+
+
+def of_one_size(batch_size: int, most: int, together: int) -> list[tuple[slice, int]]:
+    """Return blocks of samples with their number of portions; all portions have one size, except a remainder.
+
+    The size is a power of two, so adding a record changes only the remainder. For equal records, all portions are
+    rounded equally, and their errors do not change with the batch.
+    """
+    size = 1 << (max(1, min(most, together)).bit_length() - 1)
+    step, whole = max(1, together // size) * size, batch_size // size * size
+    found = [slice(start, min(start + step, whole)) for start in range(0, whole, step)]
+    divided = [(samples, (samples.stop - samples.start) // size) for samples in found]
+    return [*divided, (slice(whole, batch_size), 1)] if whole < batch_size or not divided else divided
+
+
+def weighted_at_once(factors: Tensor, rows: Tensor, most: int) -> Tensor:
+    """Σ_i c_i rows_i, [n], in portions of at most `most` rows.
+
+    Args:
+        rows: [B, n].
+    """
+
+    def form(samples: slice, count: int) -> Tensor:
+        some = rows[samples].unflatten(0, (count, -1))
+        with full_precision() if rows.is_cuda else nullcontext():
+            return torch.bmm(factors[samples].view(count, 1, -1), some).squeeze(1)
+
+    return added_at_once(form, len(rows), most, len(rows))
+
+
+def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features, blocked over rows t.
+
+    A block computes only the columns up to its own, and counts those before it twice: half of the work where blocks are
+    many. It has `ROWS` rows or more, or fewer where T² entries exceed the available bytes.
+
+    Args:
+        a: [n, T, d].
+        g: [n, T, p].
+
+    Returns:
+        [n], float32 or wider.
+    """
+    a = a.to(g.dtype)
+    if a.shape[1] == 1:
+        return sum_of_squares(g).mul_(sum_of_squares(a))
+    count, positions, _ = g.shape
+    most = max(1, available // max(1, 2 * count * positions * norm_dtype(g.dtype).itemsize))
+    rows = positions if positions < HALVED else max(min(ROWS, -(-positions // 2)), -(-positions // 8))
+    rows = min(rows, most)
+    sums = []
+    for start in range(0, positions, rows):
+        block, before = slice(start, min(start + rows, positions)), slice(0, min(start + rows, positions))
+        found = products(part(g, block, 1), part(g, before, 1))
+        found *= products(part(a, block, 1), part(a, before, 1))
+        if start:
+            sums.append(2 * found[:, :, :start].sum((1, 2)))
+        sums.append(part(found, slice(start, before.stop), 2).sum((1, 2)))
+    return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
+
+
+def gram_norms_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
+    """`gram_product` by whole Gram matrices, with the reach that their diagonals hold: [n, 4].
+
+    On a GPU, by the library's products and one kernel that reads both matrices once.
+
+    Args:
+        a: [n, T, d].
+        g: [n, T, p], of a's dtype.
+        lost: from `clipping.numerics.rounding_bounds.of_lost`.
+    """
+    positions, of_a = a.shape[1], products(a, a).unsqueeze(1)
+    found: Tensor = kernels.fused.shifted_norms(of_a, products(g, g), POINT, (1, positions), (1, 1), positions, lost)
+    return found
+
+
+def within(found: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:
+    """Sum the entries of a matrix [n, rows, S], [n], in blocks of rows of at most `available` bytes.
+
+    Args:
+        found: maps rows to their part of the matrix.
+        rows: number of rows.
+        columns: [n, S, *], the other factor.
+    """
+    count, others, _ = columns.shape
+    step = max(1, available // max(1, 2 * count * others * columns.element_size()))
+    parts = [found(slice(start, start + step)).sum((1, 2)) for start in range(0, rows, step)]
+    return torch.stack(parts).sum(0) if parts else columns.new_zeros(count)

@@ -200,8 +200,6 @@ def row_norms(x: Tensor, dim: int = -1) -> Tensor:
     Args:
         dim: dimension to reduce.
     """
-    if dim == 1 and x.dim() > 2 and x.numel() and kernels.cpu.in_one_piece(x):
-        return kernels.cpu.column_norms(x)
     # a positive dim: torch 2.11 keeps a last dimension of one entry for tensors without values
     return torch.linalg.vector_norm(x, dim=dim % x.dim(), dtype=norm_dtype(x.dtype))
 

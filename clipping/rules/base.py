@@ -24,8 +24,7 @@ from torch import Tensor
 
 from clipping.core.dtypes import HALF, norm_dtype
 from clipping.core.microbatching import Parts, added, blocks, concatenated, each
-from clipping.numerics.gram import HALVED, part
-from clipping.numerics.per_sample import sum_of_squares, weighted_sum
+from clipping.numerics.per_sample import HALVED, part, sum_of_squares, weighted_sum
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}

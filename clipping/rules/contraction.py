@@ -22,11 +22,11 @@ from torch import Tensor
 
 from clipping.core.dtypes import wide_dtype
 from clipping.core.microbatching import Parts
-from clipping.numerics.gram import gram_product, part
+from clipping.numerics.per_sample import gram_product, part
 from clipping.numerics.products import products
 from clipping.numerics.rounding_bounds import Reach, of_operands
 from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec
-from clipping.rules.weight import Bilinear
+from clipping.rules.linear import Bilinear
 
 REMEDY = "write it as torch.matmul or as several einsums of two operands, or use microbatch"
 

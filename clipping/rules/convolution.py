@@ -1,4 +1,4 @@
-"""Rules of convolutions in one, two and three dimensions, with stride, padding, dilation and groups.
+"""Rules of convolutions, also transposed, in one to three dimensions, with stride, padding, dilation and groups.
 
 Let A [B, groups, T, d] be the patches of the padded input, with T = ∏ output size and d = C/groups · ∏ kernel size.
 Then a convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d] (arXiv:2205.10683, equation 2.5).
@@ -7,17 +7,18 @@ Then a convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import as_autocast, wide_dtype
+from clipping.core.microbatching import Parts
 from clipping.numerics import kernels
+from clipping.numerics.per_sample import part
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
-from clipping.rules.base import Bias, Gradient, Spec
-from clipping.rules.convolution_ways import ANY, DEPTHWISE, POINTWISE, UNFOLD, FromOperands
-from clipping.rules.patches import OfPatches
+from clipping.rules.base import Bias, Gradient, Refused, Spec, Work
+from clipping.rules.patches import ANY, DEPTHWISE, POINTWISE, UNFOLD, FromOperands, OfPatches
 from clipping.rules.pixel_gram import reach_of_pixels
 
 
@@ -116,3 +117,53 @@ def of_each(value: int | tuple[int, ...], spatial: int) -> list[int]:
     """
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values
+
+
+class TransposedConvolutionWeight(ConvolutionWeight):
+    """∂/∂W of a transposed convolution, [C, p, *kernel]: that of the adjoint convolution.
+
+    The roles swap: patches are of the output's gradient, and the input multiplies them.
+    """
+
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        return self._swapped(g).instantiate(self.x.to(g.dtype), samples, way)
+
+    def work(self, g: Tensor | Spec, way: str) -> Work:
+        return self._swapped(g).work(self.x, way)
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        return self._swapped(g).weighted(part(self.x, slice(0, g.shape[0])).to(g.dtype), factors)
+
+    def norms(self, g: Tensor, samples: slice, way: str) -> Parts:
+        return self._swapped(g).norms(self.x.to(g.dtype), samples, way)
+
+    def reach(self, g: Tensor) -> Reach:
+        return self._swapped(g).reach(self.x.to(g.dtype))
+
+    def _swapped(self, g: Tensor | Spec) -> ConvolutionWeight:
+        size = self.x.shape[2:]
+        x = cast(Tensor, g)
+        return ConvolutionWeight(self.parameter, x, size, self.stride, self.padding, self.dilation, self.groups)
+
+
+def transposed_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    output_padding: int | tuple[int, ...] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, ...] = 1,
+) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.nn.functional.conv_transpose1d, 2d and 3d, and the gradients of their parameters."""
+    spatial, input = weight.dim() - 2, as_autocast(input)
+    strides, pads, dilations = (of_each(value, spatial) for value in (stride, padding, dilation))
+    extra = of_each(output_padding, spatial)
+    if any(e >= s for e, s in zip(extra, strides, strict=True)):
+        raise Refused("output_padding as large as the stride has no rule", "output_padding < stride")
+    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
+    output = function(input, weight, bias, strides, pads, extra, groups, dilations)
+    size = input.shape[2:]
+    made_of = (input, size, strides, pads, dilations, groups)
+    return output, ((weight, TransposedConvolutionWeight, *made_of), (bias, Bias, 1))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
-from clipping.numerics.gram import part
+from clipping.numerics.per_sample import part
 from clipping.numerics.rounding_bounds import Reach, all_alike
 from clipping.rules.base import Gradient, Refused, Rule
 

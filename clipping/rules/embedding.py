@@ -13,8 +13,7 @@ from torch import Tensor
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import Parts, added, blocks
 from clipping.numerics import kernels
-from clipping.numerics.gram import part, within
-from clipping.numerics.per_sample import sum_of_squares
+from clipping.numerics.per_sample import part, sum_of_squares, within
 from clipping.numerics.products import products
 from clipping.numerics.rounding_bounds import Reach, of_operands, portion
 from clipping.rules.base import Direct, Gradient, Refused, Route, Rule, Spec, Way, Work

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import Parts, power_of_two
-from clipping.numerics.gram import gram_product
+from clipping.numerics.per_sample import gram_product
 from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_operands
 from clipping.numerics.traced_operations import is_traced, operation

@@ -18,14 +18,13 @@ from torch import Tensor
 from clipping.rules.base import Gradient
 from clipping.rules.composite import bilinear, multi_head_attention_forward, scaled_dot_product_attention
 from clipping.rules.contraction import einsum
-from clipping.rules.convolution import convolution
+from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.elementwise import add, add_, cat, mul, sub
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.grouped import grouped_by_transformers, grouped_mm
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
 from clipping.rules.recurrent import RECURRENT
-from clipping.rules.transposed import transposed_convolution
 
 Handler = Callable[..., tuple[Tensor, Sequence[Gradient]]]
 

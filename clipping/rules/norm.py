@@ -17,7 +17,7 @@ from torch import Tensor
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import blocks, concatenated
 from clipping.numerics import kernels
-from clipping.numerics.gram import part
+from clipping.numerics.per_sample import part
 from clipping.numerics.rounding_bounds import Reach, row_norms
 from clipping.rules.base import Gradient, Refused, Rule
 from clipping.rules.elementwise import Broadcast

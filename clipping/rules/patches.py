@@ -1,22 +1,30 @@
-"""The weight of a convolution, as a linear layer of patches: its shapes, operands and the library's weight gradient."""
+"""The weight of a convolution, as a linear layer of patches, and the ways to the norms of its gradients.
+
+The per-sample gradient needs no patches. With the batch folded into the groups, the library's kernel for a
+convolution's weight gradient returns one gradient for each sample (Rochette et al. 2019, arXiv:1912.06015).
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipping.core.dtypes import HALF
+from clipping.core.dtypes import HALF, norm_dtype, wide_dtype
 from clipping.core.microbatching import Parts
-from clipping.numerics.gram import part
-from clipping.numerics.products import product
+from clipping.numerics import kernels
+from clipping.numerics.convolution_memory import Convolution
+from clipping.numerics.per_sample import gram_product, part
+from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach
-from clipping.rules.base import Spec
-from clipping.rules.pixel_gram import Geometry, patches, phases
-from clipping.rules.weight import Bilinear
+from clipping.rules.base import Direct, Gram, Spec, Way, Work
+from clipping.rules.linear import Bilinear
+from clipping.rules.pixel_gram import Geometry, every, pairs, patches, phases, pixel_gram_product, pixel_norms
 
 
 class OfPatches(Bilinear):
@@ -168,3 +176,156 @@ def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:
     if g.untyped_storage().nbytes() < math.prod(shape) * g.element_size():
         return g.new_empty(shape)
     return g.as_strided(shape, strides, 0)
+
+
+class FromOperands(Direct[OfPatches]):
+    """Instantiates the gradients from some samples' operands."""
+
+    @abstractmethod
+    def gradients(self, rule: OfPatches, x: Tensor, g: Tensor) -> Tensor:
+        """Return the per-sample gradients, [b, ...] in the order of the weight's entries.
+
+        Args:
+            rule: of the convolution.
+            x, g: some samples' input and output gradient, as `operands` returns them.
+        """
+
+
+class _Unfold(FromOperands):
+    """Unfolds patches, and multiplies."""
+
+    name = "unfold"
+
+    def gradients(self, rule: OfPatches, x: Tensor, g: Tensor) -> Tensor:
+        a, g = rule.by_position(x, g)
+        return products(g, a)
+
+    def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
+        work, unfolded = super().work(rule, g), rule.unfolded() * g.element_size()
+        return work._replace(traffic=work.traffic + 3 * unfolded, workspace=work.workspace + unfolded)
+
+
+class _Grouped(FromOperands):
+    """Folds the batch into the groups of the library's weight gradient."""
+
+    name = "grouped"
+
+    def gradients(self, rule: OfPatches, x: Tensor, g: Tensor) -> Tensor:
+        x, g = (y.to(wide_dtype(y.dtype)).reshape(1, -1, *y.shape[2:]) for y in (x, g))
+        return rule.weight_gradient(x, g, x.shape[1] // rule.x.shape[1])
+
+    def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
+        """Many small products instead of one weight gradient: dot products if depthwise."""
+        work, on_tensor_cores = super().work(rule, g), g.dtype in HALF and not rule.parameter.is_cpu
+        slower = 30 if rule.is_depthwise else 8 if on_tensor_cores else 1.5
+        return work._replace(multiplications=slower * work.multiplications)
+
+    def bytes_at_once(self, rule: OfPatches, g: Tensor | Spec, block: int) -> int:
+        if not rule.parameter.is_cpu:
+            return super().bytes_at_once(rule, g, block)
+        spare = 0 if g.numel() >= block * rule.parameter.numel() else block * rule.instantiated_bytes(g)
+        outputs, *others = rule.parameter.shape
+        x, y = ([1, block * shape[1], *shape[2:]] for shape in (rule.x.shape, g.shape))
+        folded = Convolution(x, (block * outputs, *others), y, rule.stride, block * rule.groups, g.dtype)
+        return spare + folded.weight_gradient()
+
+
+class _Shifts(FromOperands):
+    """For each kernel offset of a depthwise convolution, sums g · x where both exist."""
+
+    name = "shifts"
+
+    def gradients(self, rule: OfPatches, x: Tensor, g: Tensor) -> Tensor:
+        x, g = (y.to(wide_dtype(y.dtype)) for y in (x, g))
+        found = g.new_zeros(*g.shape[:2], 1, *rule.kernel)
+        for remainders, offsets in phases(rule.geometry()):
+            phase = every(x, remainders, rule.stride)
+            for offset in itertools.product(*offsets):
+                spans = [
+                    (max(0, -o), min(n, m - o)) for o, n, m in zip(offset, g.shape[2:], phase.shape[2:], strict=True)
+                ]
+                if all(low < high for low, high in spans):
+                    at = [slice(*span) for span in spans]
+                    of = [slice(low + o, high + o) for (low, high), o in zip(spans, offset, strict=True)]
+                    places = zip(rule.stride, offset, remainders, rule.padding, rule.dilation, strict=True)
+                    k = [(s * o + r + p) // d for s, o, r, p, d in places]
+                    where: tuple[slice | int, ...] = (slice(None), slice(None), 0, *k)
+                    found[where] = (g[:, :, *at] * phase[:, :, *of]).flatten(2).sum(2)
+        return found
+
+    def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
+        """Touches only where image and shifted kernel overlap."""
+        moved = math.prod(min(k, 2 * n - 1) for k, n in zip(rule.kernel, rule.x.shape[2:], strict=True))
+        bytes_ = rule.positions * rule.groups * g.element_size()
+        return Work(0.0, 3 * moved * bytes_, super().work(rule, g).workspace + bytes_)
+
+
+class _Pairs(FromOperands):
+    """For a depthwise convolution of small images: forms all g_t x_n, then sums the pairs of each kernel offset."""
+
+    name = "pairs"
+
+    def gradients(self, rule: OfPatches, x: Tensor, g: Tensor) -> Tensor:
+        x, g = (y.to(wide_dtype(y.dtype)) for y in (x, g))
+        pixels = x[0, 0].numel()
+        each = torch.eye(pixels, dtype=x.dtype, device=x.device).view(pixels, 1, *x.shape[2:])
+        # [n, offset, t]: 1 where t reads n
+        joins = patches(each, rule.geometry()).reshape(pixels, rule.inputs, rule.positions)
+        found = g.flatten(2).flatten(0, 1)[:, :, None] * x.flatten(2).flatten(0, 1)[:, None]
+        return found.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)
+
+    def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
+        count, size = rule.positions * math.prod(rule.x.shape[2:]) * rule.groups, g.element_size()
+        return Work(count * rule.inputs, 2 * count * size, super().work(rule, g).workspace + count * size)
+
+
+class _Patches(Gram[OfPatches]):
+    """Gram matrices of unfolded patches."""
+
+    name = "patches"
+
+    def norms(self, rule: OfPatches, g: Tensor, samples: slice) -> Parts:
+        a, of = (y.transpose(1, 2) for y in rule.by_position(*rule.operands(g, samples)))
+        return (rule.add_groups(gram_product(a, of, rule.workspace(g))),)
+
+    def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
+        work, unfolded = super().work(rule, g), 2 * rule.unfolded() * norm_dtype(g.dtype).itemsize
+        return work._replace(traffic=work.traffic + unfolded, workspace=work.workspace + unfolded)
+
+    def bytes_at_once(self, rule: OfPatches, g: Tensor | Spec, block: int) -> int:
+        return int(block * rule.work(g, self.name).workspace)
+
+
+class _Pixels(Way[OfPatches]):
+    """Gram matrices of pixels, shifted (`clipping.rules.pixel_gram`): whole ones for the GPU kernel, if they fit."""
+
+    name = "pixels"
+
+    def norms(self, rule: OfPatches, g: Tensor, samples: slice) -> Parts:
+        x, of = map(rule.grouped, rule.operands(g, samples))
+        if self._is_whole(rule, g):
+            return rule.by_sample(pixel_norms(x, of, rule.geometry(), rule.lost(g)))
+        return (rule.add_groups(pixel_gram_product(x, of, rule.geometry(), rule.workspace(g))),)
+
+    def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
+        wide = norm_dtype(g.dtype).itemsize
+        if self._is_whole(rule, g):
+            entries = self._pairs(rule, g)
+            return Work(entries / rule.groups * max(rule.x.shape[1], g.shape[1]), 2 * entries * wide, entries * wide)
+        count, phase = rule.positions**2 * rule.groups, rule.pixels_of_phase() ** 2
+        traffic = 3 * sum(rule.kernel) * count * wide
+        return Work(rule.multiplications_of_pixels(), traffic, (2 * count + phase * rule.groups) * wide)
+
+    def _is_whole(self, rule: OfPatches, g: Tensor | Spec) -> bool:
+        fits = self._pairs(rule, g) * norm_dtype(g.dtype).itemsize <= rule.room()
+        runs = len(rule.kernel) <= 2 and kernels.fused.runs(rule.parameter)
+        return fits and runs and g.dtype in kernels.cuda.DTYPES
+
+    def _pairs(self, rule: OfPatches, g: Tensor | Spec) -> int:
+        return rule.groups * pairs(rule.geometry(), rule.x.shape[2:], g.shape[2:])
+
+
+UNFOLD, GROUPED, PATCHES = _Unfold(), _Grouped(), _Patches()
+ANY = _Pixels(), PATCHES, UNFOLD, GROUPED
+POINTWISE = PATCHES, UNFOLD  # patches are pixels
+DEPTHWISE = _Shifts(), GROUPED, _Pairs()  # a Gram matrix of one channel is an outer product

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from clipping.core.dtypes import HALF, norm_dtype
 from clipping.numerics import kernels
-from clipping.numerics.gram import part
+from clipping.numerics.per_sample import part
 from clipping.numerics.products import products
 
 HALVED = 256

@@ -16,7 +16,7 @@ from torch import Tensor
 from clipping.provenance.derived_parameters import is_marked, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.provenance.static_values import holds, numbers_of
-from clipping.rules.assigned import width
+from clipping.rules.rewritten import width
 from clipping.tape.batch_dimension import PERMUTATIONS
 from clipping.tape.mover import Moved, Mover, Place
 from clipping.tape.writes import WRITES

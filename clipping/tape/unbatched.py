@@ -14,9 +14,8 @@ from torch import Tensor
 
 from clipping.provenance.derived_parameters import methods, samples_of
 from clipping.provenance.row_owners import Rows
-from clipping.rules.assigned import takes_all
 from clipping.rules.base import Refused
-from clipping.rules.rewritten import LIKE
+from clipping.rules.rewritten import LIKE, takes_all
 from clipping.tape.batch_dimension import ELEMENTWISE
 
 OF_ROWS = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.rms_norm, torch.matmul, torch.Tensor.matmul}

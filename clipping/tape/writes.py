@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clipping.provenance.derived_parameters import mark_data, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
-from clipping.rules.assigned import width
+from clipping.rules.rewritten import width
 from clipping.tape.mover import Moved, Mover
 
 

@@ -34,7 +34,7 @@ from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.handlers import Handler
 from clipping.rules.linear import linear, matmul
 from clipping.rules.norm import layer_norm, rms_norm
-from clipping.rules.transposed import transposed_convolution
+from clipping.rules.convolution import transposed_convolution
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.trials.evidence import NormsTrial

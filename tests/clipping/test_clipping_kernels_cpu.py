@@ -299,15 +299,6 @@ LOST = (2e-3, 3e-3)
 
 @LIBRARY
 @BOTH
-def test_norms_of_columns(dtype: torch.dtype):
-    for shape in [(3, 7, 5), (2, 64, 4, 4), (1, 1, 300), (2, 5, 0), (4, 130, 17, 19)]:
-        x = torch.randn(shape, dtype=dtype)
-        expected = torch.linalg.vector_norm(x.double(), dim=1)
-        require_close(cpu.column_norms(x).double(), expected, EXACT[dtype], str(shape))
-
-
-@LIBRARY
-@BOTH
 def test_reach_of_rows(dtype: torch.dtype):
     for count, positions, inputs, outputs in [
         (3, 7, 5, 9),

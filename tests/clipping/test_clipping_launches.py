@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from clipping import Flat, load_backend
 from clipping.accel import cuda, fused
 from clipping.accel.ways import portion_of_rows, portions_of_images
-from clipping.numerics.chunked_sums import added_at_once, of_one_size, weighted_at_once
+from clipping.numerics.per_sample import added_at_once, of_one_size, weighted_at_once
 from clipping.numerics.rounding_bounds import portion
-from clipping.rules import weight
+from clipping.rules import linear
 from clipping.rules.base import Route
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
@@ -130,7 +130,7 @@ def test_every_way_of_a_gpu_takes_few_launches(layout):
                 assert squares.shape == (64,) and launches.found.total() <= 16, (way, launches.found)
 
 
-def large_sums(batch_size: int) -> tuple[weight.Bilinear, ...]:
+def large_sums(batch_size: int) -> tuple[linear.Bilinear, ...]:
     """Of few positions, whose portions are large, and whose output gradient is their input."""
     image = of_half(batch_size, 512, 4, 4, layout=torch.channels_last)
     geometry = [[1, 1], [1, 1], [1, 1], 1]
@@ -225,16 +225,16 @@ def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
     monkeypatch.setattr("clipping.norms.collection.SMALL", 2**40)
     found, formed = [], Counter[int]()
     for most in (100, 2):
-        for module in ("clipping.backends.tape", "clipping.rules.weight", "clipping.numerics.per_sample"):
+        for module in ("clipping.backends.tape", "clipping.rules.linear", "clipping.numerics.per_sample"):
             monkeypatch.setattr(f"{module}.portion", lambda *_, most=most: most)
-        for module in ("clipping.numerics.per_sample", "clipping.rules.weight", "clipping.norms.collection"):
+        for module in ("clipping.numerics.per_sample", "clipping.rules.linear", "clipping.norms.collection"):
             monkeypatch.setattr(f"{module}.at_once", lambda x, most=most: most == 2)
 
         def added(*given, most=most):
             formed[most] += 1
             return added_at_once(*given)
 
-        monkeypatch.setattr(weight, "added_at_once", added)
+        monkeypatch.setattr(linear, "added_at_once", added)
         with load_backend(name)(model, loss, clip=Flat(0.5)) as backend:
             found.append(backend(x, targets))
     assert formed[100] == 0 and (formed[2] > 0 or name == "bk_mixed")

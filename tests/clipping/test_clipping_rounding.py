@@ -140,7 +140,7 @@ def test_a_second_pass_in_portions_is_the_same(name, monkeypatch):
     model, ids, targets = Shared().double(), torch.randint(0, 7, (9, 5)), torch.randint(0, 7, (9,))
     found = {}
     for backend, most in (("microbatch", 100), (name, 100), (name, 2)):
-        for module in ("backends.tape", "rules.weight", "numerics.per_sample"):
+        for module in ("backends.tape", "rules.linear", "numerics.per_sample"):
             monkeypatch.setattr(f"clipping.{module}.portion", lambda *_, most=most: most)
         with load_backend(backend)(model, plain, clip=Flat(0.5), verify=False) as opened:
             found[backend, most] = opened(ids, targets)

@@ -25,8 +25,7 @@ from clipping.backends import tape as tape_backends
 from clipping.checks.verification import WrongGradient
 from clipping.core.batches import forward
 from clipping.norms import collection as norms
-from clipping.numerics.gram import gram_product
-from clipping.numerics.per_sample import norms_and_factors, sum_of_squares
+from clipping.numerics.per_sample import gram_product, norms_and_factors, sum_of_squares
 from clipping.rules.base import Bias, Rule
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight

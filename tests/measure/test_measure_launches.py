@@ -11,8 +11,8 @@ from torch import nn
 
 from clipping import load_backend
 from clipping.accel import cuda, fused
-from clipping.numerics import chunked_sums
-from clipping.rules import weight
+from clipping.numerics import per_sample
+from clipping.rules import linear
 from dpbench.experiment import load_experiment
 from dpbench.measure.launches import Launches, as_on_a_gpu, counted, run
 from dpbench.records.store import read_records
@@ -194,6 +194,6 @@ def test_today_s_code_takes_no_more_than_is_on_record_and_a_regression_is_seen(r
         [1.05 * x for x in recorded["resnet18", "float32"]],
     )
     assert all(x <= y for x, y in zip(ratios(run(trial)), slack, strict=True))
-    for module in (weight, chunked_sums):
+    for module in (linear, per_sample):
         monkeypatch.setattr(module, "at_once", lambda x: False)
     assert ratios(run(trial))[0] > max(slack[0], MOST["resnet18", "float32"][0])

@@ -20,10 +20,9 @@ from clipping.accel import cuda, fused, ways
 from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.numerics.rounding_bounds import of_rows, row_norms
 from clipping.rules.base import Route
-from clipping.rules.convolution import ConvolutionWeight, convolution
+from clipping.rules.convolution import ConvolutionWeight, convolution, transposed_convolution
 from clipping.rules.linear import LinearWeight
 from clipping.rules.norm import LayerNormWeight, layer_norm
-from clipping.rules.transposed import transposed_convolution
 
 #: channels, outputs, size, kernel, stride, padding, dilation, groups
 CONVOLUTIONS: dict[str, tuple[Any, ...]] = {

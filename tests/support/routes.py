@@ -13,11 +13,10 @@ from torch import Tensor
 from clipping.backends.tape import BkMixed
 from clipping.planning.planner import Plan, Planner, has_choice
 from clipping.rules.base import Route, Rule, made
-from clipping.rules.convolution import convolution
+from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import layer_norm, rms_norm
-from clipping.rules.transposed import transposed_convolution
 
 BATCH = 3
 
