@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from clipping.backends.base import Backend
 from clipping.checks.sample_independence import Occasions, mixed_rows
-from clipping.core.batches import forward, losses_of
+from clipping.core.batches import forward
 from clipping.core.dtypes import norm_dtype, without_autocast
 from clipping.core.microbatching import power_of_two
 from clipping.core.reference import with_zeros
@@ -128,10 +128,8 @@ class TapeBackend(Backend):
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output, self.chosen_for))
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        def losses() -> Tensor:
-            return losses_of(self.model, self.loss_fn, inputs, targets, batch_size)
-
-        return self._step(losses, self.occasions, parameters, (inputs, targets), batch_size)
+        run = partial(self.losses, inputs, targets, batch_size)
+        return self._step(run, self.occasions, parameters, (inputs, targets), batch_size)
 
     def of_losses(
         self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
@@ -150,7 +148,7 @@ class TapeBackend(Backend):
         with self._explained(tape):
             with tape:
                 found = losses()
-            return self._rest(tape, found, parameters, occasions)
+            return self.clipped(tape, found, parameters, occasions=occasions)
 
     def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
         if not self.sharded:
@@ -179,23 +177,13 @@ class TapeBackend(Backend):
             occasions: when to check that samples stay apart; None for never.
         """
         with self._explained(tape):
-            return self._rest(tape, losses, parameters, occasions, keep_graph)
-
-    def _rest(
-        self,
-        tape: Tape,
-        losses: Tensor,
-        parameters: Parameters,
-        occasions: Occasions | None,
-        keep_graph: bool = False,
-    ) -> ClippedGradient:
-        if problems := tape.problems or unrecorded(losses, tape, parameters):
-            raise UnsupportedModel(self.name, dict.fromkeys(problems))
-        with tape.replaying():
-            problem = mixed_rows(tape, losses, occasions)
-            if problem is not None:
-                raise UnsupportedModel(self.name, [problem])
-            return self._finished(tape, losses, parameters, keep_graph)
+            if problems := tape.problems or unrecorded(losses, tape, parameters):
+                raise UnsupportedModel(self.name, dict.fromkeys(problems))
+            with tape.replaying():
+                problem = mixed_rows(tape, losses, occasions)
+                if problem is not None:
+                    raise UnsupportedModel(self.name, [problem])
+                return self._finished(tape, losses, parameters, keep_graph)
 
     @contextmanager
     def _explained(self, tape: Tape) -> Iterator[None]:
@@ -286,7 +274,6 @@ class BkMixed(TapeBackend):
 
     Args:
         model, loss_fn, options: as for every backend.
-        plan: the planner's objective (see `clipping.planning.planner`); None is the `strategy` of the class.
         timing: also time the routes on this device in the second step; else plan by formula.
     """
 
@@ -294,19 +281,12 @@ class BkMixed(TapeBackend):
     norms = Book
     book_kept = True
     strategy: ClassVar[Strategy] = "auto"
+    """The planner's objective (`clipping.planning.planner`)."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        *,
-        plan: Strategy | None = None,
-        timing: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, *, timing: bool = True, **options: Any) -> None:
         super().__init__(model, loss_fn, timing=timing, **options)
         # a sharded module's parameters are absent between passes, so there is nothing to time with
-        self.planner = Planner(plan or self.strategy, timing=timing and not self.sharded)
+        self.planner = Planner(self.strategy, timing=timing and not self.sharded)
 
     def settle(self) -> dict[str, Any]:
         return super().settle() | {"plans": self.planner.settle()}

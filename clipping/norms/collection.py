@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from clipping.core.clip_functions import ClipFunction
-from clipping.core.dtypes import norm_dtype
-from clipping.core.microbatching import concatenated, each
+from clipping.core.dtypes import norm_dtype, wide_dtype
+from clipping.core.microbatching import added, blocks, concatenated, each, sum_dtype
 from clipping.core.types import Parameters
-from clipping.norms.weighted_sum import add_sum, pulled_back_in, weighted_of_all, weighted_sum_of
-from clipping.numerics.per_sample import at_once, sum_of_squares, weighted_sum
+from clipping.numerics.per_sample import at_once, part, sum_of_squares, weighted_sum
 from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
 from clipping.provenance.derived_parameters import Source
-from clipping.rules.base import Route, Rule, Spec
+from clipping.rules.base import Route, Rule
 from clipping.rules.elementwise import Copies
 from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use
@@ -48,12 +47,68 @@ Routes = Mapping[Use, Sequence[Route]]
 
 
 class Term(NamedTuple):
-    """One rule of a use: the tensor that it reads, the route of its norm, and the gradient g of the use's output."""
+    """One rule of a use: the tensor that it reads, the route of its norm, and the gradient g of the use's output.
+
+    If the tensor does more than rearrange parameters, each gradient is pulled back to them, for the norm and again for
+    the sum. Pulling back the sum would round differently: where it cancels (the mean, in weight standardisation) only
+    rounding may be left.
+    """
 
     source: Source
     rule: Rule
     route: Route
     g: Tensor
+
+    def squared_norms(self) -> tuple[Tensor, Reach | None]:
+        """Squared norms [B], and the reach if it is found on the way."""
+        source, rule, route, g = self
+        if source.rearranged:
+            return rule.squares_and_reach(g, route)
+
+        def squares(samples: slice) -> Tensor:
+            found = source.pull_back(rule.instantiate(g, samples))
+            return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
+
+        return concatenated(squares, self._blocks()), None
+
+    def add_sum(self, grads: dict[str, Tensor], factors: Tensor) -> None:
+        """Add Σ_i c_i g_i to the sums of the parameters.
+
+        Args:
+            grads: name -> the sum of that parameter so far; updated.
+        """
+        source, rule, _, g = self
+        if source.rearranged:
+            return source.add_to(grads, rule.weighted(g, factors))
+        names: list[str] = []
+
+        def weighed(samples: slice) -> Tensor:
+            found = source.pull_back(rule.instantiate(g, samples))
+            names[:] = found
+            of_block = part(factors, samples)
+            return torch.cat([weighted_sum(of_block, gradient).flatten() for gradient in found.values()])
+
+        total = added(weighed, self._blocks())
+        shapes = [source.parameters[name].shape for name in names]
+        for name, shape, found in zip(names, shapes, total.split([shape.numel() for shape in shapes]), strict=True):
+            grads[name] = found.view(shape) + grads[name] if name in grads else found.view(shape)
+
+    def _blocks(self) -> list[slice]:
+        """Blocks of samples whose gradients are pulled back at once."""
+        rule, g = self.rule, self.g
+        entries = sum(p.numel() for p in self.source.parameters.values())
+        return blocks(rule.samples(g), rule.instantiated_bytes(g) + entries * g.element_size(), rule.workspace(g))
+
+    def is_small_pulled_back(self, count: int) -> bool:
+        """Whether the parameters' per-sample gradients are no larger than g, and fit into the workspace.
+
+        Args:
+            count: the number of samples to decide for.
+        """
+        rule, each = self.rule, self.rule.bytes_of_each(self.g)
+        pulled_back = sum(p.numel() for p in self.source.parameters.values()) * self.g.element_size()
+        made = pulled_back + rule.instantiated_bytes(self.g)
+        return pulled_back <= each and count * made <= max(rule.room(), count * each // 4)
 
 
 class Norms(ABC):
@@ -124,42 +179,12 @@ class Norms(ABC):
     def _single(self, term: Term) -> None:
         """Handle the only use of its parameters."""
 
-    def _squared_norms(self, term: Term) -> tuple[Tensor, Reach | None]:
-        """Squared norms [B] of a single use, and its reach if found on the way.
-
-        Pulls gradients back to the parameters, unless the tensor only rearranges them.
-        """
-        source, rule, route, g = term
-        if source.rearranged:
-            return rule.squares_and_reach(g, route)
-
-        def squares(samples: slice) -> Tensor:
-            found = source.pull_back(rule.instantiate(g, samples))
-            return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
-
-        return concatenated(squares, pulled_back_in(source, rule, g)), None
-
-    def _doubtful(
-        self,
-        term: Term,
-        squares: Tensor,
-        reach: Reach | None = None,
-        *,
-        second_pass: bool = False,
-        doubt: Doubt | None = None,
-    ) -> None:
+    def _doubtful(self, term: Term, squares: Tensor, reach: Reach | None, doubt: Doubt | None = None) -> None:
         """Record that this use's squared norms are not those of the tensor that is summed."""
         source, rule, route, g = term
         reach = reach or (rule.reach(g) if source.rearranged else None) or _unknown(squares)
-        (doubt or self._doubt).add(
-            reach,
-            rule.features(route),
-            rule.positions,
-            gram=route.ghost,
-            second_pass=second_pass,
-            of=g,
-            library=rule.library,
-        )
+        kinds = {"gram": route.ghost, "second_pass": self.second_pass}
+        (doubt or self._doubt).add(reach, rule.features(route), rule.positions, of=g, library=rule.library, **kinds)
 
     def _several(self, term: Term) -> None:
         """Handle one of several uses of a parameter."""
@@ -179,6 +204,7 @@ class _WholeNorms(Norms):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._pairs: dict[str, list[Term]] = {}
+        self._small = Joined()
 
     def _several(self, term: Term) -> None:
         if term.route.ghost and term.source.is_parameter:
@@ -188,6 +214,7 @@ class _WholeNorms(Norms):
 
     def _total(self) -> tuple[Tensor, Tensor]:
         """‖g_i‖ [B], and the bound to clip by. Leaves paired uses in `_pairs` and instantiated gradients in `_sums`."""
+        self._squares += self._small.squares(self._squares)
         for name in list(self._pairs):
             found = self._pairwise(self._pairs[name]) if name not in self._sums else None
             if found is not None:
@@ -201,6 +228,13 @@ class _WholeNorms(Norms):
             self._squares += sum_of_squares(gradient)
         return self._squares.clamp(min=0).sqrt(), self._doubt.bound(self._squares)
 
+    def _kept_sums(self, factors: Tensor) -> dict[str, Tensor]:
+        """Σ_i c_i g_i of the gradients that were kept, by parameter. Call once; frees them."""
+        grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
+        for source, gradient in self._small.sums(factors):
+            source.add_to(grads, gradient)
+        return grads
+
     def _doubt_all(self, uses: list[Term], squares: Tensor, reaches: list[Reach | None]) -> None:
         unknown = _unknown(squares)
         found = [known or use.rule.reach(use.g) or unknown for use, known in zip(uses, reaches, strict=True)]
@@ -209,15 +243,8 @@ class _WholeNorms(Norms):
         positions = sum(use.rule.positions for use in uses)
         libraries = (use.rule.library for use in uses if use.rule.library and rounds_operands(use.g, use.rule.library))
         library = next(libraries, "")
-        self._doubt.add(
-            reach,
-            features,
-            positions,
-            gram=True,
-            second_pass=self.second_pass,
-            of=uses[0].g,
-            library=library,
-        )
+        kinds = {"gram": True, "second_pass": self.second_pass}
+        self._doubt.add(reach, features, positions, of=uses[0].g, library=library, **kinds)
 
     def _pairwise(self, uses: list[Term]) -> tuple[Tensor, list[Reach | None]] | None:
         """Squared norms of the sum of the uses' gradients, and each one's reach if it is found along with them."""
@@ -289,8 +316,7 @@ class TwoPasses(_WholeNorms):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._sums_of: dict[str, Tensor] = {}
-        self._small, self._found = Joined(), list[Tensor]()
+        self._found: list[Tensor] = []
 
     def _single(self, term: Term) -> None:
         source, rule, route, g = term
@@ -299,24 +325,18 @@ class TwoPasses(_WholeNorms):
             gradient = rule.instantiate_all(g, route)
             if at_once(g):
                 return self._small.add(source, gradient)
-            self._squares += sum_of_squares(gradient)
-            self._sums_of[next(iter(source.parameters))] = gradient
-            return
-        squares, reach = self._squared_norms(term)
+            return self._add(next(iter(source.parameters)), gradient)
+        squares, reach = term.squared_norms()
         self._found.append(squares)
-        self._doubtful(term, squares, reach, second_pass=True)
+        self._doubtful(term, squares, reach)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            self._squares += self._small.squares(self._squares)
             if self._found:
                 self._squares += torch.stack(self._found).clamp_(min=0).sum(0)
             total, bound = self._total()
             factors = self._clip.factors(bound)
-            held = self._sums_of, self._sums
-            grads = {name: weighted_sum(factors, of.pop(name)) for of in held for name in list(of)}
-            for source, gradient in self._small.sums(factors):
-                source.add_to(grads, gradient)
+            grads = self._kept_sums(factors)
         self._pairs.clear()
         others = self._parameters.keys() - grads.keys()
         found: dict[str, Tensor] = {}
@@ -324,7 +344,7 @@ class TwoPasses(_WholeNorms):
         def arrived(use: Use, g: Tensor) -> None:
             for source, rule in use.rules:
                 if not others.isdisjoint(source.parameters):
-                    add_sum(found, source, rule, g, factors)
+                    Term(source, rule, Route(), g).add_sum(found, factors)
 
         if others:
             self.again(arrived)
@@ -346,11 +366,10 @@ class Book(_WholeNorms):
         self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
         self._derived: list[Term] = []
         self._waiting: list[Term] = []
-        self._small = Joined()
 
     def _single(self, term: Term) -> None:
         source, rule, route, g = term
-        if not source.rearranged and is_small_pulled_back(source, rule, g, self._planned_for):
+        if not source.rearranged and term.is_small_pulled_back(self._planned_for):
             return self._several(term)
         if self.joins and route.kept and not route.way and self._is_small(rule, g):
             return self._small.add(source, rule.instantiate_all(g, route))
@@ -369,11 +388,11 @@ class Book(_WholeNorms):
 
         parts, squares = map(list, zip(*each(kept, rule.blocks(g, way, route.block)), strict=True))
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
-        self._entries.append((source, partial(weighted_sum_of, parts)))
+        self._entries.append((source, partial(_weighted_sum_of, parts)))
 
     def _total(self) -> tuple[Tensor, Tensor]:
         if self._waiting:
-            found = list(map(self._squared_norms, self._waiting))
+            found = list(map(Term.squared_norms, self._waiting))
             self._squares += torch.stack([squares for squares, _ in found]).clamp_(min=0).sum(0)
             for term, (squares, reach) in zip(self._waiting, found, strict=True):
                 self._doubtful(term, squares, reach)
@@ -382,23 +401,19 @@ class Book(_WholeNorms):
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            self._squares += self._small.squares(self._squares)
             total, bound = self._total()
             factors = self._clip.factors(bound)
-            grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
-            for source, gradient in self._small.sums(factors):
-                source.add_to(grads, gradient)
+            grads = self._kept_sums(factors)
             for name in list(self._pairs):
                 source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)
                 uses = [(term.rule, term.g) for term in self._pairs.pop(name)]
-                self._entries.append((source, partial(weighted_of_all, uses)))
+                self._entries.append((source, partial(_weighted_of_all, uses)))
             self._entries.sort(key=lambda entry: -entry[0].tensor.numel())
             while self._entries:  # largest last (an embedding's), when the others are freed
                 source, weigh = self._entries.pop()
                 source.add_to(grads, weigh(factors))
             while self._derived:
-                source, rule, _, g = self._derived.pop()
-                add_sum(grads, source, rule, g, factors)
+                self._derived.pop().add_sum(grads, factors)
         return total, grads
 
 
@@ -413,9 +428,9 @@ class LayerByLayer(Norms):
         source, rule, _, g = term
         if not source.rearranged or source.part is not None:  # factors apply to whole parameters
             return self._several(term)
-        squares, reach = self._squared_norms(term)
+        squares, reach = term.squared_norms()
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
-        self._doubtful(term, squares, reach, doubt=doubt)
+        self._doubtful(term, squares, reach, doubt)
         factors = self._factors(next(iter(source.parameters)), squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 
@@ -436,14 +451,26 @@ class LayerByLayer(Norms):
         return self._clip.factors(layers)[list(self._parameters).index(name)]
 
 
-def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec, count: int) -> bool:
-    """Whether the parameters' per-sample gradients are no larger than g, and fit into the workspace.
+def _weighted_of_all(uses: list[tuple[Rule, Tensor]], factors: Tensor) -> Tensor:
+    """Σ_i c_i g_i of all uses of one parameter. Frees each use once it is added."""
+    rule, g = uses.pop(0)
+    total = rule.weighted(g, factors)
+    while uses:
+        rule, g = uses.pop(0)
+        total += rule.weighted(g, factors)
+    return total
 
-    Args:
-        source, rule, g: the tensor that is read, its rule, and the gradient of the use's output, [B, ...].
-        count: the number of samples to decide for.
-    """
-    pulled_back = sum(p.numel() for p in source.parameters.values()) * g.element_size()
-    each = rule.bytes_of_each(g)
-    made = pulled_back + rule.instantiated_bytes(g)
-    return pulled_back <= each and count * made <= max(rule.room(), count * each // 4)
+
+def _weighted_sum_of(parts: list[Tensor], factors: Tensor) -> Tensor:
+    """Σ_i c_i g_i of per-sample gradients in blocks of samples. Frees each block once it is added."""
+    if len(parts) == 1:
+        return weighted_sum(factors, parts.pop())
+    total, stop, wide = None, len(factors), wide_dtype(parts[0].dtype)
+    while parts:
+        gradients = parts.pop()
+        start = stop - len(gradients)
+        found = weighted_sum(part(factors, slice(start, stop)), gradients)
+        total = found.to(sum_dtype(found)) if total is None else total.add_(found)
+        stop = start
+    assert total is not None
+    return total.to(wide)

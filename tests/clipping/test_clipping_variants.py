@@ -28,11 +28,6 @@ def test_a_variant_has_its_name_and_strategy(name):
     assert validate_backend(name) is None and backend_class(name) is cls
 
 
-def test_a_plan_that_is_asked_for_wins_over_the_variant():
-    cls = load_backend("bk_mixed:paper")
-    assert cls(nn.Linear(2, 2), lambda outputs, targets: outputs.sum(1), plan="time").planner.strategy == "time"
-
-
 def test_they_are_no_backends_of_their_own(capsys):
     assert not set(VARIANTS) & set(BACKENDS)
     assert main(["list", "--format", "json"]) == 0
