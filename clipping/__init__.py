@@ -29,8 +29,12 @@ Functions take:
     x, dtype, device: any tensor; of the operands or gradients; of the result.
     func, args, kwargs, output: an operation, its arguments and its output.
     data: its operands that depend on the batch, at least one.
-    rule: of a use (`clipping.rules`).
-    keep_graph: keep the graph for another backward pass.
+    tape, use, source: of a forward pass; an operation on parameters; the tensor made of parameters that it reads.
+    rule, g: of a use (`clipping.rules`); the gradient of the use's output, [B, ...].
+    grads: name -> gradient, of the parameter's shape.
+    result: of a call of a backend.
+    error: raised by an operation or a pass.
+    keep_graph, retain_graph: keep the graph for another backward pass.
 """
 
 from __future__ import annotations

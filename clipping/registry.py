@@ -1,6 +1,9 @@
 """Every backend by name: where it is, one line about it, how figures show it, whose it is. A new one is a row here.
 
 Importing this imports no torch.
+
+Functions take:
+    name: such as "ghost", "bk_mixed:paper" or "tf_microbatch:4".
 """
 
 from __future__ import annotations
@@ -191,11 +194,7 @@ def known_backends() -> list[str]:
 
 
 def is_backend(name: str) -> bool:
-    """Whether `load_backend` takes this name.
-
-    Args:
-        name: such as "ghost", "bk_mixed:paper" or "tf_microbatch:4".
-    """
+    """Whether `load_backend` takes this name."""
     family, _, size = name.partition(":")
     return name in BACKENDS or name in VARIANTS or (family in FAMILIES and _is_size(size))
 
@@ -207,9 +206,6 @@ def _is_size(text: str) -> bool:
 def load_backend(name: str) -> type[Backend]:
     """The class of the backend called `name`: of `BACKENDS`, ``"name:variant"`` of `VARIANTS`, ``"name:M"`` of
     `FAMILIES`.
-
-    Args:
-        name: such as "ghost", "bk_mixed:paper" or "tf_microbatch:4".
 
     Raises:
         ValueError: for an unknown name, with every known one and the nearest.

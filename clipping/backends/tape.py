@@ -111,19 +111,11 @@ class TapeBackend(Backend):
         raise NotImplementedError(f"{type(self).__name__} plans its routes otherwise")
 
     def plan(self, tape: Tape, losses: Tensor) -> Routes:
-        """Choose the route of each norm.
-
-        Args:
-            tape: of the forward pass.
-        """
+        """Choose the route of each norm."""
         return {use: [self.route(*rule, use.output) for rule in use.rules] for use in tape.uses}
 
     def route(self, source: Source, rule: Rule, output: Spec) -> Route:
-        """Choose by `by_ghost` and the cost formulas; keep gradients that take no more memory than (a, g).
-
-        Args:
-            source: what the use reads.
-        """
+        """Choose by `by_ghost` and the cost formulas; keep gradients that take no more memory than (a, g)."""
         ghost = source.rearranged and bool(rule.ghosts) and self.by_ghost(rule)
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output, self.chosen_for))
 

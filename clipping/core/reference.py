@@ -1,4 +1,8 @@
-"""The reference result: Σ_i c_i g_i, one sample at a time, accumulated in float64."""
+"""The reference result: Σ_i c_i g_i, one sample at a time, accumulated in float64.
+
+Functions take:
+    together: samples whose mean gradient is clipped as one.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,6 @@ def definition(
     """The result that every backend must return, computed one sample at a time.
 
     Args:
-        model, loss_fn, inputs, targets, clip: as for every backend.
-        together: samples whose mean gradient is clipped as one.
         around: context manager to enter around each sample's run.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -56,16 +58,7 @@ def one_by_one(
     clip: ClipFunction,
     together: int = 1,
 ) -> ClippedGradient:
-    """Σ_i c_i g_i by a forward and a backward pass for each sample, or for each mean of `together` samples.
-
-    Args:
-        model: the module, called by `clipping.core.batches.forward`.
-        loss_fn: (outputs, targets) -> [B].
-        parameters: name -> trainable parameter.
-        inputs, targets: the batch; every tensor [B, ...].
-        clip: norms [B] -> factors [B].
-        together: M samples whose mean gradient is clipped as one.
-    """
+    """Σ_i c_i g_i by a forward and a backward pass for each sample, or for each mean of `together` samples."""
     batch_size = leading_dimension(inputs, targets)
     sums = Sums(parameters)
 
@@ -85,8 +78,6 @@ def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: i
 
     Args:
         samples: unclipped results of batches of one.
-        clip: clips the norms of the means.
-        together: samples whose mean gradient is clipped as one.
     """
     names, sums = list(samples[0].grads), Sums(samples[0].grads)
     losses = torch.cat([sample.losses for sample in samples])
@@ -99,11 +90,7 @@ def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: i
 
 
 class Sums:
-    """Accumulates clipped gradients in float64.
-
-    Args:
-        parameters: name -> parameter.
-    """
+    """Accumulates clipped gradients in float64."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._wide = {name: wide_dtype(p.dtype) for name, p in parameters.items()}
@@ -117,7 +104,6 @@ class Sums:
 
         Args:
             grads: parameter name -> gradient, of the parameter's shape; every parameter has one.
-            clip: norms [1] -> factors [1].
             like: any tensor of the gradients' device.
         """
         layers = [
@@ -142,8 +128,6 @@ def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = 
 
     Args:
         loss: a scalar.
-        parameters: name -> parameter.
-        keep_graph: keep the graph for another backward pass.
     """
     if not parameters or not loss.requires_grad:
         return {}
@@ -152,12 +136,7 @@ def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = 
 
 
 def with_zeros(grads: dict[str, torch.Tensor], parameters: Parameters) -> dict[str, torch.Tensor]:
-    """Return `grads` in the order of `parameters`, with zeros where the loss does not depend on one.
-
-    Args:
-        grads: parameter name -> gradient, of the parameter's shape.
-        parameters: name -> parameter.
-    """
+    """Return `grads` in the order of `parameters`, with zeros where the loss does not depend on one."""
     wide = norm_dtype(next(iter(grads.values())).dtype) if grads else torch.float32
     return {
         name: grads[name] if name in grads else torch.zeros_like(p, dtype=torch.promote_types(wide, p.dtype))

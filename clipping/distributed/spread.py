@@ -135,11 +135,7 @@ def stand_ins(model: nn.Module) -> StandIns | None:
 
 
 def summed(result: ClippedGradient) -> ClippedGradient:
-    """Add up the gradients over all processes. Norms and losses stay those of this process.
-
-    Args:
-        result: of this process's samples.
-    """
+    """Add up the gradients over all processes. Norms and losses stay those of this process."""
     import torch.distributed as dist
 
     grads = {name: grad.contiguous() for name, grad in result.grads.items()}

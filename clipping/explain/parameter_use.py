@@ -161,11 +161,7 @@ def cross_terms(readings: Sequence[Reading]) -> dict[Reading, tuple[int, int]]:
 
 
 def features(rule: Rule) -> int:
-    """Products that one entry of both Gram matrices takes.
-
-    Args:
-        rule: of a use with positions.
-    """
+    """Products that one entry of both Gram matrices takes."""
     return rule.outputs if isinstance(rule, EmbeddingWeight) else rule.inputs + rule.outputs
 
 

@@ -119,9 +119,6 @@ class Norms(ABC):
 
     Args:
         counts: parameter name -> number of uses.
-        losses: [B], with their graph.
-        parameters: name -> trainable parameter.
-        clip: the clipping function.
         routes: of the uses.
         planned_for: the number of samples that routes were chosen for.
     """
@@ -146,11 +143,7 @@ class Norms(ABC):
         self._kinds: dict[str, str] = {}
 
     def arrived(self, use: Use, g: Tensor) -> None:
-        """Receive the gradient of a use's output, [B·k, ...].
-
-        Args:
-            use, g: a recorded use, and the gradient of its output.
-        """
+        """Receive the gradient of a use's output, [B·k, ...]."""
         for (source, rule), route in zip(use.rules, self._routes[use], strict=True):
             alone, by_ghost = True, "ghost" if route.ghost else "instantiated"
             for name in source.parameters:
@@ -263,39 +256,30 @@ class _WholeNorms(Norms):
 
 
 class Joined:
-    """Small gradients of many parameters, batched into one matrix at the end of the backward pass to save launches."""
+    """Small gradients of many parameters, batched into one matrix at the end of the backward pass to save launches.
+
+    Methods take:
+        gradients, like: of one source, [B, *shape]; any tensor [B].
+    """
 
     def __init__(self) -> None:
         self._sources: list[Source] = []
         self._waiting: list[Tensor] = []
 
     def add(self, source: Source, gradients: Tensor) -> None:
-        """Add gradients of one source.
-
-        Args:
-            source: the tensor that they belong to.
-            gradients: [B, *shape].
-        """
+        """Add gradients of one source."""
         self._sources.append(source)
         self._waiting.append(gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1))
 
     def squares(self, like: Tensor) -> Tensor:
-        """‖·‖² [B] over all gradients. Concatenates them into one matrix.
-
-        Args:
-            like: [B].
-        """
+        """‖·‖² [B] over all gradients. Concatenates them into one matrix."""
         waiting, self._waiting = self._waiting, []
         self._waiting = [torch.cat(waiting, 1) if waiting else like.new_zeros(len(like), 0)]
         del waiting
         return sum_of_squares(self._waiting[0])
 
     def sums(self, factors: Tensor) -> Iterable[tuple[Source, Tensor]]:
-        """Σ_i c_i g_i of each source. Call once, after `squares`; frees the gradients.
-
-        Args:
-            factors: c [B].
-        """
+        """Σ_i c_i g_i of each source. Call once, after `squares`; frees the gradients."""
         sizes = [source.tensor.numel() for source in self._sources]
         total = weighted_sum(factors, self._waiting.pop())
         return zip(self._sources, torch.ops.aten.split_with_sizes_copy.default(total, sizes), strict=True)

@@ -9,6 +9,7 @@ Functions take:
     form: forms the sums of some portions; it may assign samples to portions in any way.
     most, together: largest number of samples in a portion; samples whose portions may be formed at once.
     available: bytes that Gram matrices may take.
+    a, g: [n, T, d] and [n, T, p], rows of an input and of an output's gradient, of one dtype.
 """
 
 from __future__ import annotations
@@ -174,10 +175,6 @@ def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
     A block computes only the columns up to its own, and counts those before it twice: half of the work where blocks are
     many. It has `ROWS` rows or more, or fewer where T² entries exceed the available bytes.
 
-    Args:
-        a: [n, T, d].
-        g: [n, T, p].
-
     Returns:
         [n], float32 or wider.
     """
@@ -205,8 +202,6 @@ def gram_norms_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Ten
     On a GPU, by the library's products and one kernel that reads both matrices once.
 
     Args:
-        a: [n, T, d].
-        g: [n, T, p], of a's dtype.
         lost: from `clipping.numerics.rounding_bounds.of_lost`.
     """
     positions, of_a = a.shape[1], products(a, a).unsqueeze(1)

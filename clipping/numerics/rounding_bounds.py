@@ -68,6 +68,7 @@ Functions take:
     inputs, outputs: d and p, the entries of an input row and of a gradient row, without padding.
     positions, features: T, and the length of the longest rows that are multiplied with each other.
     second_pass: the sum uses tensors of a second backward pass.
+    a, g: [b, T, d] and [b, T, p], rows of an input and of an output's gradient.
 """
 
 from __future__ import annotations
@@ -143,12 +144,7 @@ class Reach(NamedTuple):
 
 
 def of_operands(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
-    """Reach of rows a_t and g_t themselves; by one kernel, if there is one.
-
-    Args:
-        a: [b, T, d].
-        g: [b, T, p].
-    """
+    """Reach of rows a_t and g_t themselves; by one kernel, if there is one."""
     if kernels.cpu.supported(a, g) and g.dtype in kernels.cpu.REALS:
         return Reach.of_columns(kernels.cpu.row_reach(a, g, of_lost(g.dtype, inputs, outputs)))
     if kernels.fused.runs(a, g):

@@ -19,6 +19,11 @@ Tpd, about where the gradients, pd, take more memory than (a, g), T(p + d).
 Times come from formulas at first. The second step with a batch of about the same size times its uses on the device,
 once (`clipping.planning.costs`), and plans again. All routes are exact, so a plan changes a result by rounding only. To
 repeat training bit for bit, `settle` ends the timing and returns the plans as plain values for `resume`.
+
+Functions take:
+    output: shape and dtype of a use's output.
+    count, counts: number of samples to plan for; parameter name -> number of uses.
+    costs: measured or predicted.
 """
 
 from __future__ import annotations
@@ -133,8 +138,6 @@ class Planner:
         """Return the plan of a recorded step. Only a new kind of step is planned.
 
         Args:
-            tape: after the forward pass.
-            losses: [B], with their graph.
             count: number of samples to plan for; 0 for those of the batch.
         """
         readings = [(use, source, rule) for use in tape.uses for source, rule in use.rules]
@@ -235,38 +238,19 @@ class Planner:
 
 
 def kind(rule: Rule, output: Spec, count: int) -> Kind:
-    """Return everything that the costs of a use depend on, with the number of samples to a power of two.
-
-    Args:
-        rule: of a use.
-        output: shape and dtype of the use's output.
-        count: number of samples to plan for.
-    """
+    """Return everything that the costs of a use depend on, with the number of samples to a power of two."""
     samples = min(count, MOST_SAMPLES).bit_length()
     return type(rule).__name__, rule.shapes(), samples, output.shape[1:], output.dtype, rule.fold
 
 
 def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:
-    """True if the norm can be computed in several ways, and is that of its parameter alone.
-
-    Args:
-        source: what the use reads.
-        rule: of the use.
-        counts: parameter name -> number of uses.
-    """
+    """True if the norm can be computed in several ways, and is that of its parameter alone."""
     alone = all(counts[name] == 1 for name in source.parameters)
     return alone and source.rearranged and len(rule.ways) > 1 and not rule.is_fallback
 
 
 def formula_route(source: Source, rule: Rule, output: Spec, count: int) -> Route:
-    """Return the route that the formulas prefer, for a use without a choice or one of several uses of a parameter.
-
-    Args:
-        source: what the use reads.
-        rule: of the use.
-        output: shape and dtype of its output.
-        count: number of samples to plan for.
-    """
+    """Return the route that the formulas prefer, for a use without a choice or one of several uses of a parameter."""
     if not source.rearranged:
         return Route()
     costs = predicted(rule, output)
@@ -277,13 +261,7 @@ def formula_route(source: Source, rule: Rule, output: Spec, count: int) -> Route
 
 
 def choices_of(rule: Rule, output: Spec, costs: Costs) -> list[Choice]:
-    """Return the choices of a use. Within each kind the fastest comes first, then routes that take less memory.
-
-    Args:
-        rule: of the use.
-        output: shape and dtype of its output.
-        costs: measured or predicted.
-    """
+    """Return the choices of a use. Within each kind the fastest comes first, then routes that take less memory."""
     count, each = rule.samples(output), rule.instantiated_bytes(output)
     gradient = output.numel() * output.element_size()  # autograd holds the input anyway when memory is fullest
     found = []

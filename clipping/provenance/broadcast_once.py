@@ -36,7 +36,6 @@ def done_once(func: Any, args: Any, kwargs: Any, output: Tensor, rows: Mapping[i
     """Return `func` of one row, [1, ...], if the rows of its output [B, ...] are copies of it; else None.
 
     Args:
-        func, args, kwargs: the operation and its arguments: parameters, tensors made of parameters, constants.
         rows: id of an operand made of parameters -> the row that its rows are copies of.
     """
     count = len(output) if output.dim() > 1 else 1

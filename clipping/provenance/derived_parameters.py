@@ -207,12 +207,7 @@ class Source:
 
 
 def parameter_source(name: str, parameter: Tensor) -> Source:
-    """Return the source of a parameter.
-
-    Args:
-        name: the parameter's name.
-        parameter: the parameter.
-    """
+    """Return the source of a parameter."""
     return Source(parameter, {name: parameter}, rearranged=True, version=parameter._version)
 
 

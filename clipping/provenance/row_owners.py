@@ -25,7 +25,6 @@ class Rows:
     Args:
         owners: the sample's index for each index of the activation's leading dimensions; a scalar if one sample owns
             all of it.
-        batch_size: B.
         unknown: the operation that lost track of the owners; "" if they are known.
     """
 
@@ -88,7 +87,6 @@ def padded(owners: Tensor, count: int) -> Tensor:
     """Return the rows of each owner, [count, L], padded with len(owners); L is at least 1.
 
     Args:
-        count: number of owners.
         owners: [n], the owner of each row; rows of `NOBODY` are left out.
     """
     rows = len(owners)

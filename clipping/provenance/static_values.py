@@ -82,11 +82,7 @@ def rely_on(condition: Callable[[], Tensor]) -> None:
 
 
 def at_most(counts: Tensor) -> int:
-    """Return the largest of some counts, at least 1, which a step traced on one batch's values takes for a bound.
-
-    Args:
-        counts: [n].
-    """
+    """Return the largest of some counts, at least 1, which a step traced on one batch's values takes for a bound."""
     if _assumed is None or not counts.numel():
         return max(1, int(counts.max())) if counts.numel() else 1
     with _disable_current_modes():
@@ -96,11 +92,7 @@ def at_most(counts: Tensor) -> int:
 
 
 def note(func: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """Record the values of a traced operation's output, if they are the same for every batch.
-
-    Args:
-        func, args, kwargs: the operation and its arguments; no operand depends on the batch.
-    """
+    """Record the values of a traced operation's output, if they are the same for every batch."""
     if func is torch.arange and not any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
         given = args
     elif func in REARRANGE and not any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values())):

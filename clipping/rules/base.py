@@ -93,11 +93,7 @@ pass alive than the rule will."""
 
 
 def made(gradient: Gradient) -> Rule:
-    """Create the rule.
-
-    Args:
-        gradient: (parameter, class of the rule, further arguments).
-    """
+    """Create the rule."""
     parameter, kind, *made_of = gradient
     return kind(parameter, *made_of)
 
@@ -110,20 +106,13 @@ class Refused(Exception):
         self.reason, self.remedy = reason, remedy
 
 
-def title(operation: Any) -> str:
-    """Return the usual name of an operation.
-
-    Args:
-        operation: a torch function.
-    """
-    return getattr(operation, "__name__", str(operation))
+def title(func: Any) -> str:
+    """Return the usual name of an operation."""
+    return getattr(func, "__name__", str(func))
 
 
 def as_refused(error: Exception) -> Refused:
     """Convert an error raised while recording an operation or its gradient to a refusal.
-
-    Args:
-        error: the error.
 
     Raises:
         Exception: the error itself, if it is an out-of-memory error.

@@ -2,6 +2,9 @@
 
 No formula is assumed. Row i of the output must depend on row i alone of every operand that depends on data, which the
 first batch's verification checks.
+
+Functions take:
+    tree: arguments, in nested tuples, lists and dicts.
 """
 
 from __future__ import annotations
@@ -20,8 +23,6 @@ class VmapRule(Rule):
 
     Args:
         parameter: D.
-        func, args, kwargs: the operation.
-        data: the operands with one row a sample.
     """
 
     is_fallback = True
@@ -77,7 +78,6 @@ def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
     """Replace tensors in nested arguments; others are constants.
 
     Args:
-        tree: arguments, in nested tuples, lists and dicts.
         values: id of a tensor -> its replacement.
     """
     if isinstance(tree, Tensor):
@@ -90,11 +90,7 @@ def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
 
 
 def operands(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, and in lists and dicts among them.
-
-    Args:
-        tree: arguments, in nested tuples, lists and dicts.
-    """
+    """Yield the tensors among arguments, and in lists and dicts among them."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list, dict)):
@@ -108,10 +104,7 @@ def fallback(
     """Return a `VmapRule` for each operand made of parameters.
 
     Args:
-        func, args, kwargs: the operation and its arguments.
-        output: its output.
         made_of_parameters: its operands that are made of parameters alone.
-        data: its operands that depend on the batch.
 
     Raises:
         Refused: an operation in place, one with several outputs, or operands whose rows are not the output's.

@@ -3,6 +3,9 @@
 A weight's rows are gathered for each sample and padded with zeros, which do not change any product. Norms and gradients
 are then those of ordinary layers with as many positions. The clipped sum needs no order: each row is scaled by its
 sample's factor. For any other rule, the gradients of rows are added up by sample.
+
+Functions take:
+    rows: n rows in one dimension, with their owners.
 """
 
 from __future__ import annotations
@@ -22,11 +25,7 @@ from clipping.rules.linear import LinearWeight
 
 
 def gathered(rule: Rule, rows: Rows) -> Rule:
-    """Return the rule for rows with the given owners, from the rule for as many samples as rows.
-
-    Args:
-        rows: the owners of the rows.
-    """
+    """Return the rule for rows with the given owners, from the rule for as many samples as rows."""
     if not len(rows.owners):
         return Nothing(rule.parameter, rows)
     if isinstance(rule, GroupedWeight):
@@ -39,11 +38,7 @@ def gathered(rule: Rule, rows: Rows) -> Rule:
 
 
 def of_rows(factors: Tensor, rows: Rows) -> Tensor:
-    """Map factors of samples [B] to factors of rows [n]; 0 for rows without an owner.
-
-    Args:
-        rows: n rows in one dimension.
-    """
+    """Map factors of samples [B] to factors of rows [n]; 0 for rows without an owner."""
     owners = rows.owners
     return torch.where(owners >= 0, factors[owners.clamp(min=0)], torch.zeros_like(factors[:1]))
 
@@ -76,7 +71,6 @@ class AddedUp(_OfRows, Regrouped):
 
     Args:
         rule: a rule of as many samples as rows.
-        rows: the owners of the rows.
     """
 
     def __init__(self, rule: Rule, rows: Rows) -> None:

@@ -39,7 +39,8 @@ class GroupedWeight(Rule):
         ends: [E], end of each expert's rows; rows after the last belong to none.
 
     Methods take:
-        g, samples: as those of `Rule`.
+        g, samples: [n, p], gradient of the output; b samples.
+        what: "gradients", "squares", "terms" or "total".
     """
 
     ways = (_Gram(), DIRECT)
@@ -100,11 +101,7 @@ class GroupedWeight(Rule):
         return self.run("total", g * factors[:, None].to(norm_dtype(g.dtype)), slice(0, self.count))
 
     def run(self, what: str, g: Tensor, samples: slice) -> Tensor:
-        """Compute one of the results below; as one operation in a traced step, which follows no loop over experts.
-
-        Args:
-            what: "gradients", "squares", "terms" or "total".
-        """
+        """Compute one of the results below; as one operation in a traced step, which follows no loop over experts."""
         if not is_traced():
             found: Tensor = getattr(self, what)(g, samples)
             return found
@@ -112,12 +109,7 @@ class GroupedWeight(Rule):
         return grouped(what, matrices, self.a, self.ends, self.owners, g, self.count, samples.start, samples.stop)
 
     def gradients(self, g: Tensor, samples: slice) -> Tensor:
-        """Per-sample gradients [b, E, d, p].
-
-        Args:
-            g: [n, p], gradient of the output.
-            samples: b samples.
-        """
+        """Per-sample gradients [b, E, d, p]."""
         owners, experts, a, g = self.side_by_side(g, samples)
         shape = samples.stop - samples.start, *self.parameter.shape
         total = torch.zeros(shape, dtype=norm_dtype(g.dtype), device=g.device)
@@ -125,34 +117,19 @@ class GroupedWeight(Rule):
         return total
 
     def squares(self, g: Tensor, samples: slice) -> Tensor:
-        """Squared norms [b], by Gram matrices.
-
-        Args:
-            g: [n, p], gradient of the output.
-            samples: b samples.
-        """
+        """Squared norms [b], by Gram matrices."""
         owners, _, a, g = self.side_by_side(g, samples)
         squares = gram_product(a, g, self.workspace(g)) if len(a) else a.new_zeros(0)
         return squares.new_zeros(samples.stop - samples.start).index_add_(0, owners, squares)
 
     def terms(self, g: Tensor, samples: slice) -> Tensor:
-        """The fields of the reach [3, b].
-
-        Args:
-            g: [n, p], gradient of the output.
-            samples: b samples.
-        """
+        """The fields of the reach [3, b]."""
         owners, _, a, g = self.side_by_side(g, samples)
         found = torch.stack(of_operands(a, g, self.inputs, self.outputs))
         return found.new_zeros(len(found), samples.stop - samples.start).index_add_(1, owners, found)
 
     def total(self, g: Tensor, samples: slice) -> Tensor:
-        """Sum of the gradients of all rows, [E, d, p].
-
-        Args:
-            g: [n, p], gradient of the output.
-            samples: ignored.
-        """
+        """Sum of the gradients of all rows, [E, d, p]."""
         total, start = torch.zeros_like(self.parameter, dtype=g.dtype), 0
         for expert, end in enumerate(self.ends.tolist()):
             if end > start:

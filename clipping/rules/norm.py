@@ -58,11 +58,7 @@ class _Scale(Rule):
 
 
 class LayerNormWeight(_Scale):
-    """γ [*normalized]; x̂ from the statistics of the forward kernel.
-
-    Args:
-        weight, x, mean, rstd: of the operation.
-    """
+    """γ [*normalized]; x̂ from the statistics of the forward kernel."""
 
     def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
         super().__init__(weight)
@@ -148,9 +144,6 @@ def most_groups(x: Tensor) -> int:
 
     CUDA's backward kernel uses one thread block for each group, in the second dimension of its grid
     (`dim3(N, G)` in aten/src/ATen/native/cuda/group_norm_kernel.cu), which is limited to 65,535.
-
-    Args:
-        x: the operation's input.
     """
     return 65_535 if x.is_cuda else 2**31 - 1
 

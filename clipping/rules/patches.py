@@ -159,11 +159,7 @@ class OfPatches(Bilinear):
 
 
 def is_last(x: Tensor) -> bool:
-    """True for images that have channels last.
-
-    Args:
-        x: [n, C, *size].
-    """
+    """True for images that have channels last."""
     return x.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -186,7 +182,6 @@ class FromOperands(Direct[OfPatches]):
         """Return the per-sample gradients, [b, ...] in the order of the weight's entries.
 
         Args:
-            rule: of the convolution.
             x, g: some samples' input and output gradient, as `operands` returns them.
         """
 

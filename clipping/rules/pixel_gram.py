@@ -12,6 +12,11 @@ group, one sample takes Σ_r (N/s²)²·C + KT² multiplications and additions i
 
 The offsets of a phase are all combinations of those in each dimension, so shifts are summed one dimension after the
 other: the number of passes over T² entries is the sum of the kernel's sides, not their product.
+
+Functions take:
+    x, g: images [n, C, *size], and the gradient of the output, [n, p, *output size].
+    geometry: of the convolution.
+    least: see `clipping.numerics.rounding_bounds.of_lost`.
 """
 
 from __future__ import annotations
@@ -47,8 +52,6 @@ def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) ->
     """Turn a convolution in one dimension into one of images of one row; others stay as they are.
 
     Args:
-        x: [n, C, *size].
-        g: [n, p, *output size].
         options: kernel, stride, padding and dilation, one number a spatial dimension each.
     """
     if len(options[0]) > 1:
@@ -58,11 +61,7 @@ def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) ->
 
 
 def phases(geometry: Geometry) -> Iterator[tuple[tuple[int, ...], tuple[list[int], ...]]]:
-    """Yield (remainder r, its offsets o) in each spatial dimension, for every combination of remainders.
-
-    Args:
-        geometry: of the convolution.
-    """
+    """Yield (remainder r, its offsets o) in each spatial dimension, for every combination of remainders."""
     each = []
     for kernel, stride, padding, dilation in zip(*geometry, strict=True):
         offsets: dict[int, list[int]] = {}
@@ -78,7 +77,6 @@ def every(x: Tensor, remainders: Sequence[int], stride: Sequence[int]) -> Tensor
     """The phase x[..., r::s] of [n, C, *size].
 
     Args:
-        x: [n, C, *size].
         remainders: r, one number a spatial dimension.
         stride: s, one number a spatial dimension.
     """
@@ -88,12 +86,7 @@ def every(x: Tensor, remainders: Sequence[int], stride: Sequence[int]) -> Tensor
 
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:
-    """Unfold [n, C, *size]: a view [n, C, *kernel, *output size] of the padded x, with positions contiguous and last.
-
-    Args:
-        x: [n, C, *size].
-        geometry: of the convolution.
-    """
+    """Unfold x: a view [n, C, *kernel, *output size] of the padded images, with positions contiguous and last."""
     spatial = len(geometry.kernel)
     if any(geometry.padding):
         x = F.pad(x, [amount for pad in reversed(geometry.padding) for amount in (pad, pad)])
@@ -103,11 +96,7 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def compiled_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, float]) -> Tensor:
-    """`pixel_norms` by the CPU kernel, for any number of samples.
-
-    Args:
-        x, g, geometry, least: as in `pixel_norms`.
-    """
+    """`pixel_norms` by the CPU kernel, for any number of samples."""
     x, g, options = in_two_dimensions(x, g, geometry)
     geometry = Geometry(*options)
     images = [(every(x, r, geometry.stride), list(itertools.product(*offsets))) for r, offsets in phases(geometry)]
@@ -121,9 +110,6 @@ def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int)
     exceed the available bytes. A block of rows meets each block up to its own; those before it count twice.
 
     Args:
-        x: [n, C, *size], the input.
-        g: [n, p, *out], the gradient of the output.
-        geometry: of the convolution.
         available: bytes that Gram matrices may take (or one row of the output with itself, if that is more).
 
     Returns:
@@ -150,7 +136,6 @@ def pairs(geometry: Geometry, size: Sequence[int], output_size: Sequence[int]) -
     """Return the number of entries of one sample's Gram matrices in `pixel_norms`.
 
     Args:
-        geometry: of the convolution.
         size: size of an image, in pixels.
         output_size: size of the output, in positions.
     """
@@ -164,10 +149,6 @@ def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, fl
     """`pixel_gram_product` by whole Gram matrices and the GPU kernel, and the columns of a reach.
 
     For one or two dimensions, where `kernels.fused.runs`. Each Gram matrix of pixels is one product of all phases.
-
-    Args:
-        x, g, geometry: as in `pixel_gram_product`.
-        least: see `clipping.numerics.rounding_bounds.of_lost`.
 
     Returns:
         [n, 4], float32 or wider: squared norms, and the columns for
@@ -199,9 +180,7 @@ def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least:
 
     Args:
         x, g: the norms.
-        geometry: of a convolution in one or two dimensions.
         width: last size of the output.
-        least: see `clipping.numerics.rounding_bounds.of_lost`.
 
     Returns:
         [n, 3] float32: the columns for `clipping.numerics.rounding_bounds.Reach.of_columns`.
@@ -256,7 +235,6 @@ def _shifted(gram: Tensor, dim: int, offsets: list[int], left: Span, right: Span
 
     Args:
         gram: [n, *size, *size].
-        dim: the spatial dimension.
         offsets: o.
         left, right: spans of t and u: first y, end y, and the y + o of the first row of `gram`.
 

@@ -62,7 +62,6 @@ def recurrence(layer: Layer, from_input: Tensor, hidden: Tensor, state: Tensor) 
     """Run all steps; return the hidden states, [T, B, P] in memory as in torch, and the last hidden state and state.
 
     Args:
-        layer: the layer.
         from_input: gates, [B, T, gH].
         hidden, state: initial values, [B, P] and [B, H].
     """

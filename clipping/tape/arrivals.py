@@ -79,12 +79,7 @@ class Arrivals:
         self.graph = graph
 
     def run(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool = True) -> None:
-        """Backpropagate Σ_i ℓ_i, and call `arrival(use, g)` for each use whose gradient arrives. Keeps the hooks.
-
-        Args:
-            retain_graph: keep the graph for another backward pass.
-            arrival: called with a use and the gradient g, of the shape of the use's output.
-        """
+        """Backpropagate Σ_i ℓ_i, and call `arrival(use, g)` for each use whose gradient arrives. Keeps the hooks."""
         self._arrival = arrival
         self._arrived.clear()
         try:

@@ -45,11 +45,7 @@ def called_from_compiled_code() -> Problem | None:
 
 
 def explained(error: Exception) -> Problem | None:
-    """Return the problem behind an error of compiled or checkpointed code in a pass; None for other errors.
-
-    Args:
-        error: raised by a forward or backward pass.
-    """
+    """Return the problem behind an error of compiled or checkpointed code in a pass; None for other errors."""
     text = " ".join(str(error).split())
     if any(c.__name__ == "TorchDynamoException" for c in type(error).__mro__):
         said = f"{type(error).__name__}: {text[:200]}"

@@ -34,7 +34,6 @@ class Marks:
     """Marks tensors that depend on data, and removes the marks.
 
     Args:
-        batch_size: B.
         mixes: called for operations that may mix samples.
     """
 
@@ -73,13 +72,9 @@ class Marks:
         self._marked.append(weakref.ref(mark_data(x, place)))
         return x
 
-    def placed(self, copies: Tensor) -> Tensor:
-        """Mark and return a tensor of one row for each row of the current use, in the same order.
-
-        Args:
-            copies: [rows, ...].
-        """
-        return copies if self.order is None else self.put(copies, self.order)
+    def placed(self, x: Tensor) -> Tensor:
+        """Mark and return a tensor of one row for each row of the current use, in the same order."""
+        return x if self.order is None else self.put(x, self.order)
 
     def _moved(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> bool:
         """Mark the output of an operation on rows out of the samples' order; return False if in order."""

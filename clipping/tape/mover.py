@@ -24,9 +24,7 @@ class Mover:
     """One operation, and its effect on rows.
 
     Args:
-        func, args, kwargs, output: the operation, its arguments and its output.
         data: its operands that depend on the batch; tensors made of parameters have no owner.
-        batch_size: B.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, output: Any, data: Sequence[Tensor], batch_size: int) -> None:
@@ -34,11 +32,7 @@ class Mover:
         self.data, self.batch_size = data, batch_size
 
     def owners(self, x: Tensor, dims: int) -> Tensor | None:
-        """Return the owners of x for at least `dims` leading dimensions; None if unknown.
-
-        Args:
-            dims: number of dimensions.
-        """
+        """Return the owners of x for at least `dims` leading dimensions; None if unknown."""
         place = samples_of(x)
         if isinstance(place, Rows):
             found = place.owners

@@ -59,9 +59,7 @@ class Tape(TorchFunctionMode):
     """Records the uses of `parameters` while active.
 
     Args:
-        parameters: the trainable parameters by name.
         batch: inputs and targets; tensors computed from them depend on data.
-        batch_size: B.
         stand_in: returns the name of the parameter that a tensor replaces (`clipping.distributed.spread`), or None; or
             None without replacements.
         lets_go: free inputs of uses within checkpoints until they are recomputed.
@@ -198,7 +196,6 @@ class Tape(TorchFunctionMode):
         pass.
 
         Args:
-            losses, arrival, retain_graph: as in `Arrivals.run`.
             last: no other backward pass follows.
 
         Raises:

@@ -71,9 +71,6 @@ def whose(func: Any, args: Any, data: Sequence[Tensor], batch_size: int) -> tupl
 def as_rows(func: Any, args: Any, kwargs: Any, rows: Rows, data: Sequence[Tensor]) -> Any:
     """Run a use whose activations have rows in several dimensions, or in none.
 
-    Args:
-        rows: rows of its activations.
-
     Raises:
         Refused: the operation may not treat rows independently.
     """
