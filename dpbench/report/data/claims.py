@@ -2,7 +2,10 @@
 
 Functions take:
     numbers: of the records.
+    backend, backends: of the claim.
     column: of the ratio.
+    quantity: in words; of `table_4`, of the paper's table.
+    where: a predicate on rows: those of the claim's models.
 """
 
 from __future__ import annotations
@@ -37,9 +40,7 @@ class Numbers(NamedTuple):
         """Rows of `paired` with a number in this column.
 
         Args:
-            backend: of the rows.
             name: of the column.
-            where: a predicate on rows.
         """
         return [row for row in self.paired if row.backend == backend and not missing(getattr(row, name)) and where(row)]
 
@@ -48,7 +49,6 @@ class Numbers(NamedTuple):
 
         Args:
             lines: rows of `paired`.
-            backend: the other backend.
         """
         others = {_cell(row): float(row.time_ratio) for row in reversed(self.column(backend, "time_ratio"))}
         return [(line, others[_cell(line)]) for line in lines if _cell(line) in others]
@@ -57,14 +57,11 @@ class Numbers(NamedTuple):
         """The rows of the largest batches in about 16 GB; [] if a search is missing.
 
         Args:
-            model, backends: of the searches.
+            model: of the searches.
         """
-        known = {r.backend: r for r in reversed(self.largest) if r.model == model and _near(r.budget_bytes)}
+        near = [r for r in self.largest if r.model == model and abs(r.budget_bytes / _PAPER_BUDGET - 1) < 0.08]
+        known = {row.backend: row for row in reversed(near)}
         return [known[name] for name in backends] if known.keys() >= set(backends) else []
-
-
-def _near(budget: float) -> bool:
-    return abs(budget / _PAPER_BUDGET - 1) < 0.08
 
 
 class Judgement(NamedTuple):
@@ -87,11 +84,6 @@ def _verdict(holds: bool) -> str:
     return HELD if holds else NOT_HELD
 
 
-def _published(quantity: str) -> list[float]:
-    found = (published.ratio(quantity, model, "mixed_ghost") for model in _TABLE_4)
-    return [value for value in found if isinstance(value, float)]
-
-
 def _value(line: Any, column: str) -> str:
     """'1.53× (1.49× to 1.60×)': the median and the range of pairs, which a memory ratio has not."""
     said = times(getattr(line, column))
@@ -99,40 +91,40 @@ def _value(line: Any, column: str) -> str:
     return said if missing(low) or missing(high) or low == high else f"{said} ({times(low)} to {times(high)})"
 
 
+def _of_terms(judge: Callable[..., Judgement | None]) -> Callable[..., Callable[[Numbers], Judgement | None]]:
+    """Make a function from the terms of a claim to its judge, out of one of numbers and terms."""
+    return lambda *terms, **named: lambda numbers: judge(numbers, *terms, **named)
+
+
+@_of_terms
 def within(
+    numbers: Numbers,
     backend: str,
     column: str,
     bound: float,
-    beside: Callable[[], str] = lambda: "",
+    beside: Callable[[], str] = str,
     least: float = 0.0,
-    of: Callable[[Any], bool] = lambda row: True,
-) -> Any:
-    """Returns a judge: a ratio is at most `bound` (and at least `least`) on every model; times have `SLACK`.
+    where: Callable[[Any], bool] = lambda row: True,
+) -> Judgement | None:
+    """Judge whether a ratio is at most `bound` (and at least `least`) on every model; times have `SLACK`.
 
     Args:
-        backend: of the claim.
-        bound: the claimed one.
+        bound, least: the claimed ones.
         beside: returns a further phrase.
-        least: the claimed lower bound.
-        of: a predicate on rows: those of the claim's models.
     """
-
-    def judge(numbers: Numbers) -> Judgement | None:
-        lines, name = numbers.column(backend, column, of), style.backend(backend).name
-        if not lines:
-            rows = [row for row in numbers.paired if row.backend == backend and of(row)]
-            notes = dict.fromkeys(f"{_named(row)}: {row.note}" for row in rows if not missing(row.note))
-            return Judgement(NOT_COMPARABLE, f"{name} gave no number: {'; '.join(notes)}.") if notes else None
-        lines.sort(key=lambda line: getattr(line, column))
-        slack = SLACK if column == "time_ratio" else 1.0
-        out = sum(not least / slack <= getattr(line, column) <= slack * bound for line in lines)
-        claimed = f"above {times(bound)}" if not least else f"outside {times(least)} to {times(bound)}"
-        ends = [f"{_value(line, column)} on {_named(line)}" for line in dict.fromkeys((lines[0], lines[-1]))]
-        clearly = " by more than 2 %" if slack > 1 else ""
-        said = f"{name} is {claimed}{clearly} on {out} of {len(lines)} models and sizes: {' to '.join(ends)}, measured"
-        return Judgement(_verdict(out == 0), "; ".join(filter(None, [said, beside()])) + ".")
-
-    return judge
+    lines, name = numbers.column(backend, column, where), style.backend(backend).name
+    if not lines:
+        rows = [row for row in numbers.paired if row.backend == backend and where(row)]
+        notes = dict.fromkeys(f"{_named(row)}: {row.note}" for row in rows if not missing(row.note))
+        return Judgement(NOT_COMPARABLE, f"{name} gave no number: {'; '.join(notes)}.") if notes else None
+    lines.sort(key=lambda line: getattr(line, column))
+    slack = SLACK if column == "time_ratio" else 1.0
+    out = sum(not least / slack <= getattr(line, column) <= slack * bound for line in lines)
+    claimed = f"above {times(bound)}" if not least else f"outside {times(least)} to {times(bound)}"
+    ends = [f"{_value(line, column)} on {_named(line)}" for line in dict.fromkeys((lines[0], lines[-1]))]
+    clearly = " by more than 2 %" if slack > 1 else ""
+    said = f"{name} is {claimed}{clearly} on {out} of {len(lines)} models and sizes: {' to '.join(ends)}, measured"
+    return Judgement(_verdict(out == 0), "; ".join(filter(None, [said, beside()])) + ".")
 
 
 def halved(numbers: Numbers) -> Judgement | None:
@@ -149,14 +141,11 @@ def halved(numbers: Numbers) -> Judgement | None:
     )
 
 
-def table_4_cells(column: str) -> Any:
-    """Returns a judge: on each model of Table 4 mixed ghost's ratio is at most the published one plus 2 %."""
-
-    def judge(numbers: Numbers) -> Judgement | None:
-        known = numbers.column("mixed_ghost", column, lambda row: not missing(getattr(row, f"published_{column}")))
-        return _beside([(line, float(getattr(line, f"published_{column}"))) for line in known], column, "Mixed ghost")
-
-    return judge
+@_of_terms
+def table_4_cells(numbers: Numbers, column: str) -> Judgement | None:
+    """Judge whether mixed ghost's ratio is at most the published one plus 2 % on each model of Table 4."""
+    known = numbers.column("mixed_ghost", column, lambda row: not missing(getattr(row, f"published_{column}")))
+    return _beside([(line, float(getattr(line, f"published_{column}"))) for line in known], column, "Mixed ghost")
 
 
 def batch_of_opacus(numbers: Numbers) -> Judgement | None:
@@ -226,14 +215,16 @@ def peak_and_batch(numbers: Numbers) -> Judgement | None:
     if not lines or not sizes or any(missing(row.max_batch_size) for row in sizes):
         return None
     line, ratio = lines[0], sizes[0].max_batch_size / sizes[1].max_batch_size
-    over, told = line.memory_ratio - 1, published.ratio("active_memory", "resnet18", "mixed_ghost")
+    over = line.memory_ratio - 1
+    told: Any = published.ratio("active_memory", "resnet18", "mixed_ghost")
+    batches: list[Any] = [
+        published.value("Figure 3", "max_batch_size_16GB", "resnet18", n) for n in ("mixed_ghost", "nonprivate")
+    ]
     said = (
         f"ResNet18 with mixed ghost: {over:+.1%} of peak memory at B={line.batch_size} (measured), and {times(ratio)} "
         f"of ordinary training's largest batch in {style.size(sizes[0].budget_bytes)} ({sizes[0].memory}); published "
+        f"{told - 1:+.1%} and {times(batches[0] / batches[1])}."
     )
-    batches = [published.value("Figure 3", "max_batch_size_16GB", "resnet18", n) for n in ("mixed_ghost", "nonprivate")]
-    if isinstance(told, float) and all(isinstance(value, float) for value in batches):
-        said += f"{told - 1:+.1%} and {times(batches[0] / batches[1])}."  # type: ignore[operator]
     return Judgement(_verdict(over <= 0.05 and ratio <= 0.8), said)
 
 
@@ -245,13 +236,12 @@ def largest_of_all(numbers: Numbers) -> Judgement | None:
     judged = 0
     for model in dict.fromkeys(row.model for row in lines):
         sizes = {r.backend: r.max_batch_size for r in lines if r.model == model and not missing(r.max_batch_size)}
-        others = {name: sizes[name] for name in peers if name in sizes}
-        if "mixed_ghost" not in sizes or not others:
-            continue
-        judged += 1
-        name, ours = max(others, key=lambda key: others[key]), sizes["mixed_ghost"]
-        if others[name] > SLACK * ours:
-            beaten.append(f"{style.model(model)}: {style.backend(name).name} {others[name]:,} > {ours:,}")
+        others = {sizes[name]: name for name in reversed(peers) if name in sizes}
+        if "mixed_ghost" in sizes and others:
+            judged += 1
+            most, ours = max(others), sizes["mixed_ghost"]
+            if most > SLACK * ours:
+                beaten.append(f"{style.model(model)}: {style.backend(others[most]).name} {most:,} > {ours:,}")
     if not judged:
         return None
     memory = " and ".join(sorted(set(str(row.memory) for row in lines)))
@@ -259,26 +249,23 @@ def largest_of_all(numbers: Numbers) -> Judgement | None:
     return Judgement(_verdict(not beaten), said + (f"; not on {'; '.join(beaten)}." if beaten else "."))
 
 
-def beside_figure(column: str, quantity: str, sources: tuple[str, ...], backends: tuple[str, ...]) -> Any:
-    """Returns a judge: on each model our ratio is at most the published one plus 2 % for reading it off the figure.
+@_of_terms
+def beside_figure(
+    numbers: Numbers, column: str, quantity: str, source: str, backends: tuple[str, ...]
+) -> Judgement | None:
+    """Judge whether our ratio is at most the published one plus 2 % for reading it off the figure, on each model.
 
     Args:
-        quantity: in words.
-        sources: the paper's figures.
-        backends: in those figures.
+        source: the paper's figure.
     """
-
-    def judge(numbers: Numbers) -> Judgement | None:
-        known: list[tuple[Any, float]] = []
-        for backend in backends:
-            for line in numbers.column(backend, column):
-                told = published.beside(line.model, None if missing(line.image_size) else line.image_size, backend)
-                value = getattr(told, column) if told is not None and told.figure in sources else None
-                if value is not None:
-                    known.append((line, value))
-        return _beside(known, column, quantity)
-
-    return judge
+    known: list[tuple[Any, float]] = []
+    for backend in backends:
+        for line in numbers.column(backend, column):
+            told = published.beside(line.model, None if missing(line.image_size) else line.image_size, backend)
+            value = getattr(told, column) if told is not None and told.figure == source else None
+            if value is not None:
+                known.append((line, value))
+    return _beside(known, column, quantity)
 
 
 def _beside(known: list[tuple[Any, float]], column: str, what: str) -> Judgement | None:
@@ -294,18 +281,11 @@ def _beside(known: list[tuple[Any, float]], column: str, what: str) -> Judgement
     return Judgement(_verdict(not above), said)
 
 
-def table_4(quantity: str) -> Callable[[], str]:
-    """A function that returns the values of the paper's own Table 4, in words.
-
-    Args:
-        quantity: of the table.
-    """
-
-    def said() -> str:
-        values = _published(quantity)
-        return f"the paper's own Table 4 has {times(min(values))} to {times(max(values))}"
-
-    return said
+def table_4(quantity: str) -> str:
+    """The values of the paper's own Table 4, in words."""
+    found = (published.ratio(quantity, model, "mixed_ghost") for model in _TABLE_4)
+    values = [value for value in found if isinstance(value, float)]
+    return f"the paper's own Table 4 has {times(min(values))} to {times(max(values))}"
 
 
 def gpt2_published() -> str:

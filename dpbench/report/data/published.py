@@ -1,7 +1,7 @@
 """Published values to compare with: `published.csv`, and the ε printed by Abadi et al.
 
-Each row of the CSV has paper, figure, data set, model, method, batch size, quantity, value, unit, and the precision of
-the value (exact in a table, or read off a figure).
+Each row of the CSV has paper, figure, data set, model (as `style.model` names it), method, batch size, quantity, value,
+unit, and the precision of the value (exact in a table, or read off a figure).
 
 Functions take:
     model, backend: our names.
@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from dpbench.report import style
 
-PAPER = "arXiv:2205.10683"
-# The paper's names, if they differ from ours. bk_*, vmap and microbatch are not in its figures.
+PAPER, BOOK_KEEPING = "arXiv:2205.10683", "arXiv:2210.00038"
+FLASH_DP, FLASH_NORM = "arXiv:2507.01154", "github.com/JackyXiao98/opacus@765f5b4"
+# The papers' names of our backends. bk_*, vmap and microbatch are not in the figures of the first.
 _METHODS = {
     "nonprivate": "Non-DP",
     "opacus_hooks": "Opacus",
@@ -27,9 +28,14 @@ _METHODS = {
     "ghost": "Ghost",
     "mixed_ghost": "Mixed",
 }
-BOOK_KEEPING = "arXiv:2210.00038"
 _THROUGHPUTS = {"ghost": "Ghost", "bk_mixed": "BK-MixOpt", "opacus_hooks": "Opacus"}
-_MODELS = {"cnn": "CNN 0.551M"}
+#: "BK" computes every norm as a ghost norm, as both of ours do for short sequences.
+_TEXT = {"nonprivate": "Non-DP", "ghost": "Ghost", "opacus_hooks": "Opacus"}
+_TEXT |= dict.fromkeys(("bk_ghost", "bk_mixed", "fastdp"), "BK")
+#: E2E's padded sequence length, which the figure does not print.
+_TOKENS = 100
+#: The memory for `Beside.max_batch`: the 40 GB GPU of arXiv:2210.00038.
+BUDGET = 40 * 2**30
 
 
 class EpsilonPoint(NamedTuple):
@@ -52,16 +58,17 @@ EPSILONS = (
 
 
 @cache
-def _values() -> dict[tuple[str | None, ...], str]:
+def _values() -> dict[tuple[str | None, ...], float | str]:
+    """(paper, figure, model, method, quantity) -> a number, or 'OOM'."""
     text = (files("dpbench.report.data") / "published.csv").read_text(encoding="utf-8")
     fields = ("paper", "figure", "model", "method", "quantity")
-    return {tuple(row[name] for name in fields): row["value"] for row in csv.DictReader(text.splitlines())}
+    rows = csv.DictReader(text.splitlines())
+    return {tuple(r[n] for n in fields): r["value"] if r["value"] == "OOM" else float(r["value"]) for r in rows}
 
 
 def _number(*cell: str | None) -> float | None:
-    """The number at (paper, figure, model, method, quantity), all in the paper's names."""
-    text = _values().get(cell)
-    return None if text is None or text == "OOM" else float(text)
+    value = _values().get(cell)
+    return value if isinstance(value, float) else None
 
 
 def value(figure: str, quantity: str, model: str, backend: str) -> float | str | None:
@@ -70,29 +77,24 @@ def value(figure: str, quantity: str, model: str, backend: str) -> float | str |
     Args:
         figure: "Table 4" and the like.
     """
-    cell = (PAPER, figure, _MODELS.get(model, style.model(model)), _METHODS.get(backend), quantity)
-    return "OOM" if _values().get(cell) == "OOM" else _number(*cell)
+    return _values().get((PAPER, figure, style.model(model), _METHODS.get(backend), quantity))
 
 
 def ratio(quantity: str, model: str, backend: str) -> float | str | None:
     """A cell of the paper's Table 4 over the non-private cell of the same model: a number, 'OOM', or None."""
     ours, base = (value("Table 4", quantity, model, name) for name in (backend, "nonprivate"))
-    if isinstance(ours, float) and isinstance(base, float):
-        return ours / base
-    return ours if ours == "OOM" else None
+    if isinstance(ours, float):
+        return ours / base if isinstance(base, float) else None
+    return ours
 
 
-def throughput_ratio(model: str, image_size: int, backend: str, named: str | None = None) -> float | None:
+def throughput_ratio(model: str, image_size: int | None, backend: str) -> float | None:
     """Ordinary training's throughput over a method's, each at its own largest batch, in Figure 5 of arXiv:2210.00038.
 
     None without such a point, or for a throughput of 0, which means that a batch of one did not fit.
-
-    Args:
-        named: the figure's name of the model, if it differs from ours.
     """
-    name = f"{named or style.model(model)}@{image_size}"
-    methods = ("Non-DP", _THROUGHPUTS.get(backend))
-    base, ours = (_number(BOOK_KEEPING, "Figure 5", name, method, "max_throughput_40GB") for method in methods)
+    cell, methods = f"{style.model(model)}@{image_size}", ("Non-DP", _THROUGHPUTS.get(backend))
+    base, ours = (_number(BOOK_KEEPING, "Figure 5", cell, method, "max_throughput_40GB") for method in methods)
     return base / ours if base and ours else None
 
 
@@ -108,57 +110,26 @@ class Beside(NamedTuple):
     max_batch: float | None = None
 
 
-#: The memory for `max_batch`: the 40 GB GPU of arXiv:2210.00038.
-BUDGET = 40 * 2**30
-_VISION = {
-    "timm:deit_tiny_patch16_224": "DeiT-tiny",
-    "timm:deit_small_patch16_224": "DeiT-small",
-    "timm:deit_base_patch16_224": "DeiT-base",
-    "timm:convit_small": "ConViT-small",
-    "timm:convit_base": "ConViT-base",
-    "timm:crossvit_small_240": "CrossViT-small",
-    "timm:crossvit_base_240": "CrossViT-base",
-    "timm:beit_base_patch16_224": "BEiT-base",
-    "timm:beit_large_patch16_224": "BEiT-large",
-}
-#: At E2E's padded sequence length, which the figure does not print.
-_TEXT = {f"transformers:gpt2{size}": f"GPT2{size}" for size in ("", "-medium", "-large")}
-_TOKENS = 100
-_BY_SIZE = {"vgg11": "VGG11", "timm:beit_large_patch16_224": "BEiT-large"}
-#: Its "BK" computes every norm as a ghost norm, as both of ours do for short sequences.
-_BOOK_KEEPING = {
-    "nonprivate": "Non-DP",
-    "ghost": "Ghost",
-    "bk_ghost": "BK",
-    "bk_mixed": "BK",
-    "fastdp": "BK",
-    "opacus_hooks": "Opacus",
-}
-
-
 def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
     """Values for this model and backend in Figure 4 of arXiv:2205.10683, or in Figure 4 or 5 of arXiv:2210.00038."""
     plain, tokens = style.without_length(model)
-    if plain in _TEXT and backend in _BOOK_KEEPING and tokens == _TOKENS:
-        name, method, figure = _TEXT[plain], _BOOK_KEEPING[backend], f"Figure 4 of {BOOK_KEEPING}"
-        own, base = (_number(BOOK_KEEPING, "Figure 4", name, m, "throughput") for m in (method, "Non-DP"))
-        largest = _number(BOOK_KEEPING, "Figure 4", name, method, "max_batch_size_40GB")
-        return Beside(figure, time_ratio=base / own if base and own else None, max_batch=largest)
-    if plain in _VISION and backend == "mixed_ghost":
-        time, memory = (
-            [_number(PAPER, "Figure 4", _VISION[plain], method, quantity) for method in ("Mixed", "Non-DP")]
+    name = style.model(plain)
+    if tokens == _TOKENS and backend in _TEXT:
+        cell = BOOK_KEEPING, "Figure 4", name, _TEXT[backend]
+        base, own = _number(*cell[:3], "Non-DP", "throughput"), _number(*cell, "throughput")
+        if base:
+            largest = _number(*cell, "max_batch_size_40GB")
+            return Beside(f"Figure 4 of {BOOK_KEEPING}", time_ratio=base / own if own else None, max_batch=largest)
+    if backend == "mixed_ghost":
+        ratios = [
+            own / base if own and base else None
             for quantity in ("time_per_epoch", "active_memory")
-        )
-        ratios = [own / base if own and base else None for own, base in (time, memory)]
-        return Beside(f"Figure 4 of {PAPER}", time_ratio=ratios[0], memory_ratio=ratios[1])
-    if plain in _BY_SIZE and image_size is not None:
-        found = throughput_ratio(plain, image_size, backend, _BY_SIZE[plain])
-        return None if found is None else Beside(f"Figure 5 of {BOOK_KEEPING}", time_ratio=found)
-    return None
-
-
-FLASH_DP = "arXiv:2507.01154"
-FLASH_NORM = "github.com/JackyXiao98/opacus@765f5b4"
+            for own, base in [[_number(PAPER, "Figure 4", name, method, quantity) for method in ("Mixed", "Non-DP")]]
+        ]
+        if any(ratios):
+            return Beside(f"Figure 4 of {PAPER}", time_ratio=ratios[0], memory_ratio=ratios[1])
+    found = throughput_ratio(plain, image_size, backend)
+    return None if found is None else Beside(f"Figure 5 of {BOOK_KEEPING}", time_ratio=found)
 
 
 class Alone(NamedTuple):

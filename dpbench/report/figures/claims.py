@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -28,14 +29,9 @@ COLUMNS = ("claim", "source", "held_if", "verdict", "finding", "experiments", "r
 
 @dataclass(frozen=True)
 class Stated:
-    """A claim as data.
+    """A claim as data: in words close to the paper's, its source, and when it holds by the records of `experiments`.
 
-    Args:
-        statement: in the paper's words or close to them.
-        source: paper and place.
-        held_if: the condition under which it holds.
-        experiments: names of the experiments with evidence.
-        judge: from numbers to a verdict; None without numbers.
+    `judge`: from numbers to a verdict; None without numbers.
     """
 
     statement: str
@@ -76,14 +72,14 @@ CLAIMS = (
         _MIXED,
         "its time ratio is below 2 wherever it was measured",
         _TIMED,
-        judges.within("mixed_ghost", "time_ratio", 2.0, judges.table_4("time_per_epoch")),
+        judges.within("mixed_ghost", "time_ratio", 2.0, partial(judges.table_4, "time_per_epoch")),
     ),
     Stated(
         "Mixed ghost clipping needs 0.1 to 10 % more memory than ordinary training.",
         _MIXED,
         "its peak is at most 1.1 times ordinary training's wherever it was measured",
         _TIMED,
-        judges.within("mixed_ghost", "memory_ratio", 1.1, judges.table_4("active_memory")),
+        judges.within("mixed_ghost", "memory_ratio", 1.1, partial(judges.table_4, "active_memory")),
     ),
     Stated(
         "Mixed ghost clipping allows the largest batch of the private methods (ResNets).",
@@ -97,9 +93,7 @@ CLAIMS = (
         f"{_MIXED}, Figure 4",
         "our time ratio is at most the published one on every model",
         ("vision_transformers",),
-        judges.beside_figure(
-            "time_ratio", "Time beside ordinary training", (f"Figure 4 of {_MIXED}",), ("mixed_ghost",)
-        ),
+        judges.beside_figure("time_ratio", "Time beside ordinary training", f"Figure 4 of {_MIXED}", ("mixed_ghost",)),
     ),
     Stated(
         "Book-keeping costs 1.03 times ordinary training (an operation count).",
@@ -120,7 +114,7 @@ CLAIMS = (
         f"{_BK}, Figure 4",
         "our time ratios are at most the published ones",
         ("book_keeping",),
-        judges.beside_figure("time_ratio", "The time ratio", (f"Figure 4 of {_BK}",), ("bk_mixed", "ghost", "fastdp")),
+        judges.beside_figure("time_ratio", "The time ratio", f"Figure 4 of {_BK}", ("bk_mixed", "ghost", "fastdp")),
     ),
     Stated(
         "At high resolution the instantiating method can win (VGG11 at 512 pixels and more).",
@@ -155,7 +149,7 @@ CLAIMS = (
         f"{_MIXED}, Figure 4",
         "our memory ratio is at most the published one plus 2 % on every model",
         ("vision_transformers",),
-        judges.beside_figure("memory_ratio", "The memory ratio", (f"Figure 4 of {_MIXED}",), ("mixed_ghost",)),
+        judges.beside_figure("memory_ratio", "The memory ratio", f"Figure 4 of {_MIXED}", ("mixed_ghost",)),
     ),
     Stated(
         "By resolution, book-keeping, ghost clipping and Opacus cost as much time as the figure says, or less.",
@@ -163,7 +157,7 @@ CLAIMS = (
         "our time ratios are at most the published ones, which are of each method's largest batch",
         ("resolution",),
         judges.beside_figure(
-            "time_ratio", "The time ratio", (f"Figure 5 of {_BK}",), ("bk_mixed", "ghost", "opacus_hooks")
+            "time_ratio", "The time ratio", f"Figure 5 of {_BK}", ("bk_mixed", "ghost", "opacus_hooks")
         ),
     ),
     Stated(
@@ -185,14 +179,14 @@ CLAIMS = (
         _OPACUS,
         "the time ratio of its whole step on a BERT is at most 1.19",
         _STEPS,
-        judges.within("opacus_ghost", "time_ratio", 1.19, of=_bert),
+        judges.within("opacus_ghost", "time_ratio", 1.19, where=_bert),
     ),
     Stated(
         "BERT with Opacus' ghost clipping takes 1.00 times the memory of ordinary training.",
         _OPACUS,
         "the memory ratio of its whole step on a BERT is at most 1.00, rounded",
         _STEPS,
-        judges.within("opacus_ghost", "memory_ratio", 1.005, of=_bert),
+        judges.within("opacus_ghost", "memory_ratio", 1.005, where=_bert),
     ),
     Stated(
         "Opacus has a throughput 2.6 to 8 times lower than ordinary training.",
