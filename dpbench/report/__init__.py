@@ -11,7 +11,18 @@ Functions take:
     caption: the text below the picture, a paragraph a line.
     axes: to draw in.
     looks: further arguments of matplotlib.
-    row: of a table.
+    row, rows, column, columns: of a table.
+    name, names, kind, model, backend: names, as in trials, in records or in `FIGURES`.
+    chosen: name -> kind of figure.
+    cell: from a record to the key of its cell.
+    value, values, count, seconds: numbers, in base units.
+    text, words, said: texts.
+    part, parts: figures with their texts.
+    pictures: saves them.
+    source: a folder of records.
+    output, folder, path: where to write, created if missing; an OSError says that it cannot be.
+    again: the command that makes the page again.
+    tell: receives the progress, in words.
 """
 
 from __future__ import annotations
@@ -43,9 +54,6 @@ FIGURES = found()
 def find_figures(names: Sequence[str]) -> dict[str, FigureKind]:
     """The figures of these names.
 
-    Args:
-        names: from `FIGURES`.
-
     Raises:
         UsageError: for an unknown name.
     """
@@ -65,17 +73,14 @@ def write_report(
 
     Args:
         source: a folder; runs in a folder ``*-smoke`` below it are skipped.
-        output: a folder, created if missing; the page of all figures is its ``report.html``.
+        output: the page of all figures is its ``report.html``.
         figures: names from `FIGURES`; a figure without records is skipped.
-        again: the command that makes the page again, shown on it.
-        tell: receives the progress, in words.
 
     Returns:
         The files written, the page last. Empty if there are no records.
 
     Raises:
         UsageError: for an unknown figure.
-        OSError: if `output` cannot be written to.
     """
     chosen = find_figures(figures)
     tell("reading records")
@@ -108,12 +113,7 @@ def _written(part: Part, output: Path, pictures: Pictures) -> Part:
 
 
 def parts_of(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Iterator[Part]:
-    """The figures of these kinds: by device, the latest measured first, then in the order of `chosen`.
-
-    Args:
-        records: of any kinds and devices.
-        chosen: name -> kind.
-    """
+    """The figures of these kinds: by device, the latest measured first, then in the order of `chosen`."""
     for own_device in by_device(records).values():
         present = {record.kind for record in own_device}
         for name, kind in chosen.items():

@@ -128,31 +128,18 @@ def rounds(counts: pd.Series[int], of: str = "rounds", why: str = "") -> str:
 
 
 def span(values: Iterable[object]) -> str:
-    """'3', or '3 to 7'.
-
-    Args:
-        values: in their order; at least one.
-    """
+    """'3', or '3 to 7'."""
     first, *_, last = [*values] * 2
     return f"{first}" if first == last else f"{first} to {last}"
 
 
 def join(values: Iterable[object]) -> str:
-    """'1, 2, 3'.
-
-    Args:
-        values: any.
-    """
+    """'1, 2, 3'."""
     return ", ".join(map(str, values))
 
 
 def settings(records: Iterable[Record], name: str) -> str:
-    """The values of a field of the trials, as typed: '1e-5, 1e-6'.
-
-    Args:
-        records: with the field.
-        name: of a numeric field.
-    """
+    """The values of a field of the trials, as typed: '1e-5, 1e-6'."""
     return join(style.plain(value) for value in sorted({record.trial[name] for record in records}))
 
 

@@ -146,15 +146,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 def write(source: Path, output: Path) -> list[Path]:
-    """Write figure and table for each device with two versions of a cell; returns the files.
-
-    Args:
-        source: a folder of records.
-        output: its folders of devices are created if missing.
-
-    Raises:
-        OSError: if `output` cannot be written to.
-    """
+    """Write figure and table for each device with two versions of a cell; returns the files."""
     written: list[Path] = []
     with matplotlib.rc_context(), Pictures() as pictures:
         matplotlib.rcdefaults()

@@ -87,13 +87,7 @@ class FigureKind:
         return self.text(frame) if callable(self.text) else readable.texts(frame, self.text)
 
     def words(self, records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
-        """The whole caption, with the sentences that all figures have.
-
-        Args:
-            records: of the figure.
-            frame: its numbers.
-            left_out: by reason.
-        """
+        """The whole caption, with the sentences that all figures have."""
         if "model" in frame:  # the table may leave out models
             known = set(frame.model)
             found = [r for r in records if {m := r.trial.get("model", ""), style.without_length(m)[0]} & known]

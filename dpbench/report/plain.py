@@ -18,11 +18,7 @@ _NO_SETTING = ("kind", "timeout")
 
 
 def kind_of(kind: str) -> FigureKind:
-    """The `FigureKind` for a table of all trials of `kind`.
-
-    Args:
-        kind: of trial.
-    """
+    """The `FigureKind` for a table of all trials of `kind`."""
     return FigureKind(
         doc=f"every trial of kind {kind}: its settings and what came out",
         kinds=(kind,),

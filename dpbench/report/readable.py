@@ -37,11 +37,7 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def no_html(text: str) -> str:
-    """Escape tags and entities in Markdown text, since records may contain any.
-
-    Args:
-        text: any.
-    """
+    """Escape tags and entities in Markdown text, since records may contain any."""
     return _MARKUP.sub(lambda sign: "&lt;" if sign[0] == "<" else "&amp;", text)
 
 
@@ -157,14 +153,13 @@ def rounded_epsilon(value: float, kind: str, digits: int = 4) -> str:
     return f"{context.create_decimal(value):g}" if math.isfinite(value) else "inf"
 
 
-def epsilon(column: str = "epsilon", instead: str = "note") -> Callable[[Any], str]:
+def epsilon(instead: str = "note") -> Callable[[Any], str]:
     """A function from a row to its ε, rounded by its kind.
 
     Args:
-        column: with ε.
         instead: the column of the words for an empty cell.
     """
-    return lambda row: of(column, lambda value: rounded_epsilon(value, row.kind), instead)(row)
+    return lambda row: of("epsilon", lambda value: rounded_epsilon(value, row.kind), instead)(row)
 
 
 def _published(value: float | str) -> str:
@@ -172,18 +167,10 @@ def _published(value: float | str) -> str:
 
 
 def as_percent(value: float) -> str:
-    """'94.0 %'.
-
-    Args:
-        value: a share.
-    """
+    """'94.0 %'."""
     return f"{100 * value:.1f} %"
 
 
 def digits(count: int) -> Callable[[float], str]:
-    """A function from a number to its text with so many significant digits.
-
-    Args:
-        count: of digits.
-    """
+    """A function from a number to its text with so many significant digits."""
     return f"{{:.{count}g}}".format

@@ -5,8 +5,8 @@ tables of every device), "figure", "finding", or the name of one of the experime
 "cpu" or "cuda" chooses the newest such machine with enough numbers. Text outside of blocks stays.
 
 Functions take:
-    tell: receives the progress, in words.
     root: the folder of README.md.
+    page: one of `PAGES`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,6 @@ def write_readme(root: Path, tell: Callable[[str], None] = lambda words: None) -
 
 def filled(root: Path, page: str, tell: Callable[[str], None] = lambda words: None) -> str:
     """The text of a page with its blocks written from the records in ``root/results``.
-
-    Args:
-        page: one of `PAGES`.
 
     Raises:
         UsageError: the page is missing, or a block names no experiment or excerpt, or one without records or figures.

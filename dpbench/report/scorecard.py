@@ -2,6 +2,7 @@
 
 Functions take:
     records: of a folder of results.
+    found: the columns.
 """
 
 from __future__ import annotations
@@ -57,11 +58,7 @@ class Column:
     command: str
 
     def of(self, backend: str) -> Cell:
-        """The cell of a backend.
-
-        Args:
-            backend: its name.
-        """
+        """The cell of a backend."""
         return self.cells.get(backend, Cell())
 
 
@@ -78,11 +75,7 @@ def columns(records: Sequence[Record]) -> list[Column]:
 
 
 def backends(found: Iterable[Column]) -> list[str]:
-    """The backends with a cell, in the usual order.
-
-    Args:
-        found: the columns.
-    """
+    """The backends with a cell, in the usual order."""
     known = {*BACKENDS, JAX_PRIVACY}
     return sorted({name for column in found for name in column.cells if name in known}, key=style.backend_key)
 
@@ -208,16 +201,7 @@ def _step(records: Sequence[Record], kind: str, device_type: str) -> Column:
 
 
 def write(source: Path, path: Path, again: str) -> Path | None:
-    """Write the page of all records below a folder; None without records.
-
-    Args:
-        source: the folder of results.
-        path: of the page.
-        again: the command that makes it again.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Write the page of all records below a folder; None without records."""
     records = read(source)
     if not records:
         return None

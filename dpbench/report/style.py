@@ -4,8 +4,9 @@ Colours are Okabe-Ito's and Paul Tol's, distinct under the common colour-vision 
 alone: a bar has its backend's name beside it, a line has its own marker, and hatching always means simulated memory.
 
 Functions take:
-    name, reference: as in trials.
-    value, ratio: any number.
+    reference: of a model, as in trials.
+    ratio: any number.
+    least, most: a number outside of this range is told as a power of ten.
 """
 
 from __future__ import annotations
@@ -259,11 +260,7 @@ def missing(value: object) -> bool:
 
 
 def size(count: float) -> str:
-    """Bytes for people: '16 GiB', '312 MiB'.
-
-    Args:
-        count: bytes.
-    """
+    """Bytes for people: '16 GiB', '312 MiB'."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= factor:
             return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:.0f} {unit}"
@@ -271,11 +268,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: '1.52 s', '612 ms', '85 µs'.
-
-    Args:
-        seconds: of time.
-    """
+    """Seconds for people: '1.52 s', '612 ms', '85 µs'."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= factor:
             return number(seconds / factor) + " " + unit
@@ -295,33 +288,21 @@ def times(ratio: float) -> str:
 
 
 def setting(name: str, value: Any) -> str:
-    """A field's value for people: '16 GiB', '1e-5', 'SGD'.
-
-    Args:
-        name: of the field.
-    """
+    """A field's value for people: '16 GiB', '1e-5', 'SGD'."""
     if name == "memory_budget":
         return size(value)
     return plain(value) if isinstance(value, float) else str(value)
 
 
 def power(value: float, least: float, most: float) -> str:
-    """'1,500', and '2e-5' outside of a range.
-
-    Args:
-        least, most: of the range.
-    """
+    """'1,500', and '2e-5' outside of a range."""
     if value and not least <= abs(value) < most:
         return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
     return f"{value:,g}"
 
 
 def middle(values: Iterable[float]) -> float:
-    """The middle of the distinct values.
-
-    Args:
-        values: at least one.
-    """
+    """The middle of the distinct values."""
     known = sorted(set(values))
     return known[len(known) // 2]
 

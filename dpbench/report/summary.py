@@ -91,22 +91,13 @@ def _trust(results: Sequence[Record]) -> str:
 _KINDS = {"upper_bound": "valid upper bound", "lower_bound": "lower bound"}
 
 
-def several(count: int, what: str) -> str:
-    """'1 model', '1,200 models'.
-
-    Args:
-        count: the number.
-        what: the singular.
-    """
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def several(count: int, name: str) -> str:
+    """'1 model', '1,200 models'."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def join(words: Iterable[str]) -> str:
-    """'a', 'a and b', 'a, b and c'.
-
-    Args:
-        words: at least one.
-    """
+    """'a', 'a and b', 'a, b and c'."""
     *first, last = list(words)
     return f"{', '.join(first)} and {last}" if first else last
 

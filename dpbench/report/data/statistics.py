@@ -1,4 +1,9 @@
-"""Statistics of a cell's records that several tables use: rounds, medians, and reasons for missing numbers."""
+"""Statistics of a cell's records that several tables use: rounds, medians, and reasons for missing numbers.
+
+Functions take:
+    good: successful records of one cell.
+    group, base: entries of a backend, and of ordinary training in the same cell.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +46,12 @@ def peaks_by_round(records: Iterable[Record]) -> dict[tuple[tuple[int, str], str
 
 
 def spread(name: str, values: Collection[float]) -> Row:
-    """The median of the rounds and their range.
-
-    Args:
-        name: of the number.
-        values: one a round.
-    """
+    """The median of the rounds and their range."""
     return {name: median(values), f"{name}_low": min(values), f"{name}_high": max(values)} if values else {}
 
 
 def exactness(good: Sequence[Record]) -> Row:
-    """The largest errors of all rounds against the oracle, and the shares of the parameters by route.
-
-    Args:
-        good: successful rounds.
-    """
+    """The largest errors of all rounds against the oracle, and the shares of the parameters by route."""
     checks = [r.result["verification"] for r in good if r.result.get("verification")]
     row: Row = {
         name: max((float(check[name]) for check in checks if check.get(name) is not None), default=None)
@@ -123,12 +119,7 @@ def over_seeds(
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """Make a frame that keeps integers as integers beside empty cells.
-
-    Args:
-        rows: column -> value each.
-        columns: in their order.
-    """
+    """Make a frame that keeps integers as integers beside empty cells."""
     frame = pd.DataFrame(rows, columns=list(columns), dtype=object)
     whole = {"budget_bytes", "max_batch_size", "fails_at", "peak_bytes", "batch_size", "rounds", "paired_rounds"}
     whole |= {"foretold_max_batch_size"}
@@ -136,11 +127,7 @@ def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.Da
 
 
 def in_order(frame: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Sort by these columns: models and backends in their own orders, numbers by size.
-
-    Args:
-        by: names of columns.
-    """
+    """Sort by these columns: models and backends in their own orders, numbers by size."""
     keys = {"model": style.model_key, "backend": style.backend_key}
     order = sorted(frame.index, key=lambda i: [_sortable(keys, column, frame.at[i, column]) for column in by])
     return frame.loc[order].reset_index(drop=True)
@@ -151,11 +138,7 @@ def _sortable(keys: Mapping[str, Any], column: str, value: Any) -> Any:
 
 
 def kept(records: Sequence[Record], cell: Callable[[Record], Hashable], left_out: LeftOut) -> list[Record]:
-    """The records of a figure: the newest of each trial and round, of the newest version of each cell.
-
-    Args:
-        cell: from a record to its cell.
-    """
+    """The records of a figure: the newest of each trial and round, of the newest version of each cell."""
     return newest_version(newest(records, left_out), cell, left_out)
 
 
@@ -206,22 +189,13 @@ def _peak(record: Record) -> tuple[float, str] | None:
 
 
 def utilisation(records: Sequence[Record], seconds: float) -> float | None:
-    """Ordinary training's operations in a step over the device's peak in that time; None if one is not known.
-
-    Args:
-        records: successful ones of one cell.
-        seconds: of a step.
-    """
+    """Ordinary training's operations in a step over the device's peak in that time; None if one is not known."""
     flops, peak = (records[0].result.get("model_flops"), _peak(records[0])) if records else (None, None)
     return flops / seconds / peak[0] if flops and peak else None
 
 
 def utilisation_said(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """A sentence that explains the utilisation; [] without any.
-
-    Args:
-        frame: with a column of utilisations.
-    """
+    """A sentence that explains the utilisation; [] without any."""
     found = sorted({peak[1] for record in records if (peak := _peak(record))})
     if not frame.model_flops_utilisation.notna().any():
         return []
@@ -256,10 +230,6 @@ def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
     A time ratio compares two turns of one round on one node; all rounds give the median and range. A memory ratio needs
     two peaks from the same source. An engine of another framework is compared with its own plain step, whose seconds
     are ``plain_step_seconds``.
-
-    Args:
-        group: entries of the backend.
-        base: entries of ordinary training.
     """
     good = good_rounds(group)
     own = [dataclasses.replace(r, result=r.result["plain"]) for r in good if "plain" in r.result]

@@ -3,6 +3,8 @@
 Functions take:
     caption: paragraphs, one a line.
     figure: of `sheet`.
+    depth: of the drawing or of each axes, in inches.
+    look: name, colour and marker.
 """
 
 from __future__ import annotations
@@ -30,11 +32,7 @@ REFERENCE: dict[str, Any] = {"color": style.INK, "linewidth": 0.9, "linestyle": 
 
 
 def sheet(depth: float, caption: str) -> tuple[Figure, float]:
-    """Create a figure `depth` inches deep with the caption below: (figure, its height in inches).
-
-    Args:
-        depth: inches of the drawing.
-    """
+    """Create a figure `depth` inches deep with the caption below: (figure, its height in inches)."""
     text = "\n".join(textwrap.fill(paragraph, _CAPTION_CHARACTERS) for paragraph in caption.splitlines())
     height = depth + _CAPTION_LINE * (text.count("\n") + 1) + MARGIN
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
@@ -80,7 +78,6 @@ def grid(
 
     Args:
         count, across: number of axes, and of those in a row.
-        depth: of each.
         head, foot: room above and below each.
         left, right: of the first, and of the last in a row.
         gap: between two in a row.
@@ -155,9 +152,5 @@ def spread(axes: Axes, x: Any, part: Any, value: str, **looks: Any) -> None:
 
 
 def sign(look: style.Look, **looks: Any) -> Line2D:
-    """The legend entry of a line with a marker.
-
-    Args:
-        look: name, colour and marker.
-    """
+    """The legend entry of a line with a marker."""
     return Line2D([], [], label=look.name, color=look.color, marker=look.marker, **looks)

@@ -202,7 +202,7 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     for record in records:
         for _, backend, status, said in verdicts(record):
             if status not in ("exact", "unavailable"):
-                short = first_problem(said) if status == "refused" else said
+                short = _first_problem(said) if status == "refused" else said
                 alike = short if status == "wrong" else re.sub(r"'[^']*'|\d[\d.e+-]*", "#", short)
                 of = "" if status == NOT_BUILT else backend
                 rows.append((of, status, alike, short, record.trial["model"]))
@@ -220,12 +220,8 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     return frame.iloc[order].reset_index(drop=True)[["backend", "status", "models", "reason", "which"]]
 
 
-def first_problem(said: str) -> str:
-    """The reason of a refusal for the first parameter or module, without its name.
-
-    Args:
-        said: of the refusal.
-    """
+def _first_problem(said: str) -> str:
+    """The reason of a refusal for the first parameter or module, without its name."""
     problem = said.partition("does not support this model: ")[2].partition("; ")[0] or said
     return problem.partition(": ")[2] or problem
 

@@ -86,7 +86,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         lambda r: (r.cell, bool(r.trial.get("simulated"))),
     )
     found = [_max_batch(cell, group, simulated, cell in wrong) for (cell, simulated), group in probes.items()]
-    sizes = joined(found, probes.values())
+    sizes = _with_confirmed(found, probes.values())
     steps = grouped((r for r in records if r.kind in ("step", "overhead")), lambda r: r.cell)
     speeds = [
         _throughput(cell, group, steps.get((cell[0], "nonprivate"), []), left_out) for cell, group in steps.items()
@@ -301,13 +301,8 @@ def as_peaks(records: Iterable[Record]) -> list[Record]:
     return found
 
 
-def joined(rows: Sequence[Row], probes: Iterable[Sequence[Record]]) -> list[Row]:
-    """The rows of `max_batch_throughput.table`, with each prediction and its confirmation in one row.
-
-    Args:
-        rows: one for each (model, backend, memory).
-        probes: of each row.
-    """
+def _with_confirmed(rows: Sequence[Row], probes: Iterable[Sequence[Record]]) -> list[Row]:
+    """The rows of `max_batch_throughput.table`, with each prediction and its confirmation in one row."""
     known: dict[tuple[str, str], dict[str, tuple[Row, Sequence[Record]]]] = {}
     for row, own in zip(rows, probes, strict=True):
         confirms = any(record.trial.get("confirms") for record in own)

@@ -90,11 +90,7 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
 
 
 def conditions(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """Sentences on how steps ran, the source of the memory, and what has no panel or no number.
-
-    Args:
-        records, frame: of this figure, or of `training_step`.
-    """
+    """Sentences on how steps ran, the source of the memory, and what has no panel or no number."""
     said = ways(records) + memory_source(frame)
     alone = [key for key, own in _groups(frame) if len(_private(own)) < _rivals(frame)]
     if alone:
@@ -240,12 +236,7 @@ def _step_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
 
 
 def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """Sentences on engines that are compared with their own framework's plain step; [] if there are none.
-
-    Args:
-        records: with the seconds of compiling.
-        frame: of `table`.
-    """
+    """Sentences on engines that are compared with their own framework's plain step; [] if there are none."""
     if "plain_step_seconds" not in frame:
         return []
     at = ["model", "image_size", "batch_size"]

@@ -20,16 +20,7 @@ FORMATS = ("png", "svg", "pdf", *TABLES)
 
 
 def write(part: Part, folder: Path, pictures: Pictures) -> list[Path]:
-    """Write `part` into `folder`; returns the files, including pictures that `pictures` may still be writing.
-
-    Args:
-        part: of the report.
-        folder: of its files, created if missing.
-        pictures: writes the picture.
-
-    Raises:
-        OSError: if it cannot be written to.
-    """
+    """Write `part` into `folder`; returns the files, including pictures that `pictures` may still be writing."""
     folder.mkdir(parents=True, exist_ok=True)
     suffixes = FORMATS if part.figure is not None else TABLES
     paths = {suffix: folder / f"{part.name}.{suffix}" for suffix in suffixes}

@@ -28,11 +28,7 @@ _BOLD = re.compile(r"\*\*(.+)\*\*")
 
 
 def escape(text: str) -> str:
-    """Escape `text` for LaTeX; a character unknown to pdfTeX appears as its code.
-
-    Args:
-        text: any.
-    """
+    """Escape `text` for LaTeX; a character unknown to pdfTeX appears as its code."""
     return _OTHERS.sub(_coded, text.translate(_TABLE))
 
 

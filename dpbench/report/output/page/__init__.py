@@ -50,11 +50,7 @@ class Table:
 
 
 def owner(path: Path) -> str | None:
-    """The folder of records named on an existing page; None if there is no page.
-
-    Args:
-        path: of the page.
-    """
+    """The folder of records named on an existing page; None if there is no page."""
     if not path.exists():
         return None
     found = _OWNER.search(path.read_text(encoding="utf-8", errors="replace"))
@@ -69,9 +65,6 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
         parts: the figures, drawn under the current style.
         again: the command that makes this page.
         source: the folder of the records.
-
-    Raises:
-        OSError: if it cannot be written.
     """
     cache.replace(
         path,
@@ -82,12 +75,7 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
 
 
 def beside(folder: Path, source: Path) -> str:
-    """The relative path from a page's folder to its records; "." for the same folder.
-
-    Args:
-        folder: of the page.
-        source: of the records.
-    """
+    """The relative path from a page's folder to its records; "." for the same folder."""
     return os.path.relpath(source.resolve(), folder.resolve())
 
 
@@ -95,12 +83,6 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
     """The page as text; it describes the records of its figures, without superseded ones.
 
     Its summary and open sections are of the latest device with a finding; other devices follow in closed sections.
-
-    Args:
-        parts: of the report.
-        again: the command that makes it again.
-        source: the folder of the records, relative to the page's.
-        folder: of the page.
     """
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)
