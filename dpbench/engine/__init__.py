@@ -43,7 +43,7 @@ Functions take:
     settings, sensitivity, clip: of the engine; S; norms -> factors.
     steps, step, delta: logical batches that the engine has released; the number of one; δ.
     inputs, targets, losses, loss_fn: a physical batch, every tensor [B, ...]; [B]; loss_fn(outputs, targets) -> [B].
-    grads, blocks, flags, unless: clipped sums by name; sums; bools of parameters, whether their sums are finite.
+    grads, blocks, flags, layers: clipped sums by name; sums; whether parameters' sums are finite; from `batch_norms`.
     key, branch, state: 32 secret bytes; steps undone before; a part of a checkpoint.
     x, p, true, ticket, operation, args, kwargs: a tensor; a parameter; bools; a batch's; a call.
     now: do not wait until it is time.

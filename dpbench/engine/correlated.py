@@ -35,7 +35,6 @@ from accounting.banded import coefficients
 from accounting.blt import Blt
 from clipping.noise.chacha import Segments
 from dpbench.engine.noise import OTHER_KIND, Noise
-from dpbench.engine.settings import UNPLANNED
 
 _Where = tuple[int, tuple[int, ...], tuple[int, ...]]  # process, and indices and sizes of the parameters
 
@@ -162,11 +161,11 @@ class Banded(Correlated):
     Args:
         source: draws the normals, `Secure` or `Pseudo`.
         bands: b, at least 2.
-        steps: planned number, None if unknown. Only how well the noise cancels depends on it.
+        steps: planned number. Only how well the noise cancels depends on it.
     """
 
-    def __init__(self, source: Noise, bands: int, steps: int | None) -> None:
-        self.coefficients = c = coefficients(bands, steps or UNPLANNED)
+    def __init__(self, source: Noise, bands: int, steps: int) -> None:
+        self.coefficients = c = coefficients(bands, steps)
         words, mark = f"banded, correlated over {bands} steps", {"kind": "banded", "bands": bands}
         super().__init__(source, words, mark, first=c[0], count=bands - 1)
 

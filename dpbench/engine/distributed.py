@@ -9,7 +9,7 @@ same record: it would be in the sum twice.
 communication is off while the engine is attached.
 
 `clipping.distributed.fsdp` clips a model that FSDP2 has sharded (``fully_shard``). Its sums are over all processes
-already, each in the process that holds the shard. That process adds the noise, see `dpbench.engine.sums`.
+already, each in the process that holds the shard. That process adds the noise, see `dpbench.engine.release`.
 """
 
 from __future__ import annotations

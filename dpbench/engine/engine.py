@@ -27,20 +27,23 @@ from clipping.distributed.spread import reshard, sharded_modules, unwrapped
 from dpbench.engine.batch_identity import Ticket, Tickets
 from dpbench.engine.distributed import agreed, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
-from dpbench.engine.finite import Unread, require_finite
 from dpbench.engine.loader import PrivateLoader
-from dpbench.engine.log import Log
 from dpbench.engine.noise import secret
-from dpbench.engine.noises import accountant_for, correlation_of, source_of
-from dpbench.engine.patch import Patch, claim, disclaim, require_own
+from dpbench.engine.patch import Patch, claim, disclaim, mark, require_accounted, require_own
 from dpbench.engine.recorder import Recorder
-from dpbench.engine.release import Sensitivity, release_gradients, sensitivity
-from dpbench.engine.safeguards import mark, require_accounted, require_usable
+from dpbench.engine.release import Sensitivity, Sums, Unread, gathered, release_gradients, sensitivity
 from dpbench.engine.sampling import Sampler, Sizes
-from dpbench.engine.settings import clip_function, resolve, usable_backend
-from dpbench.engine.spent import NOT_ACCOUNTED, NOT_COUNTED, Abandoned, PrivacySpent
+from dpbench.engine.settings import (
+    accountant_for,
+    clip_function,
+    correlation_of,
+    require_usable,
+    resolve,
+    source_of,
+    usable_backend,
+)
+from dpbench.engine.spent import NOT_ACCOUNTED, NOT_COUNTED, Abandoned, Log, PrivacySpent
 from dpbench.engine.state import State
-from dpbench.engine.sums import Sums, gathered
 from dpbench.engine.whole_step import WholeStep
 
 
@@ -72,7 +75,7 @@ class PrivacyEngine(State):
         max_batch_size: for "truncated_poisson" alone.
         group_size: the number of records that ε protects at once, such as a person's (`dpbench.engine.users`).
         ghost_clipping, mixed, numerical_stability_constant: private_CNN's choice of a backend, and clip's stabiliser.
-        log: a SummaryWriter, a wandb run or the like, for ε and other public numbers (`dpbench.engine.log.Log`).
+        log: a SummaryWriter, a wandb run or the like, for ε and other public numbers (`dpbench.engine.spent.Log`).
 
     Methods take:
         optimizer, loss: an optimizer of the model's trainable parameters; the samples' losses [B], with their graph.
@@ -199,7 +202,7 @@ class PrivacyEngine(State):
 
         If it raises, the logical batch ends without a step and its accumulated gradients are dropped, so that a later
         sum holds no record twice. On a GPU the next step raises for a batch that was not finite
-        (`dpbench.engine.finite`).
+        (`dpbench.engine.release`).
         """
         ticket = self._tickets.take(self.drawn)
         self.stepped = ticket is None or ticket.is_last
@@ -398,8 +401,8 @@ class PrivacyEngine(State):
         result = self._recorder.finish(losses, drawn)
         if result is None:
             return
-        require_finite(result.grads)
         sums = gathered(result.grads, self._recorder.backend.members(), counted=self._recorder.counted)
+        sums.require_finite()
         if self._sums.blocks:
             if odd := self._sums.keys() ^ result.grads.keys():
                 what = f"got {min(odd)!r} in part"
@@ -447,3 +450,17 @@ class PrivacyEngine(State):
             self._drop_parts()
         if ticket is not None:
             self._mask, self.drawn = (ticket.real, ticket.handed), ticket.step + ticket.is_last
+
+    def _attached(self) -> Any:
+        if self._patch is None:
+            raise Misuse("expected engine.attach(optimizer) before a step, got an engine that is not attached")
+        return self._patch
+
+    def _begin_drawing(self) -> None:
+        if len(self._tickets) or self._sums:
+            self._recorder.drop()
+            self._drop_parts()
+        self._tickets.clear()
+
+    def _drop_parts(self) -> None:
+        self._sums, self._size = Sums(), 0

@@ -1,4 +1,4 @@
-"""Replace and restore `optimizer.step`; detect steps that bypass the engine."""
+"""Replace and restore `optimizer.step`; detect steps that bypass the engine, and partial checkpoints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from clipping.distributed.spread import reshard
 from dpbench.engine.adam import AdamBC
 from dpbench.engine.errors import Misuse
-from dpbench.engine.safeguards import unmark
 from dpbench.engine.state import State
 
 _ENGINES: weakref.WeakSet[State] = weakref.WeakSet()
 _WATCH: list[Any] = []
+_MARK = "privacy_steps"
+"""Key in the optimizer's first parameter group, and so in its state_dict: the number of released logical batches."""
 
 
 def claim(engine: State) -> None:
@@ -211,3 +212,27 @@ def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             raise Misuse("expected steps of the attached optimizer alone, got one that goes round the privacy engine")
         if "loss" in kwargs:
             raise Misuse("expected engine.attach(optimizer) before optimizer.step(loss=losses)")
+
+
+def mark(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Store `steps` in the optimizer's own state, and so in its checkpoints."""
+    optimizer.param_groups[0][_MARK] = steps
+
+
+def unmark(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the mark."""
+    for group in optimizer.param_groups:
+        group.pop(_MARK, None)
+
+
+def require_accounted(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Raise Misuse if the optimizer has released more steps than the engine.
+
+    Then the optimizer's state was restored and the engine's was not: ε would cover the later steps alone.
+    """
+    known: Any = max([group.get(_MARK, 0) for group in optimizer.param_groups], default=0)
+    if known > steps:
+        raise Misuse(
+            f"expected engine.load_state_dict beside the optimizer's, which comes from a checkpoint of step {known} "
+            f"where the engine counts {steps}: the steps before would not be accounted"
+        )

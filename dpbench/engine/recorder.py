@@ -29,10 +29,10 @@ from clipping.program.capture import is_captured
 from clipping.tape.compiled import called_from_compiled_code
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
-from dpbench.engine.finite import require_finite_losses
 from dpbench.engine.looks import Looks
 from dpbench.engine.loss_mixing_check import plain
-from dpbench.engine.safeguards import batch_norm_problem, batch_norms
+from dpbench.engine.release import require_finite_losses
+from dpbench.engine.settings import batch_norm_problem, batch_norms
 
 MANY_PASSES = 16
 """Forward passes without a step before a warning that each of them is held in memory."""
@@ -181,7 +181,7 @@ class Recorder:
                 f"expected the trainable parameters of the forward pass, got {min(other)!r} frozen or unfrozen since: "
                 "do so before the forward pass"
             )
-        hooks = sum(len(p._backward_hooks or ()) for p in recording.parameters.values())
+        hooks = sum(map(len, [p._backward_hooks or () for p in recording.parameters.values()]))
         self._verify |= hooks != self._leaf_hooks  # a hook that changes a gradient must be found
         self._leaf_hooks = hooks
         few = recording.batch_size if drawn is None else drawn[0]

@@ -1,14 +1,36 @@
-"""Turn the sums of a logical batch into gradients: reduce over processes, add noise once, divide by b.
+"""Turn the clipped sums of a logical batch into gradients: check them, add noise once, divide by b.
 
-Noise is scaled to the `sensitivity` of the computed sum. Each sum crosses once to the first process and once back,
-after the backward pass. On a GPU this takes some twenty launches and does not synchronise: see `dpbench.engine.sums`,
-and `dpbench.engine.finite` for sums that are not finite.
+**One flat tensor** holds the sums of many parameters, as each launch costs a GPU's host some microseconds. Adding
+pieces, drawing noise and dividing take one launch each. `.grad` of each parameter is a slice of it, and no two slices
+overlap. On a CPU flat tensors are small enough for the allocator to reuse: fresh memory costs more than the copy.
+
+**Several processes.** Each sum crosses once to the first process and once back, after the backward pass. If parameters
+are DTensors, each process has the sum of its shard and adds the noise of its shard. Independent draws of N(0, σ²S²) for
+the shards equal one draw for the whole. Each process draws at a place of its own (its rank), which makes the draws
+independent even under one key, from one checkpoint. If shards have replicas (HSDP), the first replica draws, and
+broadcasts its result. The caller's generator draws the whole parameter in every process, which keeps its shard: any
+number of processes then repeats the training.
+
+**NaN and infinity** are rejected: clipping does not bound them, and no noise hides them. On a CPU each piece is checked
+when it is clipped. If it is not finite, nothing of its logical batch is released and no parameter moves. On a GPU the
+host would have to wait for the result. So the device checks the sum of the whole logical batch, and sets it to zero if
+any entry is not finite, before the noise: the step releases noise alone, as for a batch of no samples. The host learns
+of it while the next step runs. The next call that may raise does so: the next step, `privacy_spent`, `state_dict`,
+`detach`, the end of the loader's epoch. The error names a parameter in both cases.
+
+A record with an infinite gradient zeros the whole sum, or stops the step, so the sum moves by more than the
+sensitivity: *whether* a step was finite is not covered by ε, on either device. Everything else is: such a step releases
+only noise, and the rest of the training is computed from that. It counts, though it spends nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +38,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipping.backends.base import Backend
-from clipping.distributed.spread import any_sharded, as_sharded, here
+from clipping.core.microbatching import sum_dtype
+from clipping.distributed.spread import any_sharded, as_sharded, here, is_sharded
+from clipping.noise.chacha import Segments
 from dpbench.engine.distributed import place
-from dpbench.engine.finite import empty, finite, later
 from dpbench.engine.noise import At, Noise
-from dpbench.engine.sums import Block, Sums, everywhere, gathered, replicas, shard_of
 
+LATER = {"cuda"}
+"""Types of devices that check the sums themselves, and whose flags the host reads one step later."""
+SMALL = 2**22
+"""Entries of a flat tensor on a CPU, about: 16 MB in float32."""
 WORST = 1e-2
 """Largest η for which noise covers the worst case of all roundings; beyond it, random roundings."""
 DEVIATIONS = 12
 """Deviations above the expected batch size: larger Poisson batches have probability below 1e-30."""
+_OVERFLOWED = "a loss or an activation has overflowed"
 
 
 class Sensitivity(NamedTuple):
@@ -49,6 +76,152 @@ def sensitivity(backend: Backend, batch_size: int) -> Sensitivity:
         bound, words = backend.sensitivity_bound(most), "if roundings are random"
     excess = bound / clip - 1 if clip else 0.0
     return Sensitivity(bound, f"C (1 + {excess:.1e}) in floating point, {words}")
+
+
+@dataclass(eq=False)
+class Block:
+    """The sums of parameters of one device and dtype, in one flat tensor.
+
+    Attributes:
+        names, shapes: of the parameters; the shapes of their shards in this process.
+        data: [segments.length], in this process.
+        segments: where each sum lies; its labels are the parameters' indices in the model's `named_parameters()`.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    data: Tensor
+    segments: Segments
+
+    def parts(self) -> list[Tensor]:
+        """Each parameter's view of `data` in this process, in its shape."""
+        return list(map(Tensor.view, self.segments.parts(self.data), self.shapes))
+
+    def finite(self) -> Tensor:
+        """Whether each sum is finite, [parameters] bool, without synchronising or copying them."""
+        parts = self.parts()
+        largest = iter(torch._foreach_norm([x for x in parts if x.numel()] or [self.data.new_zeros(1)], math.inf))
+        return torch.stack([next(largest) if x.numel() else self.data.new_zeros(()) for x in parts]).isfinite()
+
+
+@dataclass(eq=False)
+class Sums(Mapping[str, Tensor]):
+    """Parameter's name -> the sum of its clipped gradients, float32 or wider; a DTensor if the parameter is one.
+
+    Attributes:
+        blocks: hold the sums.
+        parameters: all of the model.
+        counted: the count of `adjust.watch_norms` for their records.
+    """
+
+    blocks: list[Block] = field(default_factory=list)
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    counted: float = 0.0
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain.from_iterable([block.names for block in self.blocks])
+
+    def __len__(self) -> int:
+        return sum(len(block.names) for block in self.blocks)
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, Tensor]:
+        return {
+            name: as_sharded(part, self.parameters[name])
+            for block in self.blocks
+            for name, part in zip(block.names, block.parts(), strict=True)
+        }
+
+    @torch.no_grad()
+    def add(self, older: Sums) -> None:
+        """Add another piece's sums of the same parameters, in float64; `older` is not changed.
+
+        In float64 the number and order of the pieces do not matter.
+
+        Args:
+            older: of the pieces before.
+        """
+        self.counted += older.counted
+        if [block.names for block in self.blocks] == [block.names for block in older.blocks]:
+            for mine, theirs in zip(self.blocks, older.blocks, strict=True):
+                mine.data = theirs.data.to(sum_dtype(theirs.data), copy=True).add_(mine.data)
+        else:  # other dtypes, and so other blocks
+            for name, total in older.items():
+                self[name].add_(total)
+
+    def require_finite(self) -> None:
+        """Raise a FloatingPointError, itself not accounted, that names a sum on a CPU that is not finite."""
+        known = [block for block in self.blocks if block.data.device.type not in LATER]
+        sharded = any_sharded(self.parameters.values())
+        # a sum is faster than each part's norm, but may itself overflow
+        if not known or (not sharded and all([bool(block.data.sum().isfinite()) for block in known])):
+            return
+        flags = torch.cat([block.finite() for block in known])
+        if bool((everywhere(flags) if sharded else flags).all()):
+            return
+        names = itertools.chain.from_iterable([block.names for block in known])
+        name = next(itertools.compress(names, (~flags).tolist()), "another process")
+        raise FloatingPointError(
+            f"expected finite gradients, got NaN or inf in {'a shard of ' * sharded + name!r}: one record would decide "
+            f"the parameters whatever the noise, so nothing of this batch is released; {_OVERFLOWED}"
+        )
+
+
+@torch.no_grad()
+def gathered(
+    grads: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    names: Iterable[str] | None = None,
+    counted: float = 0.0,
+) -> Sums:
+    """Copy the sums of some parameters: those in `grads`, and zeros for others.
+
+    Args:
+        grads: of each parameter's shape; a DTensor if it is one.
+        parameters: all of the model, in its own order.
+        names: of the wanted parameters; None for those in `grads`.
+        counted: of their records.
+    """
+    wanted = set(grads if names is None else names)
+    sums = Sums(parameters=parameters, counted=counted)
+    sharded = any_sharded(parameters.values())
+    kinds: dict[tuple[Any, ...], list[tuple[str, torch.Size, int]]] = {}
+    given: dict[str, Tensor] = {}
+    entries = 0
+    for number, (name, p) in enumerate(parameters.items()):
+        if name not in wanted:
+            continue
+        like: Tensor = grads[name].detach() if name in grads else p
+        like = here(like) if sharded else like
+        if name in grads:
+            given[name] = like
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        kind = like.device, dtype, p.dtype, *(replicas(p) if sharded else ())
+        if like.device.type == "cpu":
+            kind = *kind, entries // SMALL
+            entries += like.numel()
+        kinds.setdefault(kind, []).append((name, like.shape, number))
+    for (device, dtype, *_), members in kinds.items():
+        together, shapes, indices = zip(*members, strict=True)
+        segments = _segments(tuple(map(torch.Size.numel, shapes)), indices)
+        block = Block(together, shapes, torch.zeros(segments.length, dtype=dtype, device=device), segments)
+        parts = dict(zip(together, block.parts(), strict=True))
+        straight = [name for name in together if name in given and given[name].is_contiguous()]
+        if straight:
+            torch._foreach_copy_([parts[name] for name in straight], [given[name] for name in straight])
+        for name in parts.keys() & given.keys() - set(straight):
+            parts[name].copy_(given[name])
+        sums.blocks.append(block)
+    return sums
+
+
+@functools.lru_cache(maxsize=16)
+def _segments(counts: tuple[int, ...], labels: tuple[int, ...]) -> Segments:
+    """Cached for a model, as the tables are on the device."""
+    return Segments(counts, labels)
 
 
 @torch.no_grad()
@@ -84,14 +257,17 @@ def release_gradients(
     if crossing:
         _wait(dist.reduce(block.data, dst=0, async_op=True) for block in blocks)
     unread = None
-    if on_device := later(blocks):
-        flags = finite(on_device)
+    if later := [block for block in blocks if block.data.device.type in LATER]:
+        first = later[0].data.device
+        flags = torch.cat([block.finite().to(first, non_blocking=True) for block in later])
         if sharded:
             flags = everywhere(flags)
         elif crossing:
             dist.broadcast(flags, src=0)
-        empty(on_device, unless=flags)
-        unread = [name for block in on_device for name in block.names], flags
+        spoiled = flags.all().logical_not()
+        for block in later:
+            block.data.masked_fill_(spoiled.to(block.data.device, non_blocking=True), 0.0)
+        unread = [name for block in later for name in block.names], flags
     if deviation and (sharded or rank == 0):
         for block in blocks:
             if sharded and noise.repeatable:
@@ -104,27 +280,11 @@ def release_gradients(
         _wait(dist.broadcast(block.data, src=0, async_op=True) for block in blocks)
     if blocks:
         torch._foreach_div_([block.data for block in blocks], batch_size)
-    _hand_over(blocks, parameters)
+    _hand_over(blocks, parameters, sharded)
     return unread
 
 
-def _add_shards(
-    block: Block, noise: Noise, deviation: float, step: int, parameters: Mapping[str, nn.Parameter]
-) -> None:
-    """Add this process's shards of the noise that every process draws of the whole parameters."""
-    for name, part, i in zip(block.names, block.parts(), block.segments.labels, strict=True):
-        zeros = torch.zeros(parameters[name].shape, dtype=part.dtype, device=part.device)
-        part.add_(shard_of(noise.added(zeros, deviation, At(step, place()[0], i)), parameters[name]))
-
-
-def _from_first_replica(blocks: Iterable[Block], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Broadcast each shard from its first replica, as noise is drawn once."""
-    for block in blocks:
-        for group in replicas(parameters[block.names[0]]):
-            dist.broadcast(block.data, src=dist.get_global_rank(group, 0), group=group)
-
-
-def _hand_over(blocks: Iterable[Block], parameters: Mapping[str, nn.Parameter]) -> None:
+def _hand_over(blocks: Iterable[Block], parameters: Mapping[str, nn.Parameter], sharded: bool) -> None:
     """Point each `.grad` at its slice of the block, laid out as autograd would.
 
     A fused optimizer pairs entries by memory position, without a check.
@@ -133,11 +293,116 @@ def _hand_over(blocks: Iterable[Block], parameters: Mapping[str, nn.Parameter]) 
         block.data = block.data.to(parameters[block.names[0]].dtype)
         for name, grad in zip(block.names, block.parts(), strict=True):
             p = parameters[name]
-            mine = here(p)
+            mine = here(p) if sharded else p
             if not mine.is_contiguous():
                 like = torch.empty_like(mine, dtype=grad.dtype)
                 grad = grad if like.stride() == grad.stride() else like.copy_(grad)
-            p.grad = as_sharded(grad, p)
+            p.grad = as_sharded(grad, p) if sharded else grad
+
+
+class Unread:
+    """The devices' finiteness flags of the last steps that the host has not read yet."""
+
+    def __init__(self) -> None:
+        self._found: deque[tuple[int, list[str], Tensor, Any]] = deque()
+
+    def add(self, step: int, names: list[str], flags: Tensor) -> None:
+        """Start copying [parameters] bool to the host.
+
+        Args:
+            step: the engine's count of logical batches.
+            names: of the parameters.
+            flags: whether each sum is finite.
+        """
+        self._found.append((step, names, *sent(flags)))
+
+    def clear(self) -> None:
+        """Forget the flags, as the engine loads a checkpoint."""
+        self._found.clear()
+
+    def read(self, *, wait: bool = False) -> None:
+        """Check the flags that have arrived.
+
+        Args:
+            wait: also wait for the others.
+
+        Raises:
+            FloatingPointError: a step was not finite and released noise alone. Raised once a step.
+        """
+        while self._found:
+            step, names, flags, arrived = self._found[0]
+            if arrived is not None and not arrived.query():
+                if not wait:
+                    return
+                arrived.synchronize()
+            self._found.popleft()
+            if not bool(flags.all()):
+                name = names[flags.tolist().index(False)]
+                raise FloatingPointError(
+                    f"expected finite gradients, got NaN or inf in {name!r} at step {step}: one record would decide "
+                    "the parameters whatever the noise, so noise alone was released in its place, by which they have "
+                    f"moved; {_OVERFLOWED}; go on, or from a checkpoint before"
+                )
+
+
+def sent(flags: Tensor) -> tuple[Tensor, Any]:
+    """Start a copy of flags to the host; return it and the event that marks its arrival, None if it is there."""
+    if flags.device.type != "cuda":
+        return flags.clone(), None
+    host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
+    host.copy_(flags, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(flags.device))
+    return host, arrived
+
+
+def require_finite_losses(losses: Tensor) -> None:
+    """Raise a FloatingPointError that names the samples with losses that are not finite."""
+    wrong = losses.detach().isfinite().logical_not().nonzero().flatten().tolist()
+    if wrong:
+        named = ", ".join(map(str, wrong[:8])) + (" ..." if len(wrong) > 8 else "")
+        raise FloatingPointError(
+            f"expected finite losses, got NaN or inf for sample{'s' if len(wrong) > 1 else ''} {named} of the batch of "
+            f"{len(losses)}: nothing of it is released; look at these records, or at what overflows in the model"
+        )
+
+
+# Several processes
+
+
+def replicas(p: Any) -> tuple[Any, ...]:
+    """The process groups of this process's replicas of a parameter; none for an ordinary one."""
+    if not is_sharded(p):
+        return ()
+    return tuple(p.device_mesh.get_group(dim) for dim, x in enumerate(p.placements) if x.is_replicate())
+
+
+def everywhere(true: Tensor) -> Tensor:
+    """Combine bools by `and` over all processes, so that all continue or all raise."""
+    agreed = true.to(torch.uint8)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return agreed.bool()
+
+
+def _add_shards(
+    block: Block, noise: Noise, deviation: float, step: int, parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Add this process's shards of the noise that every process draws of the whole parameters."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    for name, part, i in zip(block.names, block.parts(), block.segments.labels, strict=True):
+        like: Any = parameters[name]
+        zeros, mesh = torch.zeros(like.shape, dtype=part.dtype, device=part.device), like.device_mesh
+        drawn = noise.added(zeros, deviation, At(step, place()[0], i))
+        whole = DTensor.from_local(drawn, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        part.add_(whole.redistribute(placements=like.placements).to_local())
+
+
+def _from_first_replica(blocks: Iterable[Block], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Broadcast each shard from its first replica, as noise is drawn once."""
+    for block in blocks:
+        for group in replicas(parameters[block.names[0]]):
+            dist.broadcast(block.data, src=dist.get_global_rank(group, 0), group=group)
 
 
 def _wait(works: Iterable[Any]) -> None:

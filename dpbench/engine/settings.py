@@ -1,4 +1,4 @@
-"""Resolve the engine's arguments: backend, clipping function, sampling, steps, noise."""
+"""Check and resolve the engine's arguments: model, backend, clipping function, sampling, steps, noise."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from accounting import Accountant, Guarantee, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
 from accounting.blt import Blt, best
@@ -18,7 +19,11 @@ from accounting.varying import guarantee_of_parts
 from clipping import BACKENDS, FAMILIES, Automatic, ClipFunction, Flat, PerLayer, load_backend
 from clipping.backends.base import Backend
 from clipping.backends.recording import recordable
+from clipping.core.types import Problem, UnsupportedModel
+from dpbench.engine.correlated import Banded, Buffered
+from dpbench.engine.discrete import Discrete
 from dpbench.engine.errors import PrivacyWarning
+from dpbench.engine.noise import Noise, Pseudo, Secure
 from dpbench.errors import complaint, nearest
 
 #: Sampling schemes.
@@ -26,6 +31,16 @@ SCHEMES = ("poisson", "truncated_poisson", "balls_and_bins", "without_replacemen
 CLIPS: dict[str, Any] = {"flat": Flat, "automatic": Automatic, "per_layer": PerLayer}
 UNPLANNED = 1000
 """Steps that correlated noise assumes for its coefficients if none are planned."""
+
+
+NOISES = ("gaussian", "discrete", "banded:N", "blt:N")
+CORRELATED = {
+    "banded": ("bands", 2, "poisson", "batches are Poisson samples of groups of records in turn"),
+    "blt": ("buffers", 1, "one_pass", "the steps of a record must be an epoch apart"),
+}
+"""Name -> what N counts, the least N, the only sampling with a bound on ε, and the reason."""
+ACCOUNTANTS = ("rdp:whole", "moments")
+"""Accountants that are valid for discrete noise; the first is the default."""
 
 
 @dataclass(frozen=True)
@@ -275,3 +290,115 @@ def _delta(target_delta: float | None, sample_size: int) -> float:
             stacklevel=4,
         )
     return delta
+
+
+def source_of(name: str, settings: Settings, coordinates: int, generator: torch.Generator | None) -> Noise:
+    """Create the engine's noise.
+
+    Raises:
+        ValueError: a generator with discrete noise.
+    """
+    if name == "discrete" and generator is not None:
+        raise ValueError("expected noise='discrete' or a generator, got both: what is seeded is not private")
+    noise_multiplier = settings.mechanism.noise_multiplier
+    if name == "discrete" and noise_multiplier:
+        return Discrete(noise_multiplier, coordinates)
+    source: Noise = Secure() if generator is None else Pseudo(generator)
+    if settings.blt is not None:
+        return Buffered(source, settings.blt)
+    return Banded(source, settings.bands, settings.planned_steps or UNPLANNED) if settings.bands > 1 else source
+
+
+def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
+    """Return the accountant's name, or the noise's default one.
+
+    Raises:
+        ValueError: no such noise, or the accountant has no bound for it.
+    """
+    if name not in NOISES[:2] and not correlation_of(name):
+        raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {name!r}")
+    if name != "discrete":
+        return "prv" if accountant is None else accountant
+    if accountant is not None and accountant not in ACCOUNTANTS:
+        raise ValueError(
+            f"expected accountant, one of {', '.join(ACCOUNTANTS)} with noise='discrete', got {accountant!r}: "
+            "its bound is the continuous Gaussian's"
+        )
+    if sampling != "poisson":
+        raise ValueError(f"expected sampling='poisson' with noise='discrete', got {sampling!r}")
+    return accountant or ACCOUNTANTS[0]
+
+
+def correlation_of(noise: str, sampling: str | None = None, group_size: int = 1) -> dict[str, int]:
+    """{"bands": N} of "banded:N", {"buffers": N} of "blt:N"; {} of noise that is independent in each step.
+
+    Raises:
+        ValueError: N is not a whole number or too small, or the noise has no bound for this sampling or group size.
+    """
+    name, colon, digits = str(noise).partition(":")
+    if name not in CORRELATED or not colon:
+        return {}
+    counted, least, scheme, reason = CORRELATED[name]
+    if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
+        raise ValueError(f"expected noise='{name}:N' with a whole number N >= {least}, got {noise!r}")
+    if sampling not in (None, scheme):
+        raise ValueError(f"expected sampling={scheme!r} with noise={noise!r}, got {sampling!r}: {reason}")
+    if group_size != 1:
+        raise ValueError(
+            f"expected group_size=1 with noise={noise!r}, got {group_size!r}: there is no bound for groups"
+        )
+    return {counted: int(digits)}
+
+
+def require_usable(model: nn.Module) -> None:
+    """Raise an UnsupportedModel if the model mixes samples, scales parameters, is TorchScript or on "meta"."""
+    problem = batch_norm_problem(batch_norms(model))
+    bounded = [
+        name or "model" for name, module in model.named_modules() if getattr(module, "max_norm", None) is not None
+    ]
+    if bounded:
+        problem = Problem(
+            bounded[0],
+            "scales the rows of its batch's words in the forward pass (max_norm), without noise",
+            "max_norm=None, and scale the output of the embedding if need be",
+        )
+    elif isinstance(model, torch.jit.ScriptModule):
+        problem = Problem(
+            "model", "is TorchScript, whose operations cannot be recorded", "train the model it is made of"
+        )
+    elif any(p.is_meta for p in model.parameters()):
+        problem = Problem("model", "is on the meta device", "model.to_empty(device=...), and initialise it")
+    if problem is not None:
+        raise UnsupportedModel("PrivacyEngine", [problem])
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, nn.modules.batchnorm._NormBase]]:
+    """Return (name, layer) of all BatchNorm and InstanceNorm layers, which may mix the samples of a batch."""
+    kinds = nn.modules.batchnorm._NormBase  # of BatchNorm and of InstanceNorm
+    return [(name or "model", module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def batch_norm_problem(layers: list[tuple[str, nn.modules.batchnorm._NormBase]]) -> Problem | None:
+    """The layers that mix samples or store their statistics, as one problem; None without any."""
+    mixing, running = [], []
+    for name, module in layers:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if module.training or not module.track_running_stats:
+                mixing.append(name)
+        elif module.training and module.track_running_stats:
+            running.append(name)
+    if not mixing + running:
+        return None
+    first, *more = mixing or running
+    name = f"{first} and {len(more)} more" if more else first
+    if mixing:
+        return Problem(
+            name,
+            "BatchNorm mixes the samples of a batch, so there is no per-sample gradient to clip",
+            "replace it by nn.GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it in eval mode",
+        )
+    return Problem(
+        name,
+        "InstanceNorm with running statistics keeps a mean of the data in its buffers, without noise",
+        "give it track_running_stats=False, or freeze it in eval mode",
+    )

@@ -9,14 +9,12 @@ from torch import nn
 
 from clipping.core.clip_functions import ClipFunction
 from dpbench.engine.batch_identity import Tickets
-from dpbench.engine.errors import Misuse
-from dpbench.engine.finite import Unread
 from dpbench.engine.noise import Noise
 from dpbench.engine.recorder import Recorder
+from dpbench.engine.release import Sums, Unread
 from dpbench.engine.sampling import Sampler, Sizes
 from dpbench.engine.settings import Settings
 from dpbench.engine.spent import Abandoned, PrivacySpent
-from dpbench.engine.sums import Sums
 
 
 class State(ABC):
@@ -65,19 +63,14 @@ class State(ABC):
     def virtual_step(self, loss: Any) -> None:
         """Add part of a logical batch."""
 
+    @abstractmethod
     def _attached(self) -> Any:
         """The optimizer's patch."""
-        if self._patch is None:
-            raise Misuse("expected engine.attach(optimizer) before a step, got an engine that is not attached")
-        return self._patch
 
+    @abstractmethod
     def _begin_drawing(self) -> None:
         """Start an iteration of the loader, which draws an unfinished logical batch again."""
-        if len(self._tickets) or self._sums:
-            self._recorder.drop()
-            self._drop_parts()
-        self._tickets.clear()
 
+    @abstractmethod
     def _drop_parts(self) -> None:
         """Drop the sums of an unfinished logical batch."""
-        self._sums, self._size = Sums(), 0

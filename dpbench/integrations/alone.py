@@ -27,7 +27,7 @@ from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest, without_autocast
 from clipping.numerics.rng_replay import Draws, WithoutDropping
 from dpbench.engine import Misuse
-from dpbench.engine.collation import Collate, places_of
+from dpbench.engine.loader import Collate, places_of
 from dpbench.integrations.whole_states import is_shared
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}

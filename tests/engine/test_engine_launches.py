@@ -55,7 +55,7 @@ class Event:
 @pytest.fixture
 def copies(monkeypatch):
     """Copies to the host that are never looked at: they have no values. Nothing may wait for one."""
-    from dpbench.engine import finite
+    from dpbench.engine import release
 
     begun = []
 
@@ -63,7 +63,7 @@ def copies(monkeypatch):
         begun.append(flags)
         return flags.to("cpu", non_blocking=True), Event()
 
-    monkeypatch.setattr(finite, "sent", sent)
+    monkeypatch.setattr(release, "sent", sent)
     return begun
 
 

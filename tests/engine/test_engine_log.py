@@ -8,7 +8,7 @@ import pickle
 import pytest
 from attached import attached, batch, cross_entropy
 
-from dpbench.engine import log as module
+from dpbench.engine import spent as module
 
 NAMES = {"epsilon", "delta", "noise_multiplier", "clipping_threshold", "expected_batch_size"}
 

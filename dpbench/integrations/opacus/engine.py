@@ -15,7 +15,7 @@ from dpbench.engine import Misuse
 from dpbench.engine import PrivacyEngine as Engine
 from dpbench.engine.adjust import drop_recorded, plan, set_rate
 from dpbench.engine.distributed import place
-from dpbench.engine.safeguards import batch_norm_problem, batch_norms, require_usable
+from dpbench.engine.settings import batch_norm_problem, batch_norms, require_usable
 from dpbench.errors import complaint, nearest
 from dpbench.integrations.opacus import checkpoint
 from dpbench.integrations.opacus.accountant import Accountant
