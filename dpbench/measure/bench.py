@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Backend
-from clipping.core.batches import map_tensors
+from clipping.core.batches import tensors_of
+from clipping.program.graphs import Graphs
 from dpbench.measure.precision import autocasting
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import Workload
@@ -57,9 +58,18 @@ class Step:
         """Remove the backend's hooks from the model."""
         self.backend.close()
 
+    @property
+    def graphs(self) -> Graphs | None:
+        """The graphs that run it; None if it runs eagerly."""
+        return self.backend.graphs
+
     def holds(self) -> list[Tensor]:
         """Tensors that live before and after the step: parameters, buffers and the batch."""
-        return [*self.backend.model.parameters(), *self.backend.model.buffers(), *tensors_in(self.inputs, self.targets)]
+        return [
+            *self.backend.model.parameters(),
+            *self.backend.model.buffers(),
+            *tensors_of((self.inputs, self.targets)),
+        ]
 
 
 @dataclass(frozen=True)
@@ -85,18 +95,6 @@ class Memory:
     def as_record(self) -> dict[str, Any]:
         """Its fields by name, without fields that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-def tensors_in(*trees: Any) -> list[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
-    found: list[Tensor] = []
-
-    def find(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(find, trees)
-    return found
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from clipping import Flat
+from clipping import Backend, Flat
 from dpbench.measure import verify
 from dpbench.measure.bench import Step, device_of, open_workload, parameter_count
-from dpbench.measure.memory import measured_peak, set_budget
+from dpbench.measure.memory import peak_of, set_budget
 from dpbench.measure.overhead import allocations_that_fail
 from dpbench.measure.precision import arithmetic
 from dpbench.models.workload import Workload
 from dpbench.trials import ConfirmTrial
 from dpbench.trials.backend_classes import backend_class
-from dpbench.trials.outcome import Mismatch, Outcome, classify
+from dpbench.trials.outcome import Outcome, classify
 
 
 def run(trial: ConfirmTrial) -> dict[str, Any]:
@@ -36,7 +36,10 @@ def run(trial: ConfirmTrial) -> dict[str, Any]:
     device = device_of(trial.device)
     with arithmetic(trial.precision, device), allocations_that_fail(device):
         workload = open_workload(trial)
-        result = {"parameters": parameter_count(workload.model)} | _verified(trial, workload)
+        result: dict[str, Any] = {"parameters": parameter_count(workload.model)}
+        with _opened(trial, workload, clip=Flat(max_grad_norm=1.0)) as backend:
+            few = workload.batch(verify.SAMPLES * backend.together)
+            verify.verified(backend, *few, trial.precision, result)
         set_budget(trial.memory_budget, device)
         first = _probe(trial, workload, trial.batch_size, device)
         size = trial.second(fits=first["fits"])
@@ -44,15 +47,8 @@ def run(trial: ConfirmTrial) -> dict[str, Any]:
     return result | {"probes": [first, *second]}
 
 
-def _verified(trial: ConfirmTrial, workload: Workload) -> dict[str, Any]:
-    chosen = backend_class(trial.backend)
-    with chosen(workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False, compile=False) as backend:
-        batch = workload.batch(verify.SAMPLES * backend.together)
-        record, wrong = verify.verified(backend, *batch, trial.precision)
-        found = {"verification": record, "coverage": dict(backend.coverage)}
-    if wrong is not None:
-        raise Mismatch(found, wrong)
-    return found
+def _opened(trial: ConfirmTrial, workload: Workload, **options: Any) -> Backend:
+    return backend_class(trial.backend)(workload.model, workload.loss_fn, verify=False, compile=False, **options)
 
 
 def _probe(trial: ConfirmTrial, workload: Workload, size: int, device: torch.device) -> dict[str, Any]:
@@ -69,6 +65,5 @@ def _probe(trial: ConfirmTrial, workload: Workload, size: int, device: torch.dev
 
 
 def _peak(trial: ConfirmTrial, workload: Workload, size: int, device: torch.device) -> dict[str, Any]:
-    with backend_class(trial.backend)(workload.model, workload.loss_fn, verify=False, compile=False) as backend:
-        step = Step(backend, *workload.batch(size))
-        return measured_peak(step, step.holds(), device).as_record()
+    with _opened(trial, workload) as backend:
+        return peak_of(Step(backend, *workload.batch(size)), device).as_record()

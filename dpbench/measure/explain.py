@@ -20,12 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from clipping import UnsupportedModel
 from clipping.backends.microbatch import NonPrivate
 from clipping.backends.tape import BkMixed
+from clipping.core.batches import tensors_of
 from clipping.explain.routes import STRATEGIES, Cost, Row, explain
 from clipping.planning.planner import Planner
 from dpbench.errors import UsageError
 from dpbench.measure import verify
-from dpbench.measure.bench import Step, tensors_in
-from dpbench.measure.memory import measured_peak
+from dpbench.measure.bench import Step
+from dpbench.measure.memory import peak_of
 from dpbench.measure.timing import stopwatch_for, time_steps
 from dpbench.models.external import needs
 from dpbench.models.loading import load_workload
@@ -94,7 +95,7 @@ def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContext
         entries = {name: p.numel() for name, p in workload.model.named_parameters() if p.requires_grad}
         if not entries:
             raise ModelError(f"{trial.model} to have parameters to train", "none")
-        shapes = [list(tensor.shape) for tensor in tensors_in(inputs)]
+        shapes = [list(tensor.shape) for tensor in tensors_of(inputs)]
     summary = _summary_of(found, entries) | {"inputs": shapes, "batch_size": trial.batch_size, "real_tensors": None}
     summary["measured"] = None
     if trial.measure:
@@ -111,7 +112,7 @@ def _steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> d
         Mismatch: the plan's result differs from the oracle's.
     """
     found = {}
-    device = next(iter(tensors_in(inputs))).device
+    device = tensors_of(inputs)[0].device
     for name, backend_class in (("plan", BkMixed), ("ordinary", NonPrivate)):
         with backend_class(workload.model, workload.loss_fn, verify=False, compile=False) as backend:
             if isinstance(backend, BkMixed):
@@ -119,14 +120,12 @@ def _steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> d
             agreement, tolerance, samples = verify.against_oracle(backend, inputs, targets)
             step = Step(backend, inputs, targets)
             timing = time_steps(step, stopwatch=stopwatch_for(device), steps=STEPS, max_seconds=MAX_SECONDS)
-            watched = Step(backend, inputs, targets)  # a fresh one, which frees nothing of an earlier step
-            memory = measured_peak(watched, watched.holds(), device)
+            memory = peak_of(Step(backend, inputs, targets), device)  # a fresh one frees nothing of an earlier step
             coverage = dict(backend.coverage)
         seconds = median(timing.step_seconds)
         found[name] = {"step_seconds": seconds, "peak_bytes": memory.peak_bytes, "source": memory.source}
         found[name] |= {"verification": verify.verification_record(agreement, tolerance, samples), "coverage": coverage}
-        if not agreement.within(tolerance):
-            raise verify.mismatch(backend.name, agreement, tolerance, {"measured": found})
+        verify.require(backend.name, agreement, tolerance, {"measured": found})
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
 from clipping.core.batches import losses_of, map_tensors
 from dpbench.models.workload import Workload
@@ -40,19 +40,15 @@ def model_flops(workload: Workload, inputs: Any, targets: Any, batch_size: int) 
     return int(counter.get_total_flops()) * batch_size
 
 
-def of_convolution_backward(
+def _of_convolution_backward(
     g: Sequence[int], x: Sequence[int], weight: Sequence[int], *others: Any, **result: Any
 ) -> int:
-    """Each gradient takes as many operations as the forward pass; torch's formula for the weight's ignores groups.
-
-    Args:
-        g, x, weight: shapes of the output's gradient, the input and the weight.
-        others: further arguments of `aten.convolution_backward`.
-        result: its result; not read.
-    """
+    """Each gradient takes as many operations as the forward pass; torch's formula for the weight's ignores groups."""
     *_, transposed, _, _, (of_input, of_weight, _) = others
     positions = x[0] * math.prod((x if transposed else g)[2:])
     return 2 * math.prod(weight) * positions * (of_input + of_weight)
 
 
-_OURS = {torch.ops.aten.convolution_backward: of_convolution_backward}
+_OURS = {torch.ops.aten.convolution_backward: _of_convolution_backward}
+#: Operation -> a function of its arguments and result that returns its floating-point operations.
+FORMULAS = flop_registry | {operation: shape_wrapper(formula) for operation, formula in _OURS.items()}

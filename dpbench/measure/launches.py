@@ -31,15 +31,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from clipping import Backend
 from clipping.accel import cuda, fused
+from clipping.core.batches import tensors_of
 from clipping.core.dtypes import HALF
 from clipping.numerics.products import ALIGNED
 from clipping.rules import base
-from dpbench.measure.bench import parameter_count, tensors_in
-from dpbench.measure.flops import of_convolution_backward
+from dpbench.measure.bench import parameter_count
+from dpbench.measure.flops import FORMULAS
 from dpbench.models.loading import load_workload
 from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.evidence import LaunchesTrial
@@ -131,17 +131,17 @@ class Launches(TorchDispatchMode):
         kind, _, name = func._schema.name.partition("::")
         assert name not in WAITS, f"{name} waits for the device"
         if self.counting and kind == "aten" and not name.startswith(("empty", "new_empty")):
-            with self._timed(_rate(name, tensors_in(args))):
+            with self._timed(_rate(name, tensors_of(args))):
                 self._count(func, name, args, kwargs, result)
         return result
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        given, results = tensors_in(args, kwargs), tensors_in(result)
+        given, results = tensors_of((args, kwargs)), tensors_of(result)
         memory = {x.untyped_storage()._cdata for x in given}
         new = [x for x in results if x.untyped_storage()._cdata not in memory]
         if not new and not func._schema.is_mutable:
             return  # a view
-        lists = [tensors for x in args if isinstance(x, (list, tuple)) and (tensors := tensors_in(x))]
+        lists = [tensors for x in args if isinstance(x, (list, tuple)) and (tensors := tensors_of(x))]
         length = max(map(len, lists), default=1)
         entries = max((sum(x.numel() for x in tensors) for tensors in lists), default=0)
         self.found[name] += max(-(-length // AT_ONCE), -(-entries // ENTRIES))
@@ -149,7 +149,7 @@ class Launches(TorchDispatchMode):
             x
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
-            for x in tensors_in(value)
+            for x in tensors_of(value)
         ]
         if name in _SCATTERS:
             written, given = [given[-1]], [*given[1:], given[-1]]
@@ -159,10 +159,8 @@ class Launches(TorchDispatchMode):
             given = given[1:]
         self._move(given, [*new, *written])
         packet = func._overloadpacket
-        if packet is torch.ops.aten.convolution_backward:
-            self.flops += _of_convolution_backward(*args)
-        elif packet in flop_registry:
-            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        if packet in FORMULAS:
+            self.flops += int(FORMULAS[packet](*args, **kwargs, out_val=result))
 
     def program(self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], flops: int = 0) -> None:
         """Count a Triton program.
@@ -277,10 +275,6 @@ def _attention(
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     attention = torch.ops.aten._scaled_dot_product_efficient_attention
     return attention(q, k, v, mask, trains, dropout, causal, scale=scale)[0]
-
-
-def _of_convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *others: Any) -> int:
-    return of_convolution_backward(g.shape, x.shape, weight.shape, *others)
 
 
 def _of_convolution(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any) -> int:

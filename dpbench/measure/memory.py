@@ -70,6 +70,11 @@ def measured_peak(
     return Memory("cpu_allocator", max(grown.values()), baseline, phases=grown if phases is not None else None)
 
 
+def peak_of(step: Step, device: torch.device) -> Memory:
+    """The peak memory of a step of a backend or an engine."""
+    return measured_peak(step, step.holds(), device)
+
+
 def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, phases: Phases | None) -> Memory:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # or the peak of `reserved` would include earlier steps

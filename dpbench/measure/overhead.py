@@ -33,20 +33,20 @@ from typing import Any, cast
 
 import torch
 
-from clipping import Backend, Flat, UnsupportedModel
+from clipping import Flat, UnsupportedModel
 from clipping.core.types import Problem
 from clipping.program.graphs import BEFORE, Graphs
 from clipping.program.step import Way
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.flops import model_flops
-from dpbench.measure.memory import Pools, graph_pools, measured_peak
+from dpbench.measure.memory import Pools, graph_pools, peak_of
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import WINDOW, Stopwatch, stopwatch_for, warm_up
 from dpbench.models.workload import Workload
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backend_classes import backend_class
-from dpbench.trials.outcome import Mismatch, Outcome, noted, refuse_failed
+from dpbench.trials.outcome import Outcome, noted, refuse_failed
 
 FEWEST_ROUNDS = 3
 #: A turn of short steps lasts TURN_SECONDS, with at most MOST_IN_A_TURN steps.
@@ -172,13 +172,7 @@ class Entry:
         keep_to(self.trial.way, backend.graphs)
         self._step, self.private = Step(backend, inputs, targets), backend.private
         if self.verified:
-            self._verify(backend, inputs, targets)
-
-    def _verify(self, backend: Backend, inputs: Any, targets: Any) -> None:
-        self.record["verification"], wrong = verify.verified(backend, inputs, targets, self.trial.precision)
-        self.record["coverage"] = dict(backend.coverage)
-        if wrong is not None:
-            raise Mismatch({}, wrong)
+            verify.verified(backend, inputs, targets, self.trial.precision, self.record)
 
     def turn(self, number: int, position: int) -> None:
         """Time its steps of one round."""
@@ -212,19 +206,14 @@ class Entry:
             self.record["memory"] = memory.as_record()
 
     def _way(self) -> str:
-        graphs = self._graphs()
-        return "eager" if graphs is None else graphs.way
-
-    def _graphs(self) -> Graphs | None:
-        """The graphs that run its steps."""
-        return None if self._step is None else self._step.backend.graphs
+        assert self._step is not None
+        return "eager" if self._step.graphs is None else self._step.graphs.way
 
     def _peak(self) -> Memory:
         assert self._step is not None
         self.record["coverage"] = dict(self._step.backend.coverage)
-        # a fresh one, which frees nothing of an earlier step
-        watched = Step(self._step.backend, self._step.inputs, self._step.targets)
-        return measured_peak(watched, watched.holds(), self.device)
+        fresh = dataclasses.replace(self._step, losses=None)  # frees nothing of an earlier step
+        return peak_of(fresh, self.device)
 
     def _left_by_others(self, memory: Memory) -> int:
         """Bytes of a CUDA device after this backend closes, without the shared baseline."""

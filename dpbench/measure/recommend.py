@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from clipping.core.batches import leading_dimension
+from clipping.core.batches import leading_dimension, tensors_of
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.findings import LEFT_OUT, ORDINARY, ROUNDS
-from dpbench.measure.bench import Step, device_of, open_workload, parameter_count, tensors_in
+from dpbench.measure.bench import Step, device_of, open_workload, parameter_count
 from dpbench.measure.explain import sizes
 from dpbench.measure.overhead import Entry, allocations_that_fail
 from dpbench.measure.precision import arithmetic, facts
@@ -121,7 +121,7 @@ class _Comparison:
         count = parameter_count(self.workload.model)
         if not count:
             raise ModelError("a model with parameters to train", trial.model)
-        shapes = [list(tensor.shape) for tensor in tensors_in(self.batch(trial.batch_size)[0])]
+        shapes = [list(tensor.shape) for tensor in tensors_of(self.batch(trial.batch_size)[0])]
         self.found |= {"parameters": count, "inputs": shapes}
 
     def left(self) -> float:

@@ -15,12 +15,11 @@ from clipping import Flat
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Step, device_of, open_workload, parameter_count
 from dpbench.measure.flops import model_flops
-from dpbench.measure.memory import measured_peak, set_budget, within_budget
+from dpbench.measure.memory import peak_of, set_budget, within_budget
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import stopwatch_for, time_steps
 from dpbench.trials import StepTrial
 from dpbench.trials.backend_classes import backend_class
-from dpbench.trials.outcome import Mismatch
 
 
 def run(trial: StepTrial) -> dict[str, Any]:
@@ -47,14 +46,8 @@ def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
     inputs, targets = workload.batch(trial.batch_size)
     clip = Flat(max_grad_norm=trial.max_grad_norm)
     with chosen(workload.model, workload.loss_fn, clip=clip, verify=False, compile=False) as backend:
-        record, wrong = verify.verified(backend, inputs, targets, trial.precision)
-        result: dict[str, Any] = {
-            "parameters": parameter_count(workload.model),
-            "verification": record,
-            "coverage": dict(backend.coverage),
-        }
-        if wrong is not None:
-            raise Mismatch(result, wrong)
+        result: dict[str, Any] = {"parameters": parameter_count(workload.model)}
+        verify.verified(backend, inputs, targets, trial.precision, result)
         gc.collect()
 
         set_budget(trial.memory_budget, device)
@@ -64,8 +57,7 @@ def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
             result["gpu"] = gpu.sample(device)
         assert timed.losses is not None
         loss = float(timed.losses.double().mean())
-        watched = Step(backend, inputs, targets)  # a fresh one, which frees nothing of an earlier step
-        memory = measured_peak(watched, watched.holds(), device)
+        memory = peak_of(Step(backend, inputs, targets), device)  # a fresh one frees nothing of an earlier step
         result |= {
             "coverage": dict(backend.coverage),
             "warmup_seconds": timing.warmup_seconds,

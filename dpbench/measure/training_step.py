@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from clipping import load_backend
-from clipping.core.batches import forward
+from clipping.core.batches import forward, tensors_of
 from clipping.program.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import energy
-from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
+from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes
 from dpbench.measure.jax_peer.entry import JaxEntry
-from dpbench.measure.memory import measured_peak
+from dpbench.measure.memory import peak_of
 from dpbench.measure.overhead import Entry, compared, keep_to
 from dpbench.models.workload import Workload
 from dpbench.trials.whole_step import JAX_PRIVACY, TrainingStepTrial
@@ -64,17 +64,17 @@ class _TrainingStep:
 
     Attributes:
         model, optimizer: that it trains.
-        take: runs a step and returns the losses [B].
-        undo: detaches the engine.
         batch: (inputs, targets).
+        take, undo, graphs: as in `_Opened`.
         losses: of the last step.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    batch: tuple[Any, Any]
     take: Callable[[], Tensor]
     undo: Callable[[], None]
-    batch: tuple[Any, Any]
+    graphs: Graphs | None
     losses: Tensor | None = None
 
     def __call__(self) -> None:
@@ -86,8 +86,8 @@ class _TrainingStep:
 
     def holds(self) -> list[Tensor]:
         """Tensors that live before and after the step: parameters, buffers, the optimizer's state and the batch."""
-        state = [value for each in self.optimizer.state.values() for value in each.values()]
-        return [*self.model.parameters(), *self.model.buffers(), *tensors_in(*state), *tensors_in(*self.batch)]
+        state = list(self.optimizer.state.values())
+        return [*self.model.parameters(), *self.model.buffers(), *tensors_of((state, self.batch))]
 
 
 @dataclass
@@ -100,7 +100,6 @@ class _Engine(Entry):
     lead: int = 1
     _step: Any = field(default=None)
     _batch_bytes: int = 0
-    _compiled: Graphs | None = None
 
     def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
         super()._opened(workload, inputs, targets)
@@ -109,10 +108,10 @@ class _Engine(Entry):
         optimizer = _optimizer(self.trial.optimizer, own.model)
         others, ours = (_COMPILED, _ours_compiled) if self.trial.compiled else (_OF_OTHERS, _ours)
         opened = others.get(self.name, ours)
-        take, undo, self._compiled = opened(self.name, own, optimizer, inputs, targets)
-        keep_to(self.trial.way, self._compiled)
-        self._batch_bytes = storage_bytes(tensors_in(inputs, targets))
-        self._step = _TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
+        found = opened(self.name, own, optimizer, inputs, targets)
+        self._step = _TrainingStep(own.model, optimizer, (inputs, targets), *found)
+        keep_to(self.trial.way, found.graphs)
+        self._batch_bytes = storage_bytes(tensors_of((inputs, targets)))
 
     def turn(self, number: int, position: int) -> None:
         """As for a backend's entry, with energy. Our engine checks every optimizer's step; only ours pays for that."""
@@ -122,11 +121,8 @@ class _Engine(Entry):
         if self.joules is not None and self._step is not None:
             self.record["turns"][-1]["joules_per_step"] = (self.joules() - before) / (self.lead + self.steps)
 
-    def _graphs(self) -> Graphs | None:
-        return self._compiled
-
     def _peak(self) -> Memory:
-        return measured_peak(self._step, self._step.holds(), self.device)
+        return peak_of(self._step, self.device)
 
     def _left_by_others(self, memory: Memory) -> int:
         """Bytes of a CUDA device after this engine and its model are closed, without the batch."""

@@ -11,7 +11,6 @@ Functions take:
     backend: to be verified, or its name.
     found: its errors.
     limit: the largest errors due to rounding.
-    reference: the oracle's result on the batch.
     where: on which batch, in words.
 """
 
@@ -19,10 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from clipping import Agreement, Backend, ClipFunction, ClippedGradient, compare, load_backend
-from clipping.checks.verification import Limit, agreement_in_own_arithmetic, agreement_with_oracle, limit_of
+from clipping import Agreement, Backend, ClipFunction, ClippedGradient, load_backend
+from clipping.checks.verification import Limit, agreement_in_own_arithmetic, agreement_with_oracle
 from clipping.core.batches import leading_dimension
 from dpbench.measure.precision import arithmetic, tf32
 from dpbench.models.workload import Workload
@@ -44,30 +41,24 @@ def against_oracle(backend: Backend, inputs: Any, targets: Any) -> tuple[Agreeme
         return *agreement_with_oracle(backend, inputs, targets, SAMPLES), samples
 
 
-def verified(backend: Backend, inputs: Any, targets: Any, precision: str) -> tuple[dict[str, Any], str | None]:
-    """The record of both checks of a step (float64 needs one), and an error message or None."""
+def verified(backend: Backend, inputs: Any, targets: Any, precision: str, result: dict[str, Any]) -> None:
+    """Write the record of both checks of a step (float64 needs one) to `result`, with the coverage.
+
+    Args:
+        result: gains "verification" and "coverage".
+
+    Raises:
+        Mismatch: one of them failed; with `result`.
+    """
     found, limit, samples = against_oracle(backend, inputs, targets)
-    record, wrong = verification_record(found, limit, samples), None
-    if not found.within(limit):
-        wrong = difference(backend.name, found, limit)
-    elif precision != "float64":
+    record, where = verification_record(found, limit, samples), ""
+    if found.within(limit) and precision != "float64":
         device = next(iter(backend.model.parameters())).device
         with arithmetic(precision, device):
             found, limit = agreement_in_own_arithmetic(backend, inputs, targets, SAMPLES)
-        record["in_own_precision"] = verification_record(found, limit, samples)
-        if not found.within(limit):
-            wrong = difference(backend.name, found, limit, where=f" in {precision}")
-    return record, wrong
-
-
-def agreement(backend: Backend, inputs: Any, targets: Any, reference: ClippedGradient) -> Agreement:
-    """The backend's difference from the reference.
-
-    Args:
-        reference: the oracle's result on the batch.
-    """
-    with tf32(False):
-        return compare(backend(inputs, targets), reference)
+        record["in_own_precision"], where = verification_record(found, limit, samples), f" in {precision}"
+    result |= {"verification": record, "coverage": dict(backend.coverage)}
+    require(backend.name, found, limit, result, where)
 
 
 def verification_record(found: Agreement, limit: Limit, samples: int) -> dict[str, Any]:
@@ -81,23 +72,15 @@ def verification_record(found: Agreement, limit: Limit, samples: int) -> dict[st
     }
 
 
-def mismatch(backend: str, found: Agreement, limit: Limit, result: dict[str, Any], where: str = "") -> Mismatch:
-    """The exception for a wrong result: by how much, and at which parameter."""
-    return Mismatch(result, difference(backend, found, limit, where))
+def require(backend: str, found: Agreement, limit: Limit, result: dict[str, Any], where: str = "") -> None:
+    """Require that the errors are within the limit.
 
-
-def difference(backend: str, found: Agreement, limit: Limit, where: str = "") -> str:
-    """By how much, and at which parameter, the result is wrong."""
-    return (
-        f"{backend} differs from the microbatch oracle{where}: relative error {found.norm_error:.1e} in the norms and "
-        f"{found.grad_error:.1e} in the gradient of {found.parameter!r}, expected at most {limit}"
-    )
-
-
-def tolerance_of(dtype: str) -> Limit:
-    """The largest relative errors due to rounding in `dtype`.
-
-    Args:
-        dtype: its name in torch.
+    Raises:
+        Mismatch: by how much, and at which parameter, the result is wrong.
     """
-    return limit_of([getattr(torch, dtype)])
+    if not found.within(limit):
+        said = (
+            f"{backend} differs from the microbatch oracle{where}: relative error {found.norm_error:.1e} in the norms"
+        )
+        said += f" and {found.grad_error:.1e} in the gradient of {found.parameter!r}, expected at most {limit}"
+        raise Mismatch(result, said)

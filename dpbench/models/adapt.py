@@ -125,8 +125,17 @@ def place(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
     """
     if not any(isinstance(p, FakeTensor) for p in model.parameters()):
         return model.to(device, dtype)
-    _exchange(model, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
+    _exchange(model, lambda x: moved(x, device, dtype))
     return model
+
+
+def moved(x: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on `device`, in `dtype` if it is of floating point.
+
+    Args:
+        x: any tensor.
+    """
+    return x.to(device, dtype if x.is_floating_point() else x.dtype)
 
 
 def _exchange(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:

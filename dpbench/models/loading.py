@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
+from clipping.core.batches import map_tensors
 from dpbench.errors import one_of
 from dpbench.models import data as datasets
-from dpbench.models.adapt import place
+from dpbench.models.adapt import moved, place
 from dpbench.models.external import Classifier, file_model, timm_model, torchvision_model
 from dpbench.models.language import TextModel, transformers_model
 from dpbench.models.losses import classification_loss, token_loss
@@ -62,7 +62,7 @@ def load_workload(
         return Workload(
             place(built.model, device, kind).train(),
             built.loss_fn,
-            lambda batch_size: _moved(built.batch(batch_size), device, kind),
+            lambda batch_size: map_tensors(lambda x: moved(x, device, kind), built.batch(batch_size)),
         )
     model = place(built.model, device, kind).train()
     if isinstance(built, TextModel):
@@ -88,14 +88,3 @@ def _build(scheme: str, name: str, *, num_classes: int, image_size: int) -> Clas
         "file": file_model,
     }[scheme]
     return make(name, num_classes=num_classes, image_size=image_size)
-
-
-def _moved(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Move every tensor in nested tuples, lists and dicts to `device`, floating-point ones to `dtype`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, dtype if value.is_floating_point() else value.dtype)
-    if isinstance(value, dict):
-        return {key: _moved(item, device, dtype) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(item, device, dtype) for item in value)
-    return value

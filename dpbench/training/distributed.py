@@ -31,11 +31,11 @@ from torch import Tensor, nn
 
 from clipping import Flat, compare, load_backend
 from clipping.checks.verification import Agreement, limit_of
-from clipping.core.batches import forward, map_tensors
+from clipping.core.batches import forward, map_tensors, tensors_of
 from clipping.distributed.spread import held_here
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import verify
-from dpbench.measure.bench import storage_bytes, tensors_in
+from dpbench.measure.bench import storage_bytes
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, warm_up
 from dpbench.models.loading import load_workload
@@ -89,8 +89,7 @@ def run(trial: DistributedTrial) -> dict[str, Any]:
             for name in trial.backends
         },
     }
-    if not found.within(limit):
-        raise verify.mismatch(trial.backends[-1], found, limit, result)
+    verify.require(trial.backends[-1], found, limit, result)
     return result
 
 
@@ -312,6 +311,6 @@ class _Step:
 
     def holds(self) -> list[Tensor]:
         """The tensors that live before and after the step, in this process."""
-        state = [value for values in self._optimizer.state.values() for value in values.values()]
-        mine = [getattr(x, "to_local", lambda x=x: x)() for x in tensors_in(state)]
-        return [*held_here(self._model), *mine, *tensors_in(self._inputs, self._targets)]
+        state = tensors_of(list(self._optimizer.state.values()))
+        mine = [getattr(x, "to_local", lambda x=x: x)() for x in state]
+        return [*held_here(self._model), *mine, *tensors_of((self._inputs, self._targets))]

@@ -69,9 +69,9 @@ def test_what_fails_otherwise_is_no_want_of_memory(monkeypatch):
 
 def test_a_backend_is_looked_at_once_on_few_samples_and_a_wrong_one_takes_no_step(tmp_path, monkeypatch):
     looks, steps = [], []
-    verified, measured = verify.verified, confirm.measured_peak
+    verified, measured = verify.verified, confirm.peak_of
     monkeypatch.setattr(verify, "verified", lambda *args: looks.append(len(args[2])) or verified(*args))
-    monkeypatch.setattr(confirm, "measured_peak", lambda *args: steps.append(1) or measured(*args))
+    monkeypatch.setattr(confirm, "peak_of", lambda *args: steps.append(1) or measured(*args))
     found = confirm.run(TRIAL.replace(batch_size=64, memory_budget=2**30))
     assert looks == [verify.SAMPLES] and len(steps) == 2
     assert found["verification"]["max_grad_error"] < 1e-9  # in float64

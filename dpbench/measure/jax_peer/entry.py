@@ -27,7 +27,6 @@ from dpbench.measure.overhead import Entry
 from dpbench.measure.timing import Stopwatch
 from dpbench.models.workload import Workload
 from dpbench.trials.backend_classes import UnavailableBackend
-from dpbench.trials.outcome import Mismatch
 from dpbench.trials.whole_step import JAX_PRIVACY, TrainingStepTrial
 
 #: Models that `dpbench.measure.jax_peer.models` has; that module imports jax.
@@ -81,8 +80,7 @@ class JaxEntry(Entry):
         agreement = compare(process.clipped(len(targets)), ClippedGradient(grads, norms, reference.losses.cpu()))
         limit = limit_of([next(workload.model.parameters()).dtype])
         record = verify.verification_record(agreement, limit, len(targets))
-        if not agreement.within(limit):
-            raise Mismatch({}, verify.difference(JAX_PRIVACY, agreement, limit))
+        verify.require(JAX_PRIVACY, agreement, limit, {})
         return record
 
     def _stopwatch(self) -> Stopwatch:
@@ -113,9 +111,6 @@ class JaxEntry(Entry):
         super().open(workload, inputs, targets)
         if self._step is not None:
             self.record["way"] = "jitted"
-
-    def _graphs(self) -> None:
-        """None: torch runs no graph of it."""
 
     def take_memory(self) -> None:
         """End the process; the memory is known since compiling."""

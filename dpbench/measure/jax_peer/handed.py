@@ -48,6 +48,8 @@ class Process:
         RuntimeError: it did not start.
     """
 
+    graphs = None  # torch runs no graph of it
+
     def __init__(self, workload: Workload, inputs: Tensor, targets: Tensor, settings: dict[str, Any], cuda: bool):
         self._folder = tempfile.TemporaryDirectory()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
