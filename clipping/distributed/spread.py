@@ -39,7 +39,7 @@ def any_sharded(tensors: Collection[Tensor]) -> bool:
 
 def here(x: Tensor) -> Tensor:
     """This process's shard of a tensor; all of an ordinary tensor."""
-    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+    return x if type(x) in _PLAIN or not is_sharded(x) else x.to_local()  # type: ignore[attr-defined]
 
 
 def as_sharded(mine: Tensor, p: Tensor) -> Any:
@@ -49,7 +49,7 @@ def as_sharded(mine: Tensor, p: Tensor) -> Any:
         mine: of the shape of this process's part of `p`.
         p: a parameter.
     """
-    if not is_sharded(p):
+    if type(p) in _PLAIN or not is_sharded(p):
         return mine
     from torch.distributed.tensor import DTensor
 

@@ -189,7 +189,7 @@ class LinearWeight(Bilinear):
             rows = self.rows(samples)
             a, g = a[rows], g[rows]
         a = a if a.dtype == g.dtype else a.to(g.dtype)
-        if on_gpu(g):
+        if g.dtype in HALF and on_gpu(g):
             a, g = aligned(a, self.outputs), aligned(g, self.inputs)
         if self.fold == 1 and a.dim() == 3:
             return a, g

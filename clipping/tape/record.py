@@ -40,13 +40,11 @@ from clipping.rules.base import Gradient, Refused, Spec, as_refused, title
 from clipping.rules.fallback import fallback
 from clipping.rules.handlers import COMPOSITES, OF_DATA, PER_SAMPLE, handler_of
 from clipping.rules.rewritten import REWRITTEN
-from clipping.tape.activations import Activations
 from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
-from clipping.tape.batch_dimension import MOVABLE, samples_first
+from clipping.tape.batch_dimension import MOVABLE, as_rows, samples_first, whose
 from clipping.tape.checkpointing import LetGo, Replay, hooks_of_saving
 from clipping.tape.marks import Marks, tensors
-from clipping.tape.unbatched import as_rows, whose
-from clipping.tape.uses import Noted, Use, count_parts, given
+from clipping.tape.uses import Activations, Noted, Use, count_parts, given
 
 _next_number = torch.autograd._get_sequence_nr
 """Returns the number of the next node that this thread makes."""
@@ -114,35 +112,16 @@ class Tape(TorchFunctionMode):
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
+        outer = self._composite
         try:
-            at, order = whose(func, args, data, self._batch_size)
-            if order is not None and order.owners.dim() != 1:
-                with self:
-                    output = as_rows(func, args, kwargs, order, data)
-                return self._marks.put(output, order)
-            self._marks.order = order
+            output = self._as_others(func, args, kwargs, data)
         except Refused as refused:
             self._refuse(func, sources, refused)
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
-        if func in REWRITTEN:
-            output = self._rewritten(func, args, kwargs, sources, data)
-            if output is not NotImplemented:
-                return output
-        if (func in COMPOSITES or func in PER_SAMPLE) and self._reads_data(func, args, kwargs):
-            outer, self._composite = self._composite, self._composite or func
-            try:
-                output = self._composed(func, args, kwargs)
-                if output is not NotImplemented:
-                    return self._mark(func, args, kwargs, output, data)
-            except Refused as refused:
-                self._refuse(func, sources, refused)
-                return self._mark(func, args, kwargs, func(*args, **kwargs), data)
-            finally:
-                self._composite = outer
-        if at and func in MOVABLE:
-            with self:
-                args, kwargs = samples_first(func, args, kwargs, at, data)
-                return func(*args, **kwargs).transpose(0, at).contiguous()
+        finally:
+            self._composite = outer
+        if output is not NotImplemented:
+            return output
         return self._mark(func, args, kwargs, self._use(func, args, kwargs, sources, data), data)
 
     def __enter__(self) -> Tape:
@@ -220,9 +199,7 @@ class Tape(TorchFunctionMode):
             with self.let_go.asked():
                 self.arrivals.run(losses, arrived, retain_graph=retain_graph)
         finally:
-            if last and not self._replays:
-                self.close()
-            elif last:
+            if last:
                 self.arrivals.close()
         self.arrivals.require_complete()
 
@@ -295,31 +272,46 @@ class Tape(TorchFunctionMode):
         self._noted.append(Noted(operation, spec, node, at, *numbers, mine, made, None, self._marks.order, again))
         return output
 
+    def _as_others(self, func: Any, args: Any, kwargs: Any, data: list[Tensor]) -> Any:
+        """Run a use as operations that have rules; NotImplemented if it is to run as it is.
+
+        Raises:
+            Refused: it has no exact rule.
+        """
+        at, order = whose(func, args, data, self._batch_size)
+        if order is not None and order.owners.dim() != 1:
+            with self:
+                output = as_rows(func, args, kwargs, order, data)
+            return self._marks.put(output, order)
+        self._marks.order = order
+        outer, composite = self._composite, self._composite or func
+        if func in REWRITTEN:
+            self._composite = composite
+            instead = REWRITTEN[func](self._activations, func, *args, **kwargs)
+            if instead is not None:
+                with self:
+                    return instead()
+        if (func in COMPOSITES or func in PER_SAMPLE) and self._reads_data(func, args, kwargs):
+            self._composite = composite
+            if func in PER_SAMPLE:
+                output = PER_SAMPLE[func](self._activations.each, *args, **kwargs)
+            else:
+                with self:
+                    output = COMPOSITES[func](*args, **kwargs)
+            if output is not NotImplemented:
+                return self._mark(func, args, kwargs, output, data)
+        self._composite = outer
+        if at and func in MOVABLE:
+            with self:
+                args, kwargs = samples_first(func, args, kwargs, at, data)
+                return func(*args, **kwargs).transpose(0, at).contiguous()
+        return NotImplemented
+
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
         """True if the operands of a composite that must be activations are; otherwise it is not handled here."""
         names = OF_DATA.get(func, ())
         operands = [*args[: len(names)], *(kwargs[name] for name in names if name in kwargs)]
         return all(depends_on_data(x) and id(x) not in self._sources for x in operands)
-
-    def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in PER_SAMPLE:
-            return PER_SAMPLE[func](self._activations.each, *args, **kwargs)
-        with self:
-            return COMPOSITES[func](*args, **kwargs)
-
-    def _rewritten(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
-        outer, self._composite = self._composite, self._composite or func
-        try:
-            instead = REWRITTEN[func](self._activations, func, *args, **kwargs)
-            if instead is None:
-                return NotImplemented
-            with self:
-                return instead()
-        except Refused as refused:
-            self._refuse(func, sources, refused)
-            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
-        finally:
-            self._composite = outer
 
     def _fallback(
         self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]
