@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processor import quick, work
+from spent import answer
 
 from accounting import (
     ACCOUNTANTS,
@@ -18,7 +19,6 @@ from accounting import (
     NoAnswer,
     SubsampledGaussian,
     audit,
-    load_accountant,
 )
 from accounting.moments import Moments
 from accounting.rdp import Rdp
@@ -32,10 +32,6 @@ CLOSED = [name for name in NAMES if name not in NUMERICAL]
 SEARCHED = {"rdp": 1e-7, "rdp:classic": 1e-7, "moments:extended": 1e-7, "strong:kov": 1e-5}
 every_accountant = pytest.mark.parametrize("name", NAMES)
 every_closed_form = pytest.mark.parametrize("name", CLOSED)
-
-
-def answer(name, sigma, q, steps, delta):
-    return load_accountant(name).guarantee(SubsampledGaussian(sigma, q), steps=steps, delta=delta)
 
 
 def powers(low, high):
@@ -136,31 +132,6 @@ def test_edges_say_why(name):
         assert got.epsilon == epsilon, point
         assert got.detail["reason"], point
         assert (got.detail["sampling"], got.detail["adjacency"]) == ("poisson", "add_remove")
-
-
-ABSURD = [
-    *[(1e-3, 0.01, 10_000, 1e-5), (1e6, 0.01, 10_000, 1e-5), (1.0, 0.01, 10**9, 1e-5), (1.0, 1.0, 1000, 1e-5)],
-    *[(1.0, 1e-12, 1000, 1e-5), (1.0, 0.01, 1000, 1e-300), (1e-3, 1.0, 10**9, 1e-300)],
-]
-
-
-@every_accountant
-def test_the_absurd_is_quick(name):
-    for point in ABSURD:
-
-        def ask(point=point):
-            try:
-                assert answer(name, *point).epsilon >= 0
-            except NoAnswer:
-                assert name in ("prv", "pld", "prv:lower", "prv:estimate")
-
-        assert quick(work(ask)[0], 10 if name in NUMERICAL else 1), point
-
-
-def test_little_noise_has_the_right_size():
-    """σ → 0 at q = 1: ε → T/2σ² + ... for simple and for the moments (λ = 1: T/σ² − ln δ)."""
-    assert answer("simple", 1e-3, 1.0, 1, 1e-5).epsilon == pytest.approx(0.5e6, rel=0.01)
-    assert answer("moments", 1e-3, 1.0, 10, 1e-5).epsilon == pytest.approx(1e7 - math.log(1e-5), rel=1e-12)
 
 
 def test_errors_name_the_argument_in_one_line():

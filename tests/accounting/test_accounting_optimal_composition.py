@@ -1,11 +1,9 @@
 """Optimal composition against its theorem, term by term, and against what it must not exceed."""
 
-import math
-
 import mpmath
 import pytest
+from spent import answer, epsilon
 
-from accounting import SubsampledGaussian, load_accountant
 from accounting.optimal_composition import _explicit, composed_epsilon
 
 
@@ -38,16 +36,6 @@ def test_many_steps_are_quick_and_below_the_explicit_form(log_slack):
             assert found > 0.9 * _explicit(each, steps, log_slack)
 
 
-def test_of_small_losses_it_is_nearly_gaussian():
-    """A randomised response of small ε' is a Gaussian step of μ = ε' in the limit (Dong, Roth and Su 2022)."""
-    from accounting.gaussian import exact_epsilon
-
-    mu = 1e-3 * math.sqrt(10**6)
-    assert composed_epsilon(1e-3, 10**6, math.log(1e-5)) == pytest.approx(
-        exact_epsilon(1 / mu, math.log(1e-5)), rel=2e-3
-    )
-
-
 @pytest.mark.parametrize(
     ("sigma", "q", "steps", "delta"),
     [
@@ -59,17 +47,12 @@ def test_of_small_losses_it_is_nearly_gaussian():
     ],
 )
 def test_never_above_simple_or_strong_composition(sigma, q, steps, delta):
-    def epsilon(name):
-        return load_accountant(name).epsilon(SubsampledGaussian(sigma, q), steps=steps, delta=delta)
-
-    kov = epsilon("strong:kov")
-    assert kov <= min(epsilon("simple"), epsilon("strong:exact"), epsilon("strong")) * (1 + 1e-9)
-    assert kov >= epsilon("prv:lower")
+    names = ("strong:kov", "simple", "strong:exact", "strong", "prv:lower")
+    kov, *others, lower = (epsilon(name, sigma, q, steps, delta) for name in names)
+    assert lower <= kov <= min(others) * (1 + 1e-9)
 
 
 def test_strong_says_where_simple_is_smaller():
     for sigma, smaller in ((4.0, False), (0.5, True)):
-        step = SubsampledGaussian(sigma, 0.01)
-        found = load_accountant("strong").guarantee(step, steps=10_000, delta=1e-5)
-        simple = load_accountant("simple").epsilon(step, steps=10_000, delta=1e-5)
-        assert found.detail["simple_is_smaller"] == (simple < found.epsilon) == smaller
+        found, simple = (answer(name, sigma, 0.01, 10_000, 1e-5) for name in ("strong", "simple"))
+        assert found.detail["simple_is_smaller"] == (simple.epsilon < found.epsilon) == smaller

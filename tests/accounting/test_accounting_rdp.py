@@ -10,7 +10,7 @@ from processor import quick
 
 from accounting import SubsampledGaussian, load_accountant
 from accounting.rdp import Rdp, to_epsilon
-from accounting.series import _fractional, log_moments
+from accounting.series import log_moments
 
 #: The orders that dp-accounting and Opacus try.
 STANDARD = [*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 128, 256, 512]
@@ -31,7 +31,7 @@ def fifty_digits(order, sigma, q):
 
 def test_whole_orders_to_fifty_digits():
     for sigma in [0.2, 0.7, 3.0, 100.0, 1e4]:
-        for q in [1e-9, 1e-5, 0.01, 0.5, 0.999, 1.0]:
+        for q in [1e-12, 1e-9, 1e-5, 0.01, 0.5, 0.999, 1.0]:
             for order in (2, 3, 17, 64, 513, 1024):
                 ours = log_moments([order - 1], sigma, q)[0]
                 assert abs(ours / fifty_digits(order, sigma, q) - 1) < 1e-11
@@ -53,24 +53,6 @@ def test_orders_between_by_quadrature(order, sigma, q):
         cuts = sorted({c for c in (-20, -8, 0, 8, edge, a / s - 14, a / s, a / s + 14) if -20 <= c <= a / s + 14})
         true = mpmath.log1p(mpmath.quad(excess, cuts, maxdegree=8))
         assert abs(log_moments([order - 1], sigma, q)[0] / true - 1) < 1e-11
-
-
-def test_both_ways_agree_where_both_apply():
-    for sigma in [0.2, 1.0, 30.0]:
-        for q in [1e-9, 0.01, 0.9]:
-            for order in (2, 10, 300):
-                assert _fractional(np.array([order - 1.0]), sigma, q)[0] == pytest.approx(
-                    log_moments([order - 1], sigma, q)[0], rel=1e-11
-                )
-
-
-def test_log_moments_are_convex_and_vanish_at_0():
-    """As those of any distribution; so the divergence grows with the order."""
-    lambdas = np.concatenate([np.linspace(0.01, 40.0, 500), [100.0, 1000.0, 1023.0, 1024.5, 3000.0]])
-    for sigma, q in ((0.3, 0.2), (1.0, 0.01), (5.0, 1e-4)):
-        found = log_moments(lambdas, sigma, q)
-        slopes = np.diff(found) / np.diff(lambdas)
-        assert (np.diff(found / lambdas) > -1e-12).all() and (np.diff(slopes) > -1e-9 * slopes[1:]).all()
 
 
 @pytest.mark.parametrize("sigma", [1e-300, 1e-5, 1e-3])

@@ -196,23 +196,27 @@ def test_a_zero_costs_no_more_than_another_record_and_less_where_few_batches_are
 def test_epochs_of_one_pass():
     assert epochs_begun(256 / 60_000, 14_040) == 60  # 234 batches each
     assert epochs_begun(256 / 60_000, 14_041) == 61
-    assert (epochs_begun(0.01, 100), epochs_begun(0.01, 101), epochs_begun(1.0, 7), epochs_begun(1e-9, 3)) == (
-        1,
-        2,
-        7,
-        1,
-    )
+    assert [epochs_begun(q, steps) for q, steps in ((0.01, 100), (0.01, 101), (1.0, 7), (1e-9, 3))] == [1, 2, 7, 1]
     one = spent("prv", "one_pass", "replace_one", q=0.01, sigma=2.0, steps=100)
     assert one == pytest.approx(
         load_accountant("gdp").epsilon(SubsampledGaussian(1.0, 1.0), steps=1, delta=1e-5), rel=1e-6
     )
 
 
-@pytest.mark.parametrize("name", ["gdp", "strong:published", "prv:lower", "prv:estimate"])
-def test_what_is_no_upper_bound_has_no_answer_elsewhere(name):
-    for scheme in SCHEMES - {("poisson", "add_remove"), ("poisson", "zero_out")}:
-        with pytest.raises(NoAnswer, match=r"^no valid bound by this accountant under .*$"):
-            spent(name, *scheme)
+NO_BOUNDS = ("gdp", "strong:published", "prv:lower", "prv:estimate")
+ELSEWHERE = SCHEMES - {("poisson", "add_remove"), ("poisson", "zero_out")}
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        *itertools.product(NO_BOUNDS, sorted(ELSEWHERE)),
+        *itertools.product(("shuffled", "without_replacement"), [("poisson", "add_remove")]),
+    ],
+)
+def test_a_scheme_that_an_accountant_has_no_bound_for(name, scheme):
+    with pytest.raises(NoAnswer, match=r"^no valid bound by this accountant under .*$"):
+        spent(name, *scheme)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -234,25 +238,11 @@ def test_a_zero_is_a_removed_record_in_poisson_samples(name):
     assert [answer.detail["adjacency"] for answer in answers] == ["add_remove", "zero_out"]
 
 
-def test_an_adjacency_without_a_proof_has_no_answer_and_another_is_named():
-    for name in [*ACCOUNTANTS, "shuffled", "without_replacement", "prv:lower"]:
-        for sampling, adjacency, other in (
-            (
-                "one_pass",
-                "add_remove",
-                "zero_out or replace_one with sampling one_pass (removing a record shifts every ",
-            ),
-            (
-                "shuffled",
-                "add_remove",
-                "zero_out or replace_one with sampling shuffled (removing a record shifts every ",
-            ),
-        ):
-            with pytest.raises(NoAnswer) as error:
-                spent(name, sampling, adjacency)
-            said = str(error.value)
-            assert said.startswith(f"no valid bound: expected adjacency {other}")
-            assert said.endswith(f"got '{adjacency}'") and "\n" not in said
+@pytest.mark.parametrize("name", [*ACCOUNTANTS, "shuffled", "without_replacement", "prv:lower"])
+@pytest.mark.parametrize("sampling", ["one_pass", "shuffled"])
+def test_an_adjacency_without_a_proof_has_no_answer_and_another_is_named(name, sampling):
+    with pytest.raises(NoAnswer, match=f"^no valid bound: expected adjacency zero_out or .* {sampling} .*$"):
+        spent(name, sampling, "add_remove")
 
 
 def test_a_removed_record_of_fixed_batches_would_cost_more_than_a_zero():
@@ -263,12 +253,6 @@ def test_a_removed_record_of_fixed_batches_would_cost_more_than_a_zero():
     really = spent("prv", "poisson", "add_remove", q=1.0, sigma=1 / moved, steps=1, delta=1e-6)
     zero = spent("prv", "one_pass", "zero_out", q=1 / 11, sigma=1.0, steps=11, delta=1e-6)
     assert really > 49 and zero < 5
-
-
-@pytest.mark.parametrize("name", ["shuffled", "without_replacement"])
-def test_what_is_of_one_scheme_has_no_answer_under_poisson_sampling(name):
-    with pytest.raises(NoAnswer, match="under Poisson sampling, adding or removing one record"):
-        spent(name, "poisson", "add_remove")
 
 
 # Shuffled batches.

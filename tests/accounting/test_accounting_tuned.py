@@ -7,6 +7,7 @@ from dp_accounting import dp_event
 from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
 from scipy.stats import binom
+from spent import answer, epsilon
 
 from accounting import (
     ArgumentError,
@@ -32,7 +33,7 @@ def test_tuned_runs_are_those_of_dp_accounting(distribution, sigma, q, steps, ru
     found = Tuned(runs, distribution).guarantee(SubsampledGaussian(sigma, q), steps=steps, delta=1e-5)
     assert found.kind == "upper_bound"
     assert found.epsilon == pytest.approx(theirs.get_epsilon(1e-5), rel=5e-3)
-    assert found.epsilon > load_accountant("rdp").epsilon(SubsampledGaussian(sigma, q), steps=steps, delta=1e-5)
+    assert found.epsilon > epsilon("rdp", sigma, q, steps, 1e-5)
 
 
 def test_the_published_setting():
@@ -45,12 +46,9 @@ def test_the_published_setting():
 
 
 def test_noise_for_tuned_runs_is_safe_and_tight():
-    found = calibrate(Tuned(10), "noise_multiplier", target_epsilon=3, sample_rate=0.01, steps=1000, delta=1e-5)
-    assert 2.99 < found.guarantee.epsilon <= 3
-    assert (
-        found.value
-        > calibrate("rdp", "noise_multiplier", target_epsilon=3, sample_rate=0.01, steps=1000, delta=1e-5).value
-    )
+    run = {"steps": 1000, "delta": 1e-5}
+    found = calibrate(Tuned(10), "noise_multiplier", target_epsilon=3, sample_rate=0.01, **run)
+    assert 2.99 < found.guarantee.epsilon <= 3 < Tuned(10).epsilon(SubsampledGaussian(0.998 * found.value, 0.01), **run)
 
 
 def test_tuned_runs_never_have_the_bounds_of_one():
@@ -81,35 +79,28 @@ def test_groups_are_mixtures_of_gaussians(sigma, q, size, steps):
     weights = [float(weight) for weight in binom.pmf(range(size + 1), size, q)]
     one = pld.from_mixture_gaussian_mechanism(sigma, list(range(size + 1)), weights, value_discretization_interval=2e-3)
     theirs = one.self_compose(steps).get_epsilon_for_delta(1e-6)
-    group = SubsampledGaussian(sigma, q, group_size=size)
-    found = load_accountant("pld").guarantee(group, steps=steps, delta=1e-6)
+    found = answer("pld", sigma, q, steps, 1e-6, group_size=size)
     assert found.kind == "upper_bound" and found.epsilon == pytest.approx(theirs, rel=3e-3)
-    alone = load_accountant("pld").epsilon(SubsampledGaussian(sigma, q), steps=steps, delta=1e-6)
-    assert found.epsilon > alone
+    assert found.epsilon > epsilon("pld", sigma, q, steps, 1e-6)
 
 
-def test_a_group_of_one_is_a_record_and_without_sampling_it_is_as_much_less_noise():
-    from accounting.schemes import epsilon_of_mechanisms, phases_of
+def test_without_sampling_a_group_is_as_much_less_noise():
+    from accounting.schemes import epsilon_of_mechanisms
 
-    one = SubsampledGaussian(1.3, 0.01)
-    assert phases_of([(one, 3)])  # a record goes another way than a group does
-    nearly = load_accountant("prv").epsilon(SubsampledGaussian(3.0, 1 - 1e-12, group_size=3), steps=4, delta=1e-5)
-    whole = load_accountant("prv").epsilon(SubsampledGaussian(3.0, 1.0, group_size=3), steps=4, delta=1e-5)
-    closed = load_accountant("gdp").epsilon(SubsampledGaussian(1.0, 1.0), steps=4, delta=1e-5)
+    nearly, whole = (epsilon("prv", 3.0, q, 4, 1e-5, group_size=3) for q in (1 - 1e-12, 1.0))
+    closed = epsilon("gdp", 1.0, 1.0, 4, 1e-5)
     assert whole == pytest.approx(closed, rel=1e-9) and nearly == pytest.approx(closed, rel=1e-3)
     shuffled = SubsampledGaussian(3.0, 0.1, sampling="shuffled", group_size=3)
-    expected = load_accountant("gdp").epsilon(SubsampledGaussian(1.0, 1.0), steps=2, delta=1e-5)
+    expected = epsilon("gdp", 1.0, 1.0, 2, 1e-5)
     assert epsilon_of_mechanisms([(shuffled, 20)], 1e-5)[0] == pytest.approx(expected, rel=1e-9)
 
 
 def test_large_groups_and_rare_counts():
     """Of 2,000 records at rate 1e-5 hardly more than three are in a batch; what is rarer counts as all of them."""
-    found = load_accountant("prv").epsilon(SubsampledGaussian(5.0, 1e-5, group_size=2000), steps=10, delta=1e-6)
-    fewer = load_accountant("prv").epsilon(SubsampledGaussian(5.0, 1e-5, group_size=200), steps=10, delta=1e-6)
-    sampled = load_accountant("prv").epsilon(SubsampledGaussian(5.0, 0.02), steps=10, delta=1e-6)
-    assert fewer < sampled < found < 1.5 * sampled
+    found, fewer = (epsilon("prv", 5.0, 1e-5, 10, 1e-6, group_size=size) for size in (2000, 200))
+    assert fewer < epsilon("prv", 5.0, 0.02, 10, 1e-6) < found < 1.5 * epsilon("prv", 5.0, 0.02, 10, 1e-6)
     with pytest.raises(NoAnswer, match="too many for 100 at most"):
-        load_accountant("prv").epsilon(SubsampledGaussian(5.0, 0.5, group_size=2000), steps=10, delta=1e-6)
+        epsilon("prv", 5.0, 0.5, 10, 1e-6, group_size=2000)
 
 
 def test_who_has_no_bound_of_groups_says_who_has():

@@ -37,17 +37,6 @@ def test_divergences_add_up_as_in_opacus_accountant():
     assert again.epsilon == pytest.approx(found.epsilon, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["prv", "rdp"])
-def test_it_is_above_each_part_and_below_all_steps_at_the_least_noise(name):
-    accountant = load_accountant(name)
-    found = guarantee_of_parts(accountant, [(ONE, 300), (TWO, 900)], delta=1e-5).epsilon
-    assert found > accountant.epsilon(ONE, steps=300, delta=1e-5)
-    assert found <= accountant.epsilon(ONE, steps=1200, delta=1e-5)
-    nearly = SubsampledGaussian(1.0000001, 0.02)
-    alike = guarantee_of_parts(accountant, [(ONE, 300), (nearly, 900)], delta=1e-5).epsilon
-    assert alike == pytest.approx(accountant.epsilon(ONE, steps=1200, delta=1e-5), rel=1e-4)
-
-
 def test_where_batches_are_not_sampled_an_epoch_is_a_gaussian_step():
     """Of an accountant that does not compose, all steps count at the least noise."""
     shuffled = [SubsampledGaussian(sigma, 0.02, sampling="shuffled") for sigma in (2.0, 3.0)]

@@ -158,33 +158,24 @@ class Fails(Microbatch):
         raise KeyError("no such\nthing")
 
 
-def small() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)
-    )
+class Small(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
 
 
-class Mixes(torch.nn.Module):
+class Mixes(Small):
     """Subtracts the mean over the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = small()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
+        y = super().forward(x)
         return y - y.mean(0) / 2
 
 
-class Draws(torch.nn.Module):
+class Draws(Small):
     """Adds noise in train mode."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = small()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x + 0.1 * torch.randn_like(x)) if self.training else self.inner(x)
+        return super().forward(x + 0.1 * torch.randn_like(x) if self.training else x)
 
 
 def breaks() -> torch.nn.Module:
@@ -197,7 +188,7 @@ def judged(factory: str, *backends: str) -> dict[str, Any]:
 
 
 def test_each_backend_is_exact_refuses_is_wrong_or_crashes():
-    result = judged("small", "microbatch", "bk_mixed", "Doubles", "KeepsTheFirst", "Refuses", "Fails")
+    result = judged("Small", "microbatch", "bk_mixed", "Doubles", "KeepsTheFirst", "Refuses", "Fails")
     statuses = [row["status"] for row in result["rows"]]
     assert statuses == ["exact", "exact", "wrong", "wrong", "refused", "crash"]
     exact, _, doubles, keeps, refuses, fails = result["rows"]
@@ -238,7 +229,7 @@ def test_a_mixture_of_experts_without_experts_shows_nothing():
 
 def test_a_backend_that_is_not_installed_is_unavailable(monkeypatch):
     monkeypatch.setattr(Microbatch, "unavailable", classmethod(lambda cls: "no package"))
-    assert judged("small", "microbatch")["rows"][0]["status"] == "unavailable"
+    assert judged("Small", "microbatch")["rows"][0]["status"] == "unavailable"
 
 
 # The report
