@@ -51,6 +51,12 @@ class _Opacus(Peer):
 
 class _Hooked(_Opacus):
     in_place = False  # a full backward hook makes a module's output a view
+    functorch = False
+
+    def _attach(self, parameters: Parameters) -> Any:
+        from opacus.grad_sample import GradSampleModule
+
+        return GradSampleModule(self.model, loss_reduction="sum", force_functorch=self.functorch)
 
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
@@ -74,11 +80,6 @@ class OpacusHooks(_Hooked):
 
     name = "opacus_hooks"
 
-    def _attach(self, parameters: Parameters) -> Any:
-        from opacus.grad_sample import GradSampleModule
-
-        return GradSampleModule(self.model, loss_reduction="sum")
-
     def _route(self, module: nn.Module, name: str) -> str:
         return "instantiated" if module in self._by_formula else "fallback"
 
@@ -87,11 +88,7 @@ class OpacusFunctorch(_Hooked):
     """`grad_sample_mode="functorch"`: vmap(grad) for every layer, or outermost module with own parameters."""
 
     name = "opacus_functorch"
-
-    def _attach(self, parameters: Parameters) -> Any:
-        from opacus.grad_sample import GradSampleModule
-
-        return GradSampleModule(self.model, loss_reduction="sum", force_functorch=True)
+    functorch = True
 
 
 class OpacusEw(_Opacus):
