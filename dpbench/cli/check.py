@@ -23,7 +23,7 @@ from clipping import BACKENDS
 from dpbench.cli import streams
 from dpbench.cli.columns import aligned
 from dpbench.conformance import ConformanceTrial
-from dpbench.conformance.scorecard import RESULTS, as_row, count, text
+from dpbench.conformance.scorecard import RESULTS, as_row, count, scorecard
 from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.conformance.sensitivity import scorecard as sensitivity
 from dpbench.errors import UsageError, last_line
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_unusable([ResolveTrial(backend=backend) for backend in own])
     rows = _check(trials)
     if args.sensitivity:
-        print(to_json(rows) if args.format == "json" else sensitivity.text(rows))
+        print(to_json(rows) if args.format == "json" else _moves(rows))
         return int(any(sensitivity.failed(row) for row in rows))
     print(
         to_json(rows)
@@ -258,9 +258,32 @@ def _tables(rows: list[Row], models: set[str]) -> str:
     return "\n\n".join(
         [
             *(["\n".join(aligned([_HEADER, *map(_cells, measured)]))] if measured else []),
-            *([text(cases)] if cases else []),
+            *([_scorecard(cases)] if cases else []),
         ]
     )
+
+
+def _scorecard(rows: list[Row]) -> str:
+    """Case × backend, and under it the reasons why cases are not exact."""
+    because = [[row["backend"], row["model"], RESULTS[row["status"]], row["reason"]] for row in rows if row["reason"]]
+    return "\n".join([*aligned(scorecard(rows)), *(["", *aligned(because)] if because else [])])
+
+
+def _moves(rows: list[Row]) -> str:
+    """A line for each case of `--sensitivity`, and under them each backend's counts of results."""
+    lines = [["case", "backend", "dtype", "excess", "outcome", "the worst record"]]
+    own: dict[str, list[Row]] = {}
+    for row in rows:
+        said = row["record"] if row["outcome"] in ("exceeds", "not a number") else row["reason"] or ""
+        excess = sensitivity.in_units(row["excess"])
+        lines.append([row["case"], row["backend"], row["dtype"], excess, row["outcome"], said])
+        own.setdefault(f"{row['backend']}, {row['dtype']}", []).append(row)
+    totals = []
+    for words, of in own.items():
+        most = sensitivity.worst(of)
+        furthest = f"; furthest {sensitivity.in_units(most['excess'])}, {most['case']}" if most else ""
+        totals.append(f"{words}: {sensitivity.count(of)}{furthest}")
+    return "\n".join([*aligned(lines), "", *totals])
 
 
 def _model(trial: CheckOf) -> str:

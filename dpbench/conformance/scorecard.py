@@ -54,24 +54,3 @@ def count(results: Iterable[str]) -> str:
     """
     counted = Counter(results)
     return ", ".join(f"{counted[result]} {result}" for result in ("exact", "refuses", "wrong"))
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The scorecard for a person, and under it the reasons why cases are not exact.
-
-    Args:
-        rows: of `as_row`.
-    """
-    lines = aligned(scorecard(rows))
-    because = [[row["backend"], row["model"], RESULTS[row["status"]], row["reason"]] for row in rows if row["reason"]]
-    return "\n".join([*lines, *(["", *aligned(because)] if because else [])])
-
-
-def aligned(table: list[list[str]]) -> list[str]:
-    """Columns as wide as their widest cell.
-
-    Args:
-        table: lines of cells.
-    """
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]

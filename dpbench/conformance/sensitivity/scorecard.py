@@ -1,4 +1,4 @@
-"""Rows of `dpbench check --sensitivity`, as dicts and as texts. Needs no torch.
+"""Rows of `dpbench check --sensitivity`, and their summaries. Needs no torch.
 
 Functions take:
     row, rows: of `as_row`.
@@ -10,10 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dpbench.conformance.scorecard import aligned
 from dpbench.conformance.sensitivity import DTYPES, FAILURES, OUTCOMES
 
-_HEADER = ("case", "backend", "dtype", "excess", "outcome", "the worst record")
 FURTHEST = "one record moves the sum by, "
 """Precedes the dtype."""
 FIELDS = ("case", "backend", "dtype", "outcome", "excess", "limit", "batch_size", "record", "reason")
@@ -76,25 +74,3 @@ def lines(rows: Iterable[Mapping[str, Any]], backends: Sequence[str]) -> list[li
         most = [worst(r for r in rows if (r["backend"], r["dtype"]) == (name, dtype)) for name in backends]
         found.append([f"{FURTHEST}{dtype}", *(in_units(row["excess"]) if row else "-" for row in most)])
     return found
-
-
-def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows for a person, and under them each backend's counts of results."""
-    told = [
-        [
-            row["case"],
-            row["backend"],
-            row["dtype"],
-            in_units(row["excess"]),
-            row["outcome"],
-            row["record"] if row["outcome"] in ("exceeds", "not a number") else row["reason"] or "",
-        ]
-        for row in rows
-    ]
-    totals = []
-    for backend, dtype in dict.fromkeys((row["backend"], row["dtype"]) for row in rows):
-        own = [row for row in rows if (row["backend"], row["dtype"]) == (backend, dtype)]
-        most = worst(own)
-        said = f"; furthest {in_units(most['excess'])}, {most['case']}" if most else ""
-        totals.append(f"{backend}, {dtype}: {count(own)}{said}")
-    return "\n".join([*aligned([list(_HEADER), *told]), "", *totals])
