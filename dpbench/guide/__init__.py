@@ -7,30 +7,14 @@
 
 ## What do you want?
 
-**Train a model privately.** Start at `dpbench.guide.engine`: make the optimizer private in two lines, or keep your loop
-of Opacus, transformers' Trainer, Lightning or accelerate. Then read `dpbench.integrations.sharp_edges`.
-
-**Choose a backend** for a model on a machine:
-
-```sh
-python -m dpbench template mine.py          # a file for your own model and batch
-python -m dpbench recommend mine.py:build   # which backend for it, and why
-```
-
-**Measure**, or repeat a measurement: `dpbench.guide.experiments`.
-
-**Compute the ε of a run**, or the noise that it needs: `dpbench.guide.accountants`.
-
-## Pages
-
-| page | answers |
+| to | page |
 |---|---|
-| `dpbench.guide.algorithms` | What is a ghost norm? What is in memory when? |
-| `dpbench.guide.engine` | How do I train my own model? |
-| `dpbench.guide.backends` | Which backends are there, and what does each refuse? |
-| `dpbench.guide.accountants` | How is ε computed, and is it a bound? |
-| `dpbench.guide.experiments` | What can be measured, and how is it run? |
-| `dpbench.integrations.sharp_edges` | Which mistakes break the guarantee, and how does dpbench answer? |
+| train a model privately, in your own loop or another library's | `dpbench.guide.engine` |
+| know which mistakes break the guarantee, and how dpbench answers | `dpbench.integrations.sharp_edges` |
+| choose a backend for a model on a machine, and know what each refuses | `dpbench.guide.backends` |
+| compute the ε of a run, or the noise that it needs | `dpbench.guide.accountants` |
+| measure, or repeat a measurement | `dpbench.guide.experiments` |
+| understand ghost norms, and what is in memory when | `dpbench.guide.algorithms` |
 
 **Tutorials** are programs to read from top to bottom, and to run:
 `dpbench.integrations.tutorials.digits` (Lightning), `dpbench.integrations.tutorials.from_opacus`,

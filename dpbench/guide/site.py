@@ -70,12 +70,8 @@ _ACROSS = [part / 300 for part in range(300)]
 _SHOWN = ("nonprivate", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed")
 
 
-class Timeline(StorageLifetimes):
-    """Bytes alive after each operation of a step.
-
-    Attributes:
-        line: bytes, operation by operation.
-    """
+class _Timeline(StorageLifetimes):
+    """Bytes alive after each operation of a step, in `line`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,24 +83,20 @@ class Timeline(StorageLifetimes):
         return result
 
 
-def timeline(backend: str, model: str = "resnet18", batch_size: int = 32) -> tuple[list[float], float]:
+def _timeline(backend: str) -> tuple[list[float], float]:
     """Memory of a step under fake tensors: (MiB by part of the step, share of its operations before the losses).
 
-    The step is cut into 300 parts. The memory of a part is its peak, less what was alive before the step.
-
-    Args:
-        backend: its name.
-        model: a reference.
-        batch_size: records.
+    The step, of ResNet18 on 32 images, is cut into 300 parts. The memory of a part is its peak, less what was alive
+    before the step.
     """
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        Timeline() as seen,
+        _Timeline() as seen,
         taken_by(LastForAll(seen)),
         torch.autograd.set_multithreading_enabled(False),
     ):
-        workload = load_workload(model, data="synthetic")
-        batch = workload.batch(batch_size)
+        workload = load_workload("resnet18", data="synthetic")
+        batch = workload.batch(32)
         marks: list[int] = []
 
         def loss_fn(outputs: Any, targets: Any) -> torch.Tensor:
@@ -120,13 +112,9 @@ def timeline(backend: str, model: str = "resnet18", batch_size: int = 32) -> tup
     return most, marks[0] / len(seen.line)
 
 
-def memory_picture(path: Path) -> None:
-    """Draw memory against the operations of a step, one panel for each backend.
-
-    Args:
-        path: of the SVG.
-    """
-    found = {name: timeline(name) for name in _SHOWN}
+def _memory_picture(path: Path) -> None:
+    """Draw memory against the operations of a step, one panel for each backend."""
+    found = {name: _timeline(name) for name in _SHOWN}
     with matplotlib.rc_context({**style.RC, "svg.hashsalt": "dpbench"}):
         figure = Figure(figsize=(9.4, 4.6), layout="constrained")
         panels = figure.subplots(2, 3, sharey=True).ravel()
@@ -147,13 +135,10 @@ def memory_picture(path: Path) -> None:
         figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
-def with_formulas(text: str, folder: Path, name: str) -> str:
-    """Replace formulas by pictures, with the formula as alternative text, and write the pictures beside the page.
+def _with_formulas(text: str, folder: Path, name: str) -> str:
+    """Replace formulas by pictures, with the formula as alternative text, and write them beside the page `name`.
 
-    Args:
-        text: Markdown; a formula in its own paragraph is displayed, others are inline.
-        folder: of the page.
-        name: of the page's file, without its suffix.
+    A formula in its own paragraph is displayed, others are inline.
     """
     count = 0
 
@@ -170,14 +155,8 @@ def with_formulas(text: str, folder: Path, name: str) -> str:
     return _FORMULA.sub(picture, text)
 
 
-def render(names: Sequence[str], output: Path, **settings: Any) -> None:
-    """Write one site: a page for each module, an index, and optionally a search.
-
-    Args:
-        names: of modules.
-        output: folder.
-        settings: of `pdoc.render.configure`.
-    """
+def _render(names: Sequence[str], output: Path, **settings: Any) -> None:
+    """Write one site: a page for each module, an index, and optionally a search."""
     pages: Mapping[str, pdoc.doc.Module] = {name: pdoc.doc.Module(importlib.import_module(name)) for name in names}
     pdoc.render.configure(docformat="google", template_directory=Path(__file__).parent, **settings)
     sheets = ("resources/bootstrap-reboot.min", "syntax-highlighting", "theme", "layout", "content", "custom")
@@ -194,7 +173,7 @@ def render(names: Sequence[str], output: Path, **settings: Any) -> None:
         (output / "search.js").write_text(search, encoding="utf-8")
 
 
-def modules() -> list[str]:
+def _modules() -> list[str]:
     """Names of all modules except `__main__`."""
     packages = [importlib.import_module(name) for name in ("accounting", "clipping", "dpbench")]
     found = [
@@ -215,15 +194,15 @@ def build(output: Path) -> Path:
             setattr(package, name, getattr(package, name))  # pdoc does not see lazy imports
     folder = output / "dpbench" / "guide"
     folder.mkdir(parents=True, exist_ok=True)
-    memory_picture(folder / "memory.svg")
+    _memory_picture(folder / "memory.svg")
     for name in GUIDE:
         page = importlib.import_module(name)
-        page.__doc__ = with_formulas(page.__doc__ or "", folder, name.rpartition(".")[2])
+        page.__doc__ = _with_formulas(page.__doc__ or "", folder, name.rpartition(".")[2])
     pdoc.render.env.globals.update(guide=GUIDE, tutorials=TUTORIALS, public=PUBLIC)
     shown = [*GUIDE, *TUTORIALS, *PUBLIC]
-    render(shown, output, search=True, show_source=True)
-    internal = [name for name in modules() if name not in shown]
-    render(internal, output / "internal", search=False, show_source=False)
+    _render(shown, output, search=True, show_source=True)
+    internal = [name for name in _modules() if name not in shown]
+    _render(internal, output / "internal", search=False, show_source=False)
     return output / "index.html"
 
 
