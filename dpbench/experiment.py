@@ -109,10 +109,10 @@ def ratios(figure: str, *rows: str, where: Callable[[Mapping[str, str]], bool] =
 class Experiment:
     """What is measured, how often, and which figures are drawn of it.
 
-    `cells(device)` and `smoke(device)` take ``"cpu"`` or ``"cuda"``; `smoke` is the same in miniature, done in seconds.
-    `figures` names what `dpbench.report` draws; `excerpts` names the tables of READMEs, the first that of
-    results/README.md. `in_order`: each round runs the cells as they are declared, and not in
-    an order of its own: for an experiment whose first cells tell most, and which may be given little time.
+    `doc`: a line, or a docstring, of which the first line is taken. `cells(device)` and `smoke(device)` take ``"cpu"``
+    or ``"cuda"``; `smoke` is the same in miniature, done in seconds. `figures` names what `dpbench.report` draws;
+    `excerpts` names the tables of READMEs, the first that of results/README.md. `in_order`: each round runs the cells
+    as declared, the most informative first, and not in an order of its own.
     """
 
     name: str
@@ -129,6 +129,7 @@ class Experiment:
             raise UsageError("a name that a folder can have, and that leads to no other", self.name)
         if not isinstance(self.doc, str):
             raise UsageError(f"a doc of {self.name} that is a text", self.doc)
+        object.__setattr__(self, "doc", self.doc.strip().partition("\n")[0].rstrip("."))
         if not callable(self.cells) or not callable(self.smoke):
             raise UsageError(f"cells and smoke of {self.name} that can be called with a device", self.cells)
         if not isinstance(self.figures, tuple | list) or not all(isinstance(each, str) for each in self.figures):

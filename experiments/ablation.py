@@ -31,7 +31,7 @@ def smoke(device: str) -> list[OverheadTrial]:
 
 EXPERIMENT = Experiment(
     name="ablation",
-    doc="time and memory of bk_mixed without each of its optimisations, and by other plans, on five models",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

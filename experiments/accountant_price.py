@@ -21,20 +21,13 @@ def _price(targets: list[float]) -> list[CalibrationTrial]:
 
 
 def cells(device: str) -> list[CalibrationTrial]:
-    """Independent of the device: nothing is trained."""
     return _price(TARGETS)
 
 
 def smoke(device: str) -> list[CalibrationTrial]:
-    """Two targets."""
     return _price([1.26, 5.0])
 
 
 EXPERIMENT = Experiment(
-    name="accountant_price",
-    doc="the steps that an accountant allows, and the noise that it asks for, at a target ε",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("accountant_price",),
+    name="accountant_price", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("accountant_price",)
 )

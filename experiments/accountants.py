@@ -1,8 +1,8 @@
-"""ε against epochs, by each accountant: Figure 2 of Abadi et al. 2016 (q = 0.01, σ = 4, δ = 1e-5, up to 400 epochs).
+"""ε against epochs, by each accountant (Figure 2 of Abadi et al. 2016).
 
-The paper's two curves are `moments` and `strong:published`. The valid bounds are `strong` and `simple` with exact
-amplification, `strong:exact` with the exact Gaussian step too, and the later accountants. The Gaussian limit is an
-estimate, and the lower bound is certified.
+There q = 0.01, σ = 4 and δ = 1e-5, up to 400 epochs. The paper's two curves are `moments` and `strong:published`. The
+valid bounds are `strong` and `simple` with exact amplification, `strong:exact` with the exact Gaussian step too, and
+the later accountants. The Gaussian limit is an estimate, and the lower bound is certified.
 """
 
 from __future__ import annotations
@@ -21,20 +21,13 @@ def _curves(epochs: list[int]) -> list[EpsilonTrial]:
 
 
 def cells(device: str) -> list[EpsilonTrial]:
-    """Independent of the device: nothing is trained."""
     return _curves(EPOCHS)
 
 
 def smoke(device: str) -> list[EpsilonTrial]:
-    """Three points of each curve."""
     return _curves([1, 100, 400])
 
 
 EXPERIMENT = Experiment(
-    name="accountants",
-    doc="ε against epochs by each accountant (Figure 2 of Abadi et al. 2016)",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("epsilon_epochs",),
+    name="accountants", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("epsilon_epochs",)
 )

@@ -17,20 +17,13 @@ def _over(rates: list[float], sigmas: list[float], steps: list[int], deltas: lis
 
 
 def cells(device: str) -> list[MapTrial]:
-    """Independent of the device: nothing is trained."""
     return _over(RATES, SIGMAS, STEPS, DELTAS)
 
 
 def smoke(device: str) -> list[MapTrial]:
-    """Four points."""
     return _over([0.01, 1.0], [1.0, 5.0], [10_000], [1e-5])
 
 
 EXPERIMENT = Experiment(
-    name="accounting_map",
-    doc="time, failures and distance from the lower bound of each accountant over (q, σ, T, δ)",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("accounting_map",),
+    name="accounting_map", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("accounting_map",)
 )

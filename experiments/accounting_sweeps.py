@@ -25,20 +25,13 @@ def _sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
 
 
 def cells(device: str) -> list[SweepTrial]:
-    """Independent of the device: nothing is trained."""
     return _sweep(AXES)
 
 
 def smoke(device: str) -> list[SweepTrial]:
-    """Every sixth value."""
     return _sweep({name: values[::6] for name, values in AXES.items()})
 
 
 EXPERIMENT = Experiment(
-    name="accounting_sweeps",
-    doc="ε along noise multiplier, sample rate and δ, and how far each accountant is from the lower bound",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("epsilon_sweeps",),
+    name="accounting_sweeps", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("epsilon_sweeps",)
 )

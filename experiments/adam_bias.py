@@ -17,7 +17,6 @@ LEAST = {"linear": (0.05, 0.008), "uneven": (0.2, 0.016), "cnn": (0.1, 0.004)}
 
 
 def cells(device: str) -> list[AdamTrial]:
-    """Independent of the device: the models are small."""
     found = []
     for network, (sgd, adam) in LEAST.items():
         seeds = SEEDS[:3] if network == "cnn" else SEEDS
@@ -33,16 +32,8 @@ def cells(device: str) -> list[AdamTrial]:
 
 
 def smoke(device: str) -> list[AdamTrial]:
-    """The three optimizers, two epochs."""
     optimizers = ["SGD", "Adam", "AdamBC"]
     return grid(AdamTrial, network="linear", target_epsilon=8.0, optimizer=optimizers, lr=0.03, epochs=2, seed=0)
 
 
-EXPERIMENT = Experiment(
-    name="adam_bias",
-    doc="accuracy at one epsilon of Adam with and without the noise in its second moment, and of SGD",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("adam_bias",),
-)
+EXPERIMENT = Experiment(name="adam_bias", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("adam_bias",))

@@ -35,11 +35,4 @@ def smoke(device: str) -> list[AuditTrial]:
     return grid(AuditTrial, fault=["", "no_noise"], device="cpu")
 
 
-EXPERIMENT = Experiment(
-    name="audit",
-    doc="an audit with canaries of what the engine claims: epsilon, noise, sensitivity, batches; sound and with faults",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("audit",),
-)
+EXPERIMENT = Experiment(name="audit", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("audit",))

@@ -55,10 +55,5 @@ def smoke(device: str) -> list[Cell]:
 
 
 EXPERIMENT = Experiment(
-    name="book_keeping",
-    doc="largest batch in 40 GiB and speed of GPT-2, VGG11 and BEiT (Figures 4 and 5 of arXiv:2210.00038)",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("beside_papers", "claims"),
+    name="book_keeping", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("beside_papers", "claims")
 )

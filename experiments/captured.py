@@ -29,7 +29,7 @@ def smoke(device: str) -> list[CoverageTrial]:
 
 EXPERIMENT = Experiment(
     name="captured",
-    doc="which of the models of timm, torchvision and transformers have a step that runs as one program",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

@@ -30,18 +30,14 @@ def smoke(device: str) -> list[ConformanceTrial | SensitivityTrial]:
 
 EXPERIMENT = Experiment(
     name="conformance",
-    doc="is each backend exact, does it refuse, or is it wrong, on every conformance case",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,
     figures=("scorecard",),
     excerpts={
         "table": Excerpt(
-            figure="scorecard",
-            rows=("case",),
-            cells=(),
-            where=lambda row: row["case"] == "in all",
-            turned="Backend",
-        ),
+            figure="scorecard", rows=("case",), cells=(), where=lambda row: row["case"] == "in all", turned="Backend"
+        )
     },
 )

@@ -20,7 +20,6 @@ LARGE = ["gaussian", "banded:2"]
 
 
 def cells(device: str) -> list[CorrelatedTrial]:
-    """Independent of the device: the model is small."""
     same = {"network": "linear", "target_epsilon": EPSILONS, "seed": SEEDS}
     small = grid(CorrelatedTrial, noise=SMALL + ONE_PASS, batch_size=64, lr=[0.00625, 0.0125, 0.025, 0.05, 0.1], **same)
     small += grid(CorrelatedTrial, noise=ONE_PASS[:1], batch_size=64, lr=LOWEST, **same)
@@ -28,14 +27,13 @@ def cells(device: str) -> list[CorrelatedTrial]:
 
 
 def smoke(device: str) -> list[CorrelatedTrial]:
-    """Three kinds of noise, two epochs."""
     noise = ["gaussian", "banded:4", "blt:3@one_pass"]
     return grid(CorrelatedTrial, network="linear", target_epsilon=8.0, noise=noise, batch_size=64, epochs=2, seed=0)
 
 
 EXPERIMENT = Experiment(
     name="correlated_noise",
-    doc="accuracy at one epsilon with noise that cancels over steps (BandMF, BLT), beside DP-SGD",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

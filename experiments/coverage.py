@@ -27,7 +27,7 @@ def smoke(device: str) -> list[CoverageTrial]:
 
 EXPERIMENT = Experiment(
     name="coverage",
-    doc="which of the models of timm, torchvision and transformers each backend is exact on",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

@@ -23,7 +23,6 @@ MODELS = [
 
 
 def cells(device: str) -> list[ExplainTrial]:
-    """Independent of the device: only shapes matter."""
     return [ExplainTrial(model=model, image_size=size, batch_size=batch) for model, size, batch in MODELS]
 
 
@@ -31,11 +30,4 @@ def smoke(device: str) -> list[ExplainTrial]:
     return [ExplainTrial(model="cnn", image_size=32, batch_size=4), ExplainTrial(model="vgg11", batch_size=4)]
 
 
-EXPERIMENT = Experiment(
-    name="decision_map",
-    doc="ghost norm or instantiated gradient in each layer, by the papers' rule and by ours",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("decision_map",),
-)
+EXPERIMENT = Experiment(name="decision_map", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("decision_map",))

@@ -35,7 +35,7 @@ def smoke(device: str) -> list[DistributedTrial]:
 
 EXPERIMENT = Experiment(
     name="distributed",
-    doc="private beside ordinary training in 1, 2, 4 ... processes: throughput and memory under DDP and FSDP2",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

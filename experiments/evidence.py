@@ -1,6 +1,6 @@
-"""All GPU measurements, the most informative first. Run with ``--minutes``; the same command resumes.
+"""All that a GPU is to measure, most informative first: steps, norms, overhead, parts, peaks, largest batch.
 
-At most 100 trials; `dpbench plan evidence` predicts the time of each. Stages:
+Run it with ``--minutes``; the same command resumes. At most 100 trials, in stages:
 
 - `steps`: the whole private training step of our engine and of the others, the README's table and first figure.
 - `programs`: our engine's against the plain step, both as CUDA graphs, both compiled, and each in its best way.
@@ -30,10 +30,7 @@ from dpbench.trials.whole_step import TrainingStepTrial
 
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost", "opacus_ghost", "opacus_hooks", "vmap")
 #: Engines of whole steps, the most informative first.
-ENGINES = (
-    ("nonprivate", "bk_mixed"),
-    ("nonprivate", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp"),
-)
+ENGINES = (("nonprivate", "bk_mixed"), ("nonprivate", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp"))
 #: Backends with predicted and measured peaks, each in its own process.
 FORETOLD = ("nonprivate", "bk_mixed")
 BUDGET = 16 * 2**30
@@ -189,7 +186,7 @@ def _is_brief(row: Mapping[str, str]) -> bool:
 
 EXPERIMENT = Experiment(
     name="evidence",
-    doc="what a GPU is to give, most telling first: whole steps, exact norms, overhead, parts, peaks, largest batch",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

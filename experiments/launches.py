@@ -23,7 +23,6 @@ MODELS = (
 
 
 def cells(device: str) -> list[LaunchesTrial]:
-    """Independent of the device: nothing is computed."""
     return [
         LaunchesTrial(
             model=model, backends=BACKENDS, batch_size=batch, image_size=size, num_classes=classes, dtype=dtype
@@ -43,7 +42,7 @@ def smoke(device: str) -> list[LaunchesTrial]:
 
 EXPERIMENT = Experiment(
     name="launches",
-    doc="launches, bytes and operations of private and ordinary steps on a GPU, counted without one",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

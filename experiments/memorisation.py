@@ -22,12 +22,10 @@ def smoke(device: str) -> list[MemorisationTrial]:
 
 EXPERIMENT = Experiment(
     name="memorisation",
-    doc="what a fine-tuned language model gives away of a secret, by how often it was there and by epsilon",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,
     figures=("memorisation",),
-    excerpts={
-        "table": Excerpt(figure="memorisation", rows=("times",), across="fine-tuning", cells=("exposure",)),
-    },
+    excerpts={"table": Excerpt(figure="memorisation", rows=("times",), across="fine-tuning", cells=("exposure",))},
 )

@@ -11,11 +11,7 @@ from dpbench.trials import PeakTrial
 from dpbench.trials.backends import OURS, PEERS
 
 #: Batch size -> models.
-BATCHES = {
-    32: ["cnn"],
-    8: ["vgg11", "resnet18"],
-    4: ["resnet50", "wide_resnet", "resnext"],
-}
+BATCHES = {32: ["cnn"], 8: ["vgg11", "resnet18"], 4: ["resnet50", "wide_resnet", "resnext"]}
 
 
 def cells(device: str) -> list[PeakTrial]:
@@ -39,10 +35,5 @@ def smoke(device: str) -> list[PeakTrial]:
 
 
 EXPERIMENT = Experiment(
-    name="memory_accuracy",
-    doc="simulated beside measured peak memory of a step, by model, backend and part of the step",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("memory_accuracy",),
+    name="memory_accuracy", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("memory_accuracy",)
 )

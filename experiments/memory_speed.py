@@ -31,7 +31,7 @@ def smoke(device: str) -> list[StepTrial]:
 
 EXPERIMENT = Experiment(
     name="memory_speed",
-    doc="time and memory of a step of every backend beside ordinary training (Table 4 of arXiv:2205.10683)",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=2,

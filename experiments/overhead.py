@@ -37,11 +37,7 @@ IMAGES = {
     CONVNEXT: (32, 256),
 }
 #: Text: (model, backends, batch size on a CPU, on CUDA, seconds for a backend's turns on a CPU).
-TEXTS = (
-    (f"{GPT2}@128", ALL, 8, 64, 8.0),
-    (f"{BERT}@128", ALL, 8, 64, 8.0),
-    (f"{GPT2}@1024", LONG, 4, 16, 30.0),
-)
+TEXTS = ((f"{GPT2}@128", ALL, 8, 64, 8.0), (f"{BERT}@128", ALL, 8, 64, 8.0), (f"{GPT2}@1024", LONG, 4, 16, 30.0))
 
 
 def cells(device: str) -> list[OverheadTrial]:
@@ -67,7 +63,7 @@ def smoke(device: str) -> list[OverheadTrial]:
 
 EXPERIMENT = Experiment(
     name="overhead",
-    doc="time and memory of every backend and peer beside ordinary training, interleaved, on 12 models",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

@@ -45,7 +45,7 @@ def smoke(device: str) -> list[OverheadTrial]:
 
 EXPERIMENT = Experiment(
     name="resolution",
-    doc="time and memory beside ordinary training of VGG11 and a ViT at 32 to 512 pixels",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

@@ -77,10 +77,5 @@ def smoke(device: str) -> list[SchemeTrial]:
 
 
 EXPERIMENT = Experiment(
-    name="sampling_schemes",
-    doc="ε of each sampling scheme and adjacency at equal records, batch size, noise and epochs",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("sampling_schemes",),
+    name="sampling_schemes", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("sampling_schemes",)
 )

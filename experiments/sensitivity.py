@@ -22,12 +22,10 @@ def smoke(device: str) -> list[SensitivityTrial]:
 
 EXPERIMENT = Experiment(
     name="sensitivity",
-    doc="how far hard records move the clipped sum, in units of C, by backend, library and dtype",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,
     figures=("sensitivity",),
-    excerpts={
-        "table": Excerpt(figure="sensitivity", rows=("Backend",), across="Dtype", cells=("Furthest",)),
-    },
+    excerpts={"table": Excerpt(figure="sensitivity", rows=("Backend",), across="Dtype", cells=("Furthest",))},
 )

@@ -53,7 +53,7 @@ def smoke(device: str) -> list[OverheadTrial]:
 
 EXPERIMENT = Experiment(
     name="sequence_length",
-    doc="time and memory beside ordinary training of a GPT-2-like model at 128 to 16384 tokens",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

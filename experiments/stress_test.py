@@ -51,7 +51,7 @@ def smoke(device: str) -> list[Cell]:
 
 EXPERIMENT = Experiment(
     name="stress_test",
-    doc="largest batch in 16 GiB and throughput of every backend (Figure 3 of arXiv:2205.10683)",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

@@ -11,10 +11,7 @@ from dpbench.trials import OverheadTrial
 
 BACKENDS = ("nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_hooks", "opacus_ghost")
 #: Model -> batch sizes on a CPU, on CUDA.
-SIZES = {
-    "cnn": ([2, 8, 32, 128, 512], [32, 128, 512, 2048, 8192]),
-    "resnet18": ([1, 4, 16, 32], [16, 64, 256, 1024]),
-}
+SIZES = {"cnn": ([2, 8, 32, 128, 512], [32, 128, 512, 2048, 8192]), "resnet18": ([1, 4, 16, 32], [16, 64, 256, 1024])}
 
 
 def cells(device: str) -> list[OverheadTrial]:
@@ -35,7 +32,7 @@ def smoke(device: str) -> list[OverheadTrial]:
 
 EXPERIMENT = Experiment(
     name="throughput",
-    doc="samples per second of every kind of backend against the batch size",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

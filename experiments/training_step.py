@@ -42,11 +42,7 @@ IMAGES = {
     CONVNEXT: ("AdamW", 32, 256),
 }
 #: Steps so small that Python is much of their cost.
-SMALL = {
-    "cnn": ("SGD", 32, 256),
-    "timm:resnet18": ("SGD", 16, 128),
-    "timm:vit_tiny_patch16_224": ("AdamW", 16, 128),
-}
+SMALL = {"cnn": ("SGD", 32, 256), "timm:resnet18": ("SGD", 16, 128), "timm:vit_tiny_patch16_224": ("AdamW", 16, 128)}
 TEXTS = {GPT2: ("AdamW", 16, 128), BERT: ("AdamW", 16, 128)}
 #: Models that are written in jax, too.
 IN_JAX = ("mlp", "cnn", "resnet18", GPT2)
@@ -98,7 +94,7 @@ def _is_usual(row: Mapping[str, str]) -> bool:
 
 EXPERIMENT = Experiment(
     name="training_step",
-    doc="the whole private training step, forward to optimizer, of our engine and of every peer's",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

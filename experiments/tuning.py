@@ -24,20 +24,11 @@ def _tuned(runs: list[int]) -> list[TunedTrial]:
 
 
 def cells(device: str) -> list[TunedTrial]:
-    """Independent of the device: nothing is trained."""
     return _tuned(RUNS)
 
 
 def smoke(device: str) -> list[TunedTrial]:
-    """Two numbers of runs."""
     return _tuned([2, 10])
 
 
-EXPERIMENT = Experiment(
-    name="tuning",
-    doc="ε of the best of several runs, beside that of one run without tuning",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("tuning",),
-)
+EXPERIMENT = Experiment(name="tuning", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("tuning",))

@@ -43,7 +43,7 @@ def smoke(device: str) -> list[UtilityTrial]:
 
 EXPERIMENT = Experiment(
     name="utility",
-    doc="accuracy against epsilon: a linear model and a CNN on the digits, by clipping function, backend and seed",
+    doc=__doc__,
     cells=cells,
     smoke=smoke,
     rounds=1,

@@ -50,10 +50,5 @@ def smoke(device: str) -> list[Cell]:
 
 
 EXPERIMENT = Experiment(
-    name="vision_transformers",
-    doc="time and memory of vision transformers beside ordinary training (Figure 4 of arXiv:2205.10683)",
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("beside_papers", "claims"),
+    name="vision_transformers", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("beside_papers", "claims")
 )

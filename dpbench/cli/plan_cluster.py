@@ -7,24 +7,14 @@ Functions take:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from dpbench.cli.columns import aligned
-from dpbench.execution.cluster import (
-    PUBLISHED,
-    PUBLISHED_RATIO,
-    Cluster,
-    Job,
-    Measured,
-    bill,
-    communication_for,
-    load_cluster,
-    published_check,
-)
+from dpbench.execution.cluster import Job, Measured, bill, load_cluster
 from dpbench.execution.progress import duration
 from dpbench.execution.runner import Plan, Request
 from dpbench.execution.schedule import TYPICAL_PROBES, Clock
@@ -33,7 +23,6 @@ from dpbench.trials import Trial
 from dpbench.trials.json_text import to_json
 
 BASELINE = "nonprivate"
-_TOLERANCE = 0.002
 
 
 def show(request: Request, plan: Plan, file: Path, form: str) -> None:
@@ -48,36 +37,27 @@ def show(request: Request, plan: Plan, file: Path, form: str) -> None:
     """
     cluster = load_cluster(file)
     records = [record for record in read(request.folder) if record.experiment] if request.folder.is_dir() else []
-    answer = _predict(request, plan, cluster, records)
-    print(to_json(answer) if form == "json" else "\n".join(_table(answer)))
-
-
-def _predict(request: Request, plan: Plan, cluster: Cluster, records: Sequence[Record]) -> dict[str, Any]:
-    """{"cluster", "sweep", "efficiency", "published"}; "sweep" is None if no record has a time."""
     jobs, likened = _jobs(request, plan, records)
-    only = request.only
     steps = [
         step
         for step in _measured(records)
-        if all(str(getattr(step, field)) in map(str, only[field]) for field in only if hasattr(step, field))
+        if all(str(getattr(step, field)) in values for field, values in request.only.items() if hasattr(step, field))
     ]
-    return {
+    answer = {
         "experiment": request.experiment.name,
-        "cluster": {**asdict(cluster), "gpus": cluster.gpus},
-        "sweep": None if jobs is None else {**asdict(bill(jobs, cluster)), "likened": likened},
-        "efficiency": [_efficiency(step, cluster) for step in steps],
-        "published": published_check(),
+        "cluster": asdict(cluster) | {"gpus": cluster.gpus},
+        "sweep": None if jobs is None else bill(jobs, cluster) | {"likened": likened},
+        "efficiency": [
+            asdict(step) | {"efficiency": {str(n): cluster.efficiency(step, n) for n in cluster.counts()}}
+            for step in steps
+        ],
         "devices": sorted({record.device for record in records}),
     }
-
-
-def _efficiency(step: Measured, cluster: Cluster) -> dict[str, Any]:
-    at = {str(gpus): cluster.efficiency(step, gpus) for gpus in cluster.counts()}
-    return {**asdict(step), "efficiency": at}
+    print(to_json(answer) if form == "json" else "\n".join(_table(answer)))
 
 
 def _jobs(request: Request, plan: Plan, records: Sequence[Record]) -> tuple[list[Job] | None, int]:
-    """The whole sweep, even if done here: records of another device do not count there.
+    """The whole sweep, even if done here: records of another device do not count there. None without any record.
 
     The second number is of runs estimated from similar recorded runs.
     """
@@ -87,70 +67,55 @@ def _jobs(request: Request, plan: Plan, records: Sequence[Record]) -> tuple[list
     clock = Clock({"trial": dict(record.trial), "seconds": record.seconds} for record in records)
     likened = 0
 
-    def seconds(trial: Trial) -> float | None:
+    def seconds(trial: Trial) -> float:
         nonlocal likened
         if trial.id in own:
-            return sum(own[trial.id]) / len(own[trial.id])
+            return mean(own[trial.id])
         likened += 1
-        return clock.left([(trial, 1)])
+        return clock.of(trial) or 0.0
 
     jobs: list[Job] = []
     rounds = plan.schedule.rounds
-    for cell in request.cells(plan.device):
+    for cell in request.cells(plan.device) if records else ():
         trial = cell if isinstance(cell, Trial) else cell.probe
-        one = seconds(trial)
-        if one is None:
-            return None, 0
         gpus = int(getattr(trial, "processes", 1))
         if isinstance(cell, Trial):
-            jobs += [Job(one, gpus)] * rounds
+            jobs += [Job(seconds(trial), gpus)] * rounds
         else:
-            timed = None if cell.then is None else seconds(cell.then)
-            jobs.append(Job(one * TYPICAL_PROBES, gpus, () if timed is None else (timed,) * rounds))
-    return jobs, likened
+            then = () if cell.then is None else (seconds(cell.then),) * rounds
+            jobs.append(Job(seconds(trial) * TYPICAL_PROBES, gpus, then))
+    return jobs or None, likened
 
 
 def _measured(records: Iterable[Record]) -> list[Measured]:
     """Ordinary and private steps of the same model, batch and round, on one device; the newest of each."""
-    found: dict[tuple[Any, ...], dict[str, dict[Any, float]]] = {}
-    sizes: dict[tuple[Any, ...], int] = {}
+    found: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
     for record in sorted(records, key=lambda record: record.utc):
-        for name, rounds in _steps(record).items():
-            trial = record.trial
-            key = (trial["model"], trial["batch_size"], trial["precision"], trial.get("image_size"), record.device)
-            found.setdefault(key, {}).setdefault(name, {}).update(rounds)
-            sizes[key] = 4 * int(record.result["parameters"])
+        for backend, number, samples in _steps(record):
+            shape = [record.trial.get(name) for name in ("model", "batch_size", "precision", "image_size")]
+            key = (*shape, record.device, 4 * int(record.result["parameters"]))
+            found.setdefault(key, {}).setdefault(backend, {})[number] = median(samples)
     steps = []
-    for key, by_name in found.items():
-        base = by_name.get(BASELINE, {})
-        for name, own in by_name.items():
-            ratios = [own[number] / base[number] for number in own if number in base]
-            if name != BASELINE and ratios:
-                seconds = median(base.values())
-                steps.append(Measured(key[0], name, key[1], seconds, median(ratios), sizes[key], key[4], len(ratios)))
+    for (model, batch_size, _, _, device, size), by_backend in found.items():
+        base = by_backend.pop(BASELINE, {})
+        for backend, own in by_backend.items():
+            if ratios := [own[number] / base[number] for number in own if number in base]:
+                times = median(base.values()), median(ratios)
+                steps.append(Measured(model, backend, batch_size, *times, size, device, len(ratios)))
     return sorted(steps, key=lambda step: (step.model, step.batch_size, step.ratio))
 
 
-def _steps(record: Record) -> dict[str, dict[Any, float]]:
-    """Backend -> round -> seconds of a step, from any kind of trial without communication."""
+def _steps(record: Record) -> Iterator[tuple[str, int, Sequence[float]]]:
+    """(backend, round, seconds) of the steps of a trial in one process."""
     result = record.result
     if record.outcome != "ok" or "parameters" not in result:
-        return {}
+        return
     if record.kind == "step":
-        return {record.trial["backend"]: {record.round: median(result["step_seconds"])}}
-    if record.kind == "overhead":
-        return _turns(result["backends"])
-    if record.kind == "distributed" and record.trial["processes"] == 1 and record.trial["spread"] == "ddp":
-        return _turns(result["backends"])
-    return {}
-
-
-def _turns(entries: Mapping[str, Any]) -> dict[str, dict[Any, float]]:
-    return {
-        name: {turn["round"]: median(turn["step_seconds"]) for turn in entry["turns"]}
-        for name, entry in entries.items()
-        if entry.get("turns")
-    }
+        yield record.trial["backend"], record.round, result["step_seconds"]
+    elif record.kind == "overhead" or [record.trial.get(name) for name in ("processes", "spread")] == [1, "ddp"]:
+        for backend, entry in result["backends"].items():
+            for turn in entry.get("turns") or ():
+                yield backend, turn["round"], turn["step_seconds"]
 
 
 def _table(answer: Mapping[str, Any]) -> list[str]:
@@ -169,26 +134,12 @@ def _table(answer: Mapping[str, Any]) -> list[str]:
             f"({100 * sweep['busy']:.0f} % busy; {sweep['least_cost']:.4g} if idle GPUs are given back)"
             + (f"; {sweep['likened']} trials judged by their like" if sweep["likened"] else "")
         )
-    if answer["efficiency"]:
-        counts = list(answer["efficiency"][0]["efficiency"])
-        lines += ["", "throughput of private beside ordinary data-parallel training, predicted, by number of GPUs:"]
-        rows = [["model", "backend", "batch", *counts]]
-        for row in answer["efficiency"]:
-            numbers = [f"{row['efficiency'][n]:.3f}" for n in counts]
-            rows.append([row["model"], row["backend"], str(row["batch_size"]), *numbers])
-        lines += aligned(rows, range(2, len(rows[0])))
-    else:
-        lines.append("efficiency: no record has ordinary and private steps of one model (memory_speed, overhead do)")
-    return [*lines, "", _published(answer["published"])]
-
-
-def _published(rows: Sequence[Mapping[str, float]]) -> str:
-    least, greatest = PUBLISHED
-    within = all(least - _TOLERANCE <= row["predicted"] <= greatest + _TOLERANCE for row in rows)
-    points = ", ".join(f"{row['predicted']:.3f} at {row['gpus']:.0f}" for row in rows)
-    return (
-        f"the model beside published points: {points} GPUs, published {least} to {greatest}: "
-        f"{'within' if within else 'OUTSIDE'} (of a private step {PUBLISHED_RATIO:.3f} times as long on one GPU; "
-        f"communication of {rows[0]['communication']:.2f} computing times at {rows[0]['gpus']:.0f} GPUs, which gives "
-        f"{least} there; {greatest} would take {communication_for(greatest):.2f})"
-    )
+    if not answer["efficiency"]:
+        said = "efficiency: no record has ordinary and private steps of one model (memory_speed, overhead do)"
+        return [*lines, said]
+    rows = [["model", "backend", "batch", *answer["efficiency"][0]["efficiency"]]]
+    for row in answer["efficiency"]:
+        rows.append([row["model"], row["backend"], str(row["batch_size"])])
+        rows[-1] += [f"{value:.3f}" for value in row["efficiency"].values()]
+    said = "throughput of private beside ordinary data-parallel training, predicted, by number of GPUs:"
+    return [*lines, "", said, *aligned(rows, range(2, len(rows[0])))]

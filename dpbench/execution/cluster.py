@@ -27,10 +27,7 @@ bytes of the gradient, N GPUs, β the bandwidth, α the latency:
 
 Not modelled: the gather of shards (FSDP2), which is the same for both; stragglers; contention.
 
-**Check** against published points of a system that communicates private gradients like ordinary ones. Both then have
-the same communication c, in units of t, and efficiency = (1 + c) / (r + c). r is as published for one GPU, and c is set
-so that the smallest number of GPUs has the least published efficiency; c then grows as (N-1)/N of the ring does. One
-point fits by construction; the check is that the others stay in the published range.
+`tests/execution/test_cluster.py` checks the model of communication against published throughputs on 16 to 128 GPUs.
 
 Functions take:
     gpus: the number of GPUs that take part.
@@ -43,23 +40,15 @@ from __future__ import annotations
 import heapq
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dpbench.errors import UsageError, nearest
+from dpbench.errors import UsageError, one_of
 
 _BACKWARD, _BUCKET = 2 / 3, 25 * 2**20
-_NEEDED = ("nodes", "gpus_per_node", "price_per_gpu_hour", "bandwidth", "latency")
-_WHOLE = ("nodes", "gpus_per_node")
-_MAY_BE_ZERO = ("price_per_gpu_hour", "latency")
-
-#: Least and greatest published throughput of private relative to ordinary training, and the numbers of GPUs.
-PUBLISHED = (0.946, 0.963)
-PUBLISHED_GPUS = (16, 32, 64, 128)
-#: Non-DP by BK, GPT2-large, one GPU: sequences a second of Figure 4 in arXiv:2210.00038.
-PUBLISHED_RATIO = 71 / 62
+_WHOLE, _MAY_BE_ZERO = ("nodes", "gpus_per_node"), ("price_per_gpu_hour", "latency")
+_NEEDED = (*_WHOLE, *_MAY_BE_ZERO, "bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +121,6 @@ class Job:
     then: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class Bill:
-    """The total of a sweep. `gpu_hours` are those that compute; `cost` is of all GPUs until the last job ends."""
-
-    jobs: int
-    wall_seconds: float
-    gpu_hours: float
-    cost: float
-    least_cost: float
-    busy: float
-
-
 def load_cluster(path: Path) -> Cluster:
     """Read a description.
 
@@ -159,86 +136,56 @@ def load_cluster(path: Path) -> Cluster:
         raise UsageError("a readable file after --cluster", f"{path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"TOML in {path}, a line like nodes = 16", str(error)) from error
-    known = (*_NEEDED, "speed")
-    for name in found:
-        if name not in known:
-            raise UsageError(f"a name of a line in {path}", name, nearest(name, known), known)
-    missing = [name for name in _NEEDED if name not in found]
-    if missing:
-        raise UsageError(f"a line {missing[0]} = ... in {path}", f"{', '.join(found) or 'nothing'}")
     for name, value in found.items():
-        _check(path, name, value)
+        one_of(f"a name of a line in {path}", name, (*_NEEDED, "speed"))
+        number = type(value) in (int, float) and math.isfinite(value)
+        if name in _WHOLE and not (number and type(value) is int and value >= 1):
+            raise UsageError(f"{name} in {path} to be a whole number of at least 1", value)
+        if not number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+            least = "of at least 0" if name in _MAY_BE_ZERO else "above 0"
+            raise UsageError(f"{name} in {path} to be a number {least}", value)
+    if missing := [name for name in _NEEDED if name not in found]:
+        raise UsageError(f"a line {missing[0]} = ... in {path}", ", ".join(found) or "nothing")
     return Cluster(**found, name=path.stem)
 
 
-def _check(path: Path, name: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if name in _WHOLE and not (number and isinstance(value, int) and value >= 1):
-        raise UsageError(f"{name} in {path} to be a whole number of at least 1", value)
-    if not number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-        least = "of at least 0" if name in _MAY_BE_ZERO else "above 0"
-        raise UsageError(f"{name} in {path} to be a number {least}", value)
-
-
-def bill(jobs: Iterable[Job], cluster: Cluster) -> Bill:
-    """Schedule the jobs; see the module's text.
+def bill(jobs: Sequence[Job], cluster: Cluster) -> dict[str, float]:
+    """Schedule the jobs, as the module's text says.
 
     Args:
         jobs: to run.
 
+    Returns:
+        `jobs` (their number), `wall_seconds`, `gpu_hours` that compute, `cost` of all GPUs until the last job ends,
+        `least_cost` if idle GPUs cost nothing, and `busy`, the share of the time in which GPUs compute.
+
     Raises:
         UsageError: a job needs more GPUs than there are.
     """
-    jobs = sorted(jobs, key=lambda job: -(job.seconds + max(job.then, default=0.0)))
-    free = [0.0] * cluster.gpus
-    end = busy = 0.0
-    following: list[tuple[float, float, int]] = []
-    for job in jobs:
+    free = [0.0] * cluster.gpus  # when each GPU is free, a heap
+
+    def place(seconds: float, gpus: int, ready: float = 0.0) -> float:
+        """Give a job the GPUs that are free first; returns its end."""
+        end = max(ready, *(heapq.heappop(free) for _ in range(gpus))) + seconds / cluster.speed
+        for _ in range(gpus):
+            heapq.heappush(free, end)
+        return end
+
+    following = []
+    for job in sorted(jobs, key=lambda job: -(job.seconds + max(job.then, default=0.0))):
         if job.gpus > cluster.gpus:
             raise UsageError(f"a cluster of at least {job.gpus} GPUs, which a trial takes", cluster.gpus)
-        done = _placed(free, job.seconds / cluster.speed, job.gpus, 0.0)
-        busy += job.seconds / cluster.speed * job.gpus
-        following += [(done, seconds / cluster.speed, job.gpus) for seconds in job.then]
-        end = max(end, done)
+        end = place(job.seconds, job.gpus)
+        following += [(end, seconds, job.gpus) for seconds in job.then]
     for ready, seconds, gpus in sorted(following):
-        end = max(end, _placed(free, seconds, gpus, ready))
-        busy += seconds * gpus
-    hours = end * cluster.gpus / 3600
-    return Bill(
-        jobs=len(jobs) + len(following),
-        wall_seconds=end,
-        gpu_hours=busy / 3600,
-        cost=hours * cluster.price_per_gpu_hour,
-        least_cost=busy / 3600 * cluster.price_per_gpu_hour,
-        busy=busy / 3600 / hours if hours else 0.0,
-    )
-
-
-def _placed(free: list[float], seconds: float, gpus: int, ready: float) -> float:
-    """Give a job the GPUs that are free first; returns its end. `free` is a heap."""
-    begin = max(ready, max(heapq.heappop(free) for _ in range(gpus)))
-    for _ in range(gpus):
-        heapq.heappush(free, begin + seconds)
-    return begin + seconds
-
-
-def communication_for(efficiency: float) -> float:
-    """c, in units of an ordinary step's computing, at which (1 + c) / (r + c) is `efficiency`, with r as published.
-
-    Args:
-        efficiency: in (0, 1).
-    """
-    return (PUBLISHED_RATIO * efficiency - 1) / (1 - efficiency)
-
-
-def published_check() -> list[dict[str, float]]:
-    """The model at the published numbers of GPUs: {"gpus", "communication", "predicted", "least", "greatest"}."""
-    least, greatest = PUBLISHED
-    first = PUBLISHED_GPUS[0]
-    at_first = communication_for(least)
-    rows = []
-    for gpus in PUBLISHED_GPUS:
-        c = at_first * ((gpus - 1) / gpus) / ((first - 1) / first)
-        predicted = (1 + c) / (PUBLISHED_RATIO + c)
-        rows.append({"gpus": gpus, "communication": c, "predicted": predicted, "least": least, "greatest": greatest})
-    return rows
+        place(seconds, gpus, ready)
+    busy = sum(job.gpus * (job.seconds + sum(job.then)) for job in jobs) / cluster.speed / 3600
+    hours = max(free) * cluster.gpus / 3600
+    return {
+        "jobs": len(jobs) + len(following),
+        "wall_seconds": max(free),
+        "gpu_hours": busy,
+        "cost": hours * cluster.price_per_gpu_hour,
+        "least_cost": busy * cluster.price_per_gpu_hour,
+        "busy": busy / hours if hours else 0.0,
+    }

@@ -8,16 +8,7 @@ import pytest
 
 from dpbench.cli import main
 from dpbench.errors import UsageError
-from dpbench.execution.cluster import (
-    PUBLISHED,
-    Cluster,
-    Job,
-    Measured,
-    bill,
-    communication_for,
-    load_cluster,
-    published_check,
-)
+from dpbench.execution.cluster import Cluster, Job, Measured, bill, load_cluster
 
 LINES = {"nodes": "2", "gpus_per_node": "2", "price_per_gpu_hour": "3.0", "bandwidth": "1e9", "latency": "0.0"}
 FOUR = Cluster(nodes=2, gpus_per_node=2, price_per_gpu_hour=3.0, bandwidth=1e9, latency=1e-3)
@@ -55,17 +46,19 @@ def test_what_is_wrong_with_a_description_is_said_in_one_line(tmp_path):
 
 def test_the_longest_job_goes_first_to_the_gpu_that_is_free_first():
     found = bill([Job(3600.0)] * 4 + [Job(7200.0)], FOUR)
-    assert found.jobs == 5 and found.wall_seconds == 7200.0 and found.gpu_hours == 6.0
-    assert found.cost == 4 * 2 * 3.0 and found.least_cost == 6 * 3.0 and found.busy == 0.75
+    assert found == {
+        **{"jobs": 5, "wall_seconds": 7200.0, "gpu_hours": 6.0, "busy": 0.75},
+        **{"cost": 4 * 2 * 3.0, "least_cost": 6 * 3.0},
+    }
 
 
 def test_what_follows_a_search_waits_for_it_and_a_job_of_several_gpus_for_all_of_them():
-    assert bill([Job(10.0, 1, (5.0, 5.0, 5.0))], FOUR).wall_seconds == 15.0
-    assert bill([Job(10.0, 4), Job(4.0)], FOUR).wall_seconds == 14.0
-    assert bill([Job(10.0, 4)], Cluster(**{**vars(FOUR), "speed": 2.0})).wall_seconds == 5.0
+    assert bill([Job(10.0, 1, (5.0, 5.0, 5.0))], FOUR)["wall_seconds"] == 15.0
+    assert bill([Job(10.0, 4), Job(4.0)], FOUR)["wall_seconds"] == 14.0
+    assert bill([Job(10.0, 4)], Cluster(**{**vars(FOUR), "speed": 2.0}))["wall_seconds"] == 5.0
     with pytest.raises(UsageError, match="expected a cluster of at least 5 GPUs, which a trial takes, got 4"):
         bill([Job(1.0, 5)], FOUR)
-    assert bill([], FOUR).cost == 0.0
+    assert bill([], FOUR)["cost"] == 0.0
 
 
 def test_the_communication_model_by_hand():
@@ -80,14 +73,18 @@ def test_the_communication_model_by_hand():
     assert FOUR.efficiency(step, 4) < FOUR.efficiency(step, 1)  # its sums are not hidden
 
 
-def test_published_points():
-    rows = published_check()
-    assert [row["gpus"] for row in rows] == [16, 32, 64, 128]
-    predicted = [row["predicted"] for row in rows]
-    assert predicted[0] == pytest.approx(PUBLISHED[0]) and predicted == sorted(predicted)
-    assert all(PUBLISHED[0] - 1e-9 <= value <= PUBLISHED[1] for value in predicted)
-    assert PUBLISHED[0] > 62 / 71  # of one GPU, without communication: it is what brings the points about
-    assert communication_for(PUBLISHED[1]) > rows[-1]["communication"] > rows[0]["communication"] > 0
+def test_the_model_stays_within_published_throughputs():
+    """Of a system that communicates private gradients like ordinary ones: both have the same communication c.
+
+    c, in times of an ordinary step, is such that 16 GPUs have the least published throughput, and grows as a ring's
+    does. r is that of one GPU: sequences a second of GPT2-large, non-DP by BK, in Figure 4 of arXiv:2210.00038.
+    """
+    least, greatest, r = 0.946, 0.963, 71 / 62
+    at_16 = (r * least - 1) / (1 - least)
+    c = [at_16 * FOUR.ring(1e15, gpus) / FOUR.ring(1e15, 16) for gpus in (16, 32, 64, 128)]  # no latency beside it
+    predicted = [(1 + each) / (r + each) for each in c]
+    assert predicted == sorted(predicted) and all(least - 1e-9 <= value <= greatest for value in predicted)
+    assert least > 1 / r  # of one GPU, without communication: it is what brings the points about
 
 
 def step_record(path, backend, seconds, round_):
@@ -124,7 +121,6 @@ def test_a_sweep_and_its_efficiency_from_records(tmp_path, capsys):
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "the sweep, predicted:" in shown and "0.800" in shown and "Toy, 2 CPUs" in shown
-    assert "published 0.946 to 0.963: within" in shown
 
 
 def test_without_records_it_says_that_it_does_not_know(tmp_path, capsys):
