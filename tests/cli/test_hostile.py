@@ -13,7 +13,6 @@ import pytest
 from report_records import CPU, RunFile, save_no_pictures
 
 from dpbench.cli import command_line, main
-from dpbench.execution.executors import cpus
 from dpbench.report import readable
 from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.output import files
@@ -228,35 +227,3 @@ def test_no_tag_of_a_record_is_one_in_markdown(tmp_path, monkeypatch):
         readable.no_html("p < 0.05 & q > 1, a<b, &lt; <!-- </p>")
         == "p < 0.05 & q > 1, a&lt;b, &amp;lt; &lt;!-- &lt;/p>"
     )
-
-
-@pytest.mark.parametrize("made", ["a link", "a file", "open to all"])
-def test_a_folder_of_locks_that_is_somebody_else_s_is_not_used(made, tmp_path, monkeypatch):
-    """Then nothing tells which CPUs are taken."""
-    monkeypatch.setattr(cpus.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(cpus.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    elsewhere, folder = tmp_path / "elsewhere", tmp_path / f"dpbench-cpus-{os.getuid()}"
-    elsewhere.mkdir()
-    if made == "a link":
-        folder.symlink_to(elsewhere)
-    elif made == "a file":
-        folder.touch()
-    else:
-        folder.mkdir()
-        folder.chmod(0o777)
-    with cpus.own_cpus(1) as first, cpus.own_cpus(1) as second:
-        assert first == [0] == second
-    assert not list(elsewhere.iterdir()) and (folder.is_file() or not list(folder.iterdir()))
-
-
-def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpus.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(cpus.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    with cpus.own_cpus(1):
-        pass
-    (name,) = tmp_path.rglob("1-from-0")
-    name.unlink()
-    name.symlink_to(tmp_path / "made")
-    with cpus.own_cpus(1) as found:
-        assert found == [1]
-    assert not (tmp_path / "made").exists()

@@ -19,9 +19,8 @@ from dpbench.errors import UsageError
 from dpbench.execution import shards
 from dpbench.execution.executors import Cluster, worker
 from dpbench.execution.executors.blocks import blocks_of, key_of
-from dpbench.execution.executors.cpus import own_cpus
-from dpbench.execution.executors.ray_cluster import cpus_of, device_of
-from dpbench.execution.executors.worker import different
+from dpbench.execution.executors.on_ray import cpus_of, device_of
+from dpbench.execution.executors.worker import different, own_cpus
 from dpbench.execution.loop import Loop
 from dpbench.execution.machines import Machine, begin_sweep, machines_of
 from dpbench.execution.progress import Progress
@@ -301,7 +300,7 @@ def test_what_a_job_asks_of_slurm(tmp_path, monkeypatch):
     def asked(device, **options):
         monkeypatch.setattr(slurm_queue.shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setenv("SLURM_CLUSTER_NAME", "ours")
-        queue = slurm_queue.Queue(Cluster(name="slurm", **options), device, tmp_path)
+        queue = slurm_queue.Queue(Cluster(name="slurm", **options), device, tmp_path, print)
         return {k: v for k, v in queue._parameters().items() if k not in ("job_name", "use_srun")}
 
     assert asked("cpu") == {"time": 240, "array_parallelism": 16, "exclusive": True}

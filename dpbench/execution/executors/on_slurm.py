@@ -1,7 +1,7 @@
 """``run --executor slurm``: the plan as a job array, submitted through submitit; SLURM queues and places it.
 
 Each job takes a part of the plan that belongs together (`dpbench.execution.executors.blocks`), and runs it on its node
-as a single machine would (`dpbench.execution.executors.job`), into its own file in the results folder, which all nodes
+as a single machine would (`run_blocks`), into its own file in the results folder, which all nodes
 must share. Jobs continue and record even if the driver is killed; the next run waits for them, then submits the rest.
 Unfinished work of a job that ended (time limit, lost node) is submitted again, as long as that brings new records.
 """
@@ -11,20 +11,24 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpbench.errors import UsageError, going_on
+from dpbench.errors import RunEnded, UsageError, going_on
 from dpbench.execution.executors import Cluster
 from dpbench.execution.executors.slurm_queue import JOBS, Queue
+from dpbench.execution.executors.worker import different, own_cpus
 from dpbench.execution.lock import held
 from dpbench.execution.loop import Interruption, Report
 from dpbench.execution.machines import begin_sweep
 from dpbench.execution.progress import Progress
 from dpbench.execution.runner import Plan, Request, make_plan
+from dpbench.execution.runner import run as run_here
+from dpbench.experiment import load_experiment
 from dpbench.records import environment
+from dpbench.records.host import host_name
 from dpbench.records.store import Store, read_runs, utc_now
 
 #: The folder of job specifications and output; below the folder of the records.
@@ -46,7 +50,7 @@ def run(request: Request, progress: Progress) -> Report:
     if request.reference is None:
         raise UsageError("an experiment by its name or file for --executor slurm", request.experiment.name)
     device = _device(request.device, cluster)
-    queue = Queue(cluster, device, request.folder.resolve() / HOME)
+    queue = Queue(cluster, device, request.folder.resolve() / HOME, run_blocks)
     sweep = begin_sweep("slurm", queue.cluster, make_plan(request, device).trials())
     request = replace(request, sweep=sweep)
     report = Report(Counter(), device=device)
@@ -103,19 +107,47 @@ def _spec(request: Request, plan: Plan, keys: Sequence[str]) -> dict[str, Any]:
     for trial in plan.trials():
         sources |= environment.sources_of(trial)
     return {
+        "folder": os.getcwd(),
+        "sources": sources,
         "experiment": reference,
         "results": str(request.results.resolve()),
-        "device": plan.device,
-        "only": {field: list(values) for field, values in request.only.items()},
-        "rounds": request.rounds,
-        "retry": list(request.retry),
-        "retry_before": request.retry_before,
-        "smoke": request.smoke,
-        "blocks": list(keys),
-        "sources": sources,
-        "sweep": dict(request.sweep or {}),
-        "folder": os.getcwd(),
+        "options": {
+            "device": plan.device,
+            "only": {field: list(values) for field, values in request.only.items()},
+            "rounds": request.rounds,
+            "retry": list(request.retry),
+            "retry_before": request.retry_before,
+            "smoke": request.smoke,
+            "blocks": list(keys),
+            "sweep": dict(request.sweep or {}),
+        },
     }
+
+
+def run_blocks(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The job, on its node: an ordinary run of what remains of some blocks, to a file of its own.
+
+    Args:
+        spec: written by `_spec`.
+
+    Returns:
+        `error`: in one line, why the job ended early; None if it finished, or was told to end.
+    """
+    if os.path.isdir(spec["folder"]):
+        os.chdir(spec["folder"])
+    environment.take_sources(spec["sources"])
+    given = os.environ.get("SLURM_CPUS_ON_NODE")
+    with own_cpus(int(given) if given else None) as cpus:  # SLURM counts CPUs, and may not bind to them
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)
+        if (trouble := different(spec["sources"])) is not None:
+            return {"error": f"node {host_name()}: {trouble}"}
+        try:
+            experiment, results = load_experiment(spec["experiment"]), Path(spec["results"])
+            run_here(Request(experiment=experiment, results=results, **spec["options"]), Progress())
+        except (UsageError, RunEnded, OSError) as error:
+            return {"error": f"node {host_name()}, {spec['results']}: " + " ".join(str(error).split())}
+    return {"error": None}
 
 
 @dataclass

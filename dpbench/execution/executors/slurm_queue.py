@@ -22,7 +22,6 @@ from typing import Any
 
 from dpbench.errors import UsageError
 from dpbench.execution.executors import Cluster
-from dpbench.execution.executors.job import run_blocks
 from dpbench.process.parent import our_path
 from dpbench.records.host import host_name
 from dpbench.trials.packages import to_be_installed
@@ -45,17 +44,18 @@ class Queue:
         cluster: the requested resources.
         device: that the trials measure.
         home: the folder of job specifications and output.
+        job: specification -> {"error"}, run on a node.
 
     Raises:
         UsageError: submitit is not installed, or there is no SLURM here.
     """
 
-    def __init__(self, cluster: Cluster, device: str, home: Path) -> None:
+    def __init__(self, cluster: Cluster, device: str, home: Path, job: Callable[..., Any]) -> None:
         try:
             import submitit
         except ImportError:
             raise UsageError(to_be_installed("submitit"), "none") from None
-        self._submitit, self._asked, self._device, self._home = submitit, cluster, device, home
+        self._submitit, self._asked, self._device, self._home, self._job = submitit, cluster, device, home, job
         self.local = cluster.cluster == "local"
         if not self.local and shutil.which("sbatch") is None:
             raise UsageError("a machine that submits to SLURM (sbatch), or --cluster local", "none")
@@ -87,7 +87,7 @@ class Queue:
             executor = maker(folder=self._home / "%j", max_num_timeout=0)
             executor.update_parameters(**self._parameters())
             with _ignoring(signal.SIGINT):  # Ctrl-C is for this process, which then ends the jobs in order
-                jobs = executor.map_array(run_blocks, specs)
+                jobs = executor.map_array(self._job, specs)
         except (self._submitit.core.utils.FailedJobError, subprocess.SubprocessError, ValueError) as error:
             raise UsageError("jobs that SLURM takes", _told(str(error))) from error
         finally:

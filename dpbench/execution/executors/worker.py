@@ -6,12 +6,13 @@ so a trial costs a fork, not an ``import torch``.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpbench.execution.executors.cpus import own_cpus
 from dpbench.execution.machines import NodeFacts
 from dpbench.process.parent import Answer, Isolation, our_path
 from dpbench.process.variables import server_variables
@@ -38,6 +39,32 @@ class Job:
     alone: bool
     folder: str
     executor: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def own_cpus(count: int | None) -> Iterator[Collection[int] | None]:
+    """Reserve CPUs that no other caller on this machine has, for a cluster counts CPUs and may not bind to them.
+
+    Each reservation is an abstract socket's name, which ends with its process and is no file.
+
+    Args:
+        count: how many; None, or as many as there are, for all of them.
+
+    Yields:
+        The CPUs; None for all. Those that others have, if the cluster allotted more than there are.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if count is None or count >= len(allowed):
+        yield None
+        return
+    with socket.socket(socket.AF_UNIX) as held:
+        for first in range(0, len(allowed) - count + 1, count):
+            with contextlib.suppress(OSError):
+                held.bind(f"\0dpbench-{count}-cpus-from-{allowed[first]}")
+                break
+        else:
+            first = 0
+        yield allowed[first : first + count]
 
 
 class _Node:
