@@ -10,9 +10,8 @@ from pathlib import Path
 from dpbench.cli import streams
 from dpbench.cli.values import folder
 from dpbench.errors import UsageError, going_on
-from dpbench.execution.allowance import check_minutes
 from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
-from dpbench.execution.runner import Request, check_choices
+from dpbench.execution.runner import Request
 from dpbench.execution.selection import parse_only
 from dpbench.experiment import load_experiment
 from dpbench.records.environment import DEVICES
@@ -87,8 +86,6 @@ def request_from(args: argparse.Namespace) -> Request:
     retry = [name for name in args.retry.split(",") if name]
     if args.retry and not retry:
         raise UsageError("outcomes after --retry, as error,timeout", args.retry)
-    check_choices(args.rounds, retry)
-    check_minutes(args.minutes)
     return Request(
         experiment=load_experiment(args.experiment),
         results=args.output,
@@ -129,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         find_figures(request.experiment.figures)  # check names before hours of measuring
     done = run_request(request, Progress())
     if done.outcomes:
-        where = done.path if len(done.paths) == 1 else f"{len(done.paths)} files of {request.folder}"
+        where = done.paths[0] if len(done.paths) == 1 else f"{len(done.paths)} files of {request.folder}"
         _say(f"recorded {done.outcomes.total() - done.unrecorded} trials ({_counts(done.outcomes)}) in {where}")
     if done.signum is not None:
         _say("stopped; everything that ended is recorded, and the same command continues from there")

@@ -8,13 +8,11 @@ or reports that it does not fit, and continues with the others.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from dpbench.errors import UsageError
 from dpbench.execution.progress import duration
 from dpbench.execution.schedule import Clock, Record, Run, Schedule
 from dpbench.process.parent import Answer
@@ -28,19 +26,6 @@ GUESS = 20.0
 LIKENESS = 0.5
 #: A trial that was cut off is expected to take this many times as long as it had.
 LONGER = 1.1
-
-
-def check_minutes(minutes: float | None) -> None:
-    """Check the number of minutes.
-
-    Args:
-        minutes: after --minutes, or None.
-
-    Raises:
-        UsageError: not a positive number.
-    """
-    if minutes is not None and not 0 < minutes < math.inf:
-        raise UsageError("a positive number for --minutes", minutes)
 
 
 @dataclass

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 
 from dpbench.errors import going_on
 from dpbench.execution.allowance import Allowance
-from dpbench.execution.executors.blocks import Block
 from dpbench.execution.machines import version_hash
 from dpbench.execution.progress import Progress
-from dpbench.execution.schedule import Run, Schedule
+from dpbench.execution.schedule import Block, Run, Schedule
 from dpbench.execution.shards import Shards
 from dpbench.process.parent import Answer, Isolation
 from dpbench.records.store import utc_now
@@ -86,11 +85,6 @@ class Report:
     device: str = "cpu"
     unrecorded: int = 0
     left: Sequence[str] = ()
-
-    @property
-    def path(self) -> Path | None:
-        """The first file of records; None if nothing was recorded."""
-        return self.paths[0] if self.paths else None
 
 
 class Loop:

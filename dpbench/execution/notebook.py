@@ -31,29 +31,10 @@ if TYPE_CHECKING:
 Source = str | os.PathLike[str] | Experiment
 #: The columns of every frame, in order; then the trial's other fields, and the environment as ``env_...``.
 COLUMNS = (
-    *("experiment", "kind", "device_label", "id", "round", "turn", "fingerprint", "utc", "run"),
-    *(
-        "model",
-        "backend",
-        "accountant",
-        "batch_size",
-        "outcome",
-        "evidence",
-        "step_seconds",
-        "samples",
-        "warmup_seconds",
-    ),
-    *(
-        "peak_bytes",
-        "baseline_bytes",
-        "memory",
-        "max_norm_error",
-        "max_grad_error",
-        "ghost",
-        "instantiated",
-        "fallback",
-    ),
-    *("epsilon", "epsilon_kind", "seconds", "load", "stolen", "result"),
+    *("experiment", "kind", "device_label", "id", "round", "turn", "fingerprint", "utc", "run", "model", "backend"),
+    *("accountant", "batch_size", "outcome", "evidence", "step_seconds", "samples", "warmup_seconds", "peak_bytes"),
+    *("baseline_bytes", "memory", "max_norm_error", "max_grad_error", "ghost", "instantiated", "fallback", "epsilon"),
+    *("epsilon_kind", "seconds", "load", "stolen", "result"),
 )
 
 
@@ -118,11 +99,10 @@ def run(
         KeyboardInterrupt: it was interrupted; finished trials are recorded, and the same call resumes.
     """
     from dpbench.execution.progress import Progress  # imports numpy, which `load` does not need
-    from dpbench.execution.runner import Request, check_choices, make_plan  # the same
+    from dpbench.execution.runner import Request, make_plan  # the same
     from dpbench.execution.runner import run as run_request  # the same
 
     retry = [retry] if isinstance(retry, str) else list(retry)
-    check_choices(rounds, retry)
     chosen, device = _experiment(experiment, one_of("a device", device, DEVICES), name)
     request = Request(
         experiment=chosen,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -12,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.errors import RunEnded, UsageError, one_of
-from dpbench.execution.allowance import Allowance, check_minutes
+from dpbench.execution.allowance import Allowance
 from dpbench.execution.executors import Cluster
-from dpbench.execution.executors.blocks import Block, blocks_of, key_of
 from dpbench.execution.lock import held
 from dpbench.execution.loop import Here, Loop, Report, Shards
 from dpbench.execution.machines import FolderName, Machines, machines_of
 from dpbench.execution.progress import Progress
-from dpbench.execution.schedule import Clock, History, Schedule
+from dpbench.execution.schedule import Block, Clock, History, Schedule, blocks_of, key_of
 from dpbench.execution.selection import Only, select
 from dpbench.experiment import Cell, Experiment, MaxBatch, check_rounds
 from dpbench.process.linux import available_cpus
@@ -38,31 +38,17 @@ MAX_WORKERS = 8
 _CLUSTERS = {"ray": "dpbench.execution.executors.on_ray", "slurm": "dpbench.execution.executors.on_slurm"}
 
 
-def check_choices(rounds: int | None, retry: Collection[str]) -> None:
-    """Check the options of a run.
-
-    Args:
-        rounds: after --rounds, or None.
-        retry: after --retry.
-
-    Raises:
-        UsageError: an invalid number of rounds, or unknown outcomes to retry.
-    """
-    if rounds is not None:
-        check_rounds(rounds, "--rounds")
-    known = sorted(map(str, RETRYABLE))
-    for name in retry:
-        one_of("an outcome for --retry", name, known)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The options of a run. `device` is "auto", "cpu" or "cuda"; `results` is the folder of all experiments.
 
     `cluster`: where to measure, if not on this machine. `blocks`: a part of the experiment, by the keys of
-    `dpbench.execution.executors.blocks`, for a job of a cluster; `sweep`: the sweep that its records belong to.
+    `dpbench.execution.schedule`, for a job of a cluster; `sweep`: the sweep that its records belong to.
     `reference`: the name by which another process finds the experiment. `retry_before`: `retry` applies only to records
     before this time. `minutes`: do not start trials that would end later.
+
+    Raises:
+        UsageError: rounds, outcomes or minutes that cannot be, or minutes on a cluster.
     """
 
     experiment: Experiment
@@ -79,6 +65,16 @@ class Request:
     retry_before: str | None = None
     minutes: float | None = None
     wait: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None:
+            check_rounds(self.rounds, "--rounds")
+        for name in self.retry:
+            one_of("an outcome for --retry", name, sorted(map(str, RETRYABLE)))
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise UsageError("a positive number for --minutes", self.minutes)
+        if self.minutes is not None and self.cluster is not None:  # the cluster decides when a trial starts
+            raise UsageError("--minutes with --executor local", f"--executor {self.cluster.name}")
 
     @property
     def folder(self) -> Path:
@@ -150,15 +146,12 @@ def run(request: Request, progress: Progress) -> Report:
     """Run what remains. Every trial is recorded before another one replaces it.
 
     Raises:
-        UsageError: before anything is measured: the device, the selection, the cluster, the minutes, another run.
+        UsageError: before anything is measured: the device, the selection, the cluster, another run.
         OSError: before anything is measured: the results folder cannot be written to.
         RunEnded: it cannot go on.
     """
     begun = time.monotonic()
-    check_minutes(request.minutes)
     if request.cluster is not None:
-        if request.minutes is not None:  # the cluster decides when a trial starts
-            raise UsageError("--minutes with --executor local", f"--executor {request.cluster.name}")
         report: Report = importlib.import_module(_CLUSTERS[request.cluster.name]).run(request, progress)
         return report
     plan = make_plan(request, environment.resolve_device(request.device))

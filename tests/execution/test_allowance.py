@@ -11,10 +11,8 @@ from test_schedule import CELLS, record_of
 
 from dpbench.errors import UsageError
 from dpbench.execution import allowance as module
-from dpbench.execution.allowance import Allowance, check_minutes
-from dpbench.execution.executors import Cluster
-from dpbench.execution.progress import Progress
-from dpbench.execution.runner import Request, run
+from dpbench.execution.allowance import Allowance
+from dpbench.execution.runner import Request
 from dpbench.execution.schedule import Clock, History, Run, Schedule
 from dpbench.experiment import load_experiment
 from dpbench.process.parent import Answer
@@ -121,16 +119,9 @@ def test_the_end_says_what_is_left_and_that_the_same_line_goes_on(monkeypatch):
 
 
 @pytest.mark.parametrize("minutes", [0, -1.0, float("nan"), float("inf")])
-def test_minutes_that_are_no_positive_number_are_refused(minutes):
+def test_minutes_that_are_no_positive_number_are_refused(minutes, tmp_path):
     with pytest.raises(UsageError, match="a positive number for --minutes"):
-        check_minutes(minutes)
-
-
-@pytest.mark.parametrize("name", ["ray", "slurm"])
-def test_a_cluster_starts_trials_when_it_likes_and_has_no_minutes(tmp_path, name):
-    asked = Request(experiment=load_experiment("stress_test"), results=tmp_path, cluster=Cluster(name=name), minutes=9)
-    with pytest.raises(UsageError, match=f"--minutes with --executor local, got '--executor {name}'"):
-        run(asked, Progress())
+        Request(experiment=load_experiment("accountants"), results=tmp_path, minutes=minutes)
 
 
 def test_a_run_ends_in_its_time_and_the_same_line_goes_on(tmp_path):

@@ -18,13 +18,12 @@ from dpbench.cli import main
 from dpbench.errors import UsageError
 from dpbench.execution import shards
 from dpbench.execution.executors import Cluster, worker
-from dpbench.execution.executors.blocks import blocks_of, key_of
 from dpbench.execution.executors.on_ray import cpus_of, device_of
 from dpbench.execution.executors.worker import different, own_cpus
 from dpbench.execution.loop import Loop
 from dpbench.execution.machines import Machine, begin_sweep, machines_of
 from dpbench.execution.progress import Progress
-from dpbench.execution.schedule import Clock, History, Run, Schedule
+from dpbench.execution.schedule import Clock, History, Run, Schedule, blocks_of, key_of
 from dpbench.execution.shards import Shards
 from dpbench.experiment import MaxBatch, grid, load_experiment
 from dpbench.process.parent import Answer, Place

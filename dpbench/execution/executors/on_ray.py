@@ -1,6 +1,6 @@
 """``run --executor ray``: each trial is a Ray task that requests its resources; Ray queues and places it.
 
-A block that must stay on one node (`dpbench.execution.executors.blocks`) has a placement group of one bundle; Ray
+A block that must stay on one node (`Block`) has a placement group of one bundle; Ray
 reserves it on a node, and on another one if the node is lost. A trial that runs alone requests the whole bundle: one
 GPU, or every CPU of a node. The driver keeps the records, so nodes need no shared folder.
 
@@ -23,13 +23,13 @@ from typing import Any
 
 from dpbench.errors import RunEnded, UsageError, one_of
 from dpbench.execution.executors import Cluster
-from dpbench.execution.executors.blocks import Block
 from dpbench.execution.executors.worker import Job, run_trial
 from dpbench.execution.lock import held
 from dpbench.execution.loop import Loop, Report
 from dpbench.execution.machines import begin_sweep
 from dpbench.execution.progress import Progress
 from dpbench.execution.runner import Plan, Request, make_plan
+from dpbench.execution.schedule import Block
 from dpbench.execution.shards import Shards
 from dpbench.process.parent import Answer, Place, our_path
 from dpbench.records import environment
