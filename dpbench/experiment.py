@@ -125,13 +125,9 @@ class Experiment:
     excerpts: Mapping[str, Excerpt] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isprintable() or not _NAME.fullmatch(self.name):
+        if not self.name.isprintable() or not _NAME.fullmatch(self.name):
             raise UsageError("a name that a folder can have, and that leads to no other", self.name)
-        if not isinstance(self.doc, str):
-            raise UsageError(f"a doc of {self.name} that is a text", self.doc)
         object.__setattr__(self, "doc", self.doc.strip().partition("\n")[0].rstrip("."))
-        if not callable(self.cells) or not callable(self.smoke):
-            raise UsageError(f"cells and smoke of {self.name} that can be called with a device", self.cells)
         if not isinstance(self.figures, tuple | list) or not all(isinstance(each, str) for each in self.figures):
             raise UsageError(f"names in figures of {self.name}", self.figures)
         check_rounds(self.rounds, f"rounds of {self.name}")

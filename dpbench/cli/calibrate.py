@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     target, words = _target(args)
     if args.delta is None:
         raise UsageError("--delta", "none")
-    delta = number("--delta", args.delta)
+    delta = number("delta", args.delta)
     try:
         rows = [
             _row(name, args, unknown, {**target, **given, "delta": delta, **scheme}) for name in privacy.in_turn(names)
@@ -80,10 +80,10 @@ def _target(args: argparse.Namespace) -> tuple[dict[str, float], str]:
     if len(named) != 1:
         raise UsageError(f"one of {options}", "none" if not named else "several")
     (name,) = named
-    target = {name: number(f"--{name.replace('_', '-')}", getattr(args, name))}
+    target = {name: number(name, getattr(args, name))}
     words = f"{signs[name]} ≤ {getattr(args, name)}"
     if name == "target_tpr":
-        target["fpr"] = number("--fpr", args.fpr or "0.01")
+        target["fpr"] = number("fpr", args.fpr or "0.01")
         return target, f"{words} at {args.fpr or '0.01'} false ones"
     if args.fpr is not None:
         raise UsageError("--fpr with --target-tpr", args.fpr)
@@ -104,7 +104,7 @@ def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
         if (text is None) == (name in _GIVEN[unknown]):
             what = "" if text is None else "no "
             raise UsageError(f"{what}{option} when solving for {unknown.replace('_', '-')}", text or "none")
-    return {name: number(f"--{name.replace('_', '-')}", texts[name]) for name in _GIVEN[unknown]}
+    return {name: number(name, texts[name]) for name in _GIVEN[unknown]}
 
 
 def _row(name: str, args: argparse.Namespace, unknown: str, given: dict[str, Any]) -> Row:

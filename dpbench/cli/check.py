@@ -94,11 +94,8 @@ def run(args: argparse.Namespace) -> int:
     if args.sensitivity:
         print(to_json(rows) if args.format == "json" else _moves(rows))
         return int(any(sensitivity.failed(row) for row in rows))
-    print(
-        to_json(rows)
-        if args.format == "json"
-        else _tables(rows, {_model(t) for t in trials if isinstance(t, CheckTrial)})
-    )
+    models = {_model(trial) for trial in trials if isinstance(trial, CheckTrial)}
+    print(to_json(rows) if args.format == "json" else _tables(rows, models))
     return int(any(row["status"] in ("mismatch", "error") for row in rows))
 
 
@@ -115,16 +112,21 @@ def _wanted(args: argparse.Namespace) -> list[CheckOf]:
     for backend in backends:
         validate_backend(backend)
     device = resolve_device(args.device)
-    if args.sensitivity:
-        return _hard_records(args, backends, device)
-    if args.dtype == AUTOCAST:
+    if args.sensitivity and (args.model or args.conformance):
+        expected = "--sensitivity without --model and --conformance: it brings small models of its own"
+        raise UsageError(expected, "--model" if args.model else "--conformance")
+    if args.dtype == AUTOCAST and not args.sensitivity:
         raise UsageError(f"one of {', '.join(DTYPES)} without --sensitivity", args.dtype)
     conforming = [backend for backend in backends if args.conformance or (is_file(backend) and not args.model)]
     on_models = backends if args.model else [backend for backend in backends if backend not in conforming]
+    if args.backend and "nonprivate" in (backends if args.sensitivity else conforming):
+        option = "--sensitivity" if args.sensitivity else "--conformance"
+        raise UsageError(f"a backend that clips with {option}", "nonprivate")
+    if args.sensitivity:
+        clipping = [backend for backend in backends if backend != "nonprivate"]
+        return [SensitivityTrial(backend=name, dtype=args.dtype or "float32", device=device) for name in clipping]
     if conforming and args.dtype not in (None, "float64"):
         raise UsageError("no --dtype with the conformance cases, which have precisions of their own", args.dtype)
-    if args.backend and "nonprivate" in conforming:
-        raise UsageError("a backend that clips with --conformance", "nonprivate")
     return [
         *(
             CheckTrial(
@@ -139,21 +141,6 @@ def _wanted(args: argparse.Namespace) -> list[CheckOf]:
         ),
         *(ConformanceTrial(backend=backend, device=device) for backend in conforming if backend != "nonprivate"),
     ]
-
-
-def _hard_records(args: argparse.Namespace, backends: Sequence[str], device: str) -> list[CheckOf]:
-    """The trials of `--sensitivity`.
-
-    Raises:
-        UsageError: conflicting options.
-    """
-    if args.model or args.conformance:
-        expected = "--sensitivity without --model and --conformance: it brings small models of its own"
-        raise UsageError(expected, "--model" if args.model else "--conformance")
-    if args.backend and "nonprivate" in backends:
-        raise UsageError("a backend that clips with --sensitivity", "nonprivate")
-    dtype = args.dtype or "float32"
-    return [SensitivityTrial(backend=name, dtype=dtype, device=device) for name in backends if name != "nonprivate"]
 
 
 def _refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
@@ -255,12 +242,8 @@ def _tables(rows: list[Row], models: set[str]) -> str:
     """Models as a table of measurements, conformance cases as the scorecard."""
     measured = [row for row in rows if row["model"] in models]
     cases = [row for row in rows if row["model"] not in models]
-    return "\n\n".join(
-        [
-            *(["\n".join(aligned([_HEADER, *map(_cells, measured)]))] if measured else []),
-            *([_scorecard(cases)] if cases else []),
-        ]
-    )
+    found = ["\n".join(aligned([_HEADER, *map(_cells, measured)]))] if measured else []
+    return "\n\n".join([*found, *([_scorecard(cases)] if cases else [])])
 
 
 def _scorecard(rows: list[Row]) -> str:

@@ -31,10 +31,7 @@ COMMANDS = {
     "explain": ("dpbench.cli.explain", "the route that each use of each parameter takes, and the cost of each route"),
     "recommend": ("dpbench.cli.recommend", "compare every backend on one model, on this machine, and recommend one"),
     "template": ("dpbench.cli.template", "write a file for your own model, for the other commands"),
-    "compare": (
-        "dpbench.cli.compare",
-        "compare two runs: faster, slower, same or inconclusive for each cell",
-    ),
+    "compare": ("dpbench.cli.compare", "compare two runs: faster, slower, same or inconclusive for each cell"),
     "report": ("dpbench.cli.report", "figures and tables from records"),
     "history": (
         "dpbench.cli.history",

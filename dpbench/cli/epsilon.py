@@ -1,20 +1,42 @@
-"""``dpbench epsilon``: ε of a run by each accountant, and its meaning."""
+"""``dpbench epsilon``: ε of a run by each accountant, and its meaning.
+
+Successive steps of different noise, sample rate, sampling or number are phases of a TOML file::
+
+    delta = 1e-5             # fields above the phases hold for all of them
+    dataset_size = 60_000
+
+    [[phase]]
+    batch_size = 256
+    noise_multiplier = 1.1
+    epochs = 10
+
+    [[phase]]
+    sample_rate = 0.01
+    noise_multiplier = 2
+    steps = 500
+"""
 
 from __future__ import annotations
 
 import argparse
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from accounting import ArgumentError, compose
 from accounting.varying import Part
 from dpbench.cli import privacy
-from dpbench.cli.phases import read_phases
 from dpbench.cli.privacy import Row, number
 from dpbench.errors import UsageError, one_of
 from dpbench.trials.json_text import to_json
 
 #: Formats of `--output`.
 _PICTURES = ("png", "svg", "pdf")
+#: The fields of a phase, named as the options.
+_FIELDS = (
+    *("noise_multiplier", "sample_rate", "batch_size", "dataset_size", "max_batch_size", "steps", "epochs"),
+    *("group_size", "sampling", "adjacency"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     """
     suffix = _suffix(args)
     try:
-        parts, delta_text = read_phases(args) if args.phases else ([privacy.part(args)], args.delta)
+        parts, delta_text = _read_phases(args) if args.phases else ([privacy.part(args)], args.delta)
         if delta_text is None:
             raise UsageError("--delta", "nothing")
-        delta = number("--delta", delta_text)
+        delta = number("delta", delta_text)
         names = privacy.accountants(args.accountant, *parts[0][0].scheme)
         rows = [_row(name, args, parts, delta) for name in privacy.in_turn(names)]
     except ArgumentError as error:
@@ -121,3 +143,36 @@ def _draw(path: Path, suffix: str, parts: list[Part], rows: list[Row], delta: fl
     with rc_context(style.RC):
         figure = draw(trade_off(parts), min(bounds, default=None), delta)
         figure.savefig(path, format=suffix, dpi=200)
+
+
+def _read_phases(args: argparse.Namespace) -> tuple[list[Part], str | None]:
+    """(the parts, δ as typed; the command line's δ overrides the file's).
+
+    Raises:
+        UsageError: no such file, no TOML, no phases, an unknown field, or options beside the file.
+        ArgumentError: a value outside its domain.
+    """
+    beside = {name: None if name == "sampling" else getattr(args, name) for name in _FIELDS}
+    if given := [f"--{name.replace('_', '-')}" for name, value in beside.items() if value is not None]:
+        raise UsageError(f"either {given[0]} or phases", args.phases)
+    try:
+        found = tomllib.loads(Path(args.phases).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"a file of phases ({error.strerror})", args.phases) from error
+    except ValueError as error:  # invalid TOML or UTF-8
+        raise UsageError(f"TOML in {args.phases}", " ".join(str(error).split())) from error
+    phases = found.pop("phase", [])
+    if not isinstance(phases, list) or not phases or not all(isinstance(phase, dict) for phase in phases):
+        raise UsageError(f"one [[phase]] at least in {args.phases}", phases)
+    delta = found.pop("delta", None)
+    common = _fields(found)
+    defaults = dict.fromkeys(_FIELDS) | {"sampling": "poisson"}
+    parts = [privacy.part(argparse.Namespace(**defaults | common | _fields(phase))) for phase in phases]
+    if len({mechanism.adjacency for mechanism, _ in parts}) > 1:
+        raise UsageError("one adjacency in all phases", ", ".join(mechanism.adjacency for mechanism, _ in parts))
+    return parts, args.delta if args.delta is not None else None if delta is None else str(delta)
+
+
+def _fields(table: dict[str, Any]) -> dict[str, str]:
+    """Every value as typed after an option."""
+    return {one_of("a field of a phase", name, (*_FIELDS, "delta")): str(value) for name, value in table.items()}

@@ -47,10 +47,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "recommend": (
         ("resnet18 --batch-size 32", "a built-in model"),
-        (
-            "timm:vit_tiny_patch16_224 --memory 24GiB",
-            "one of timm's, and your card's memory",
-        ),
+        ("timm:vit_tiny_patch16_224 --memory 24GiB", "one of timm's, and your card's memory"),
         ("mine.py:build --format json", "your own, in a file from `dpbench template mine.py`"),
         ('"transformers:gpt2?n_layer=6@256" --seconds 60', "six layers, 256 tokens, in a minute"),
     ),

@@ -69,14 +69,14 @@ def length(args: argparse.Namespace) -> dict[str, str | None]:
             raise UsageError(
                 "--batch-size with --dataset-size, or --sample-rate", "both" if rate is not None else "--batch-size"
             )
-        batch, records = number("--batch-size", args.batch_size), number("--dataset-size", args.dataset_size)
+        batch, records = number("batch_size", args.batch_size), number("dataset_size", args.dataset_size)
         if not 0 < batch <= records < math.inf:
             raise UsageError("--batch-size to be at most --dataset-size", args.batch_size)
         rate = repr(batch / records)
     if args.epochs is not None:
         if steps is not None:
             raise UsageError("either --steps or --epochs", "both")
-        q, epochs = number("--sample-rate", rate or "nan"), number("--epochs", args.epochs)
+        q, epochs = number("sample_rate", rate or "nan"), number("epochs", args.epochs)
         if not (q > 0 and 0 <= epochs <= sys.float_info.max and epochs / q < math.inf):
             raise UsageError("--epochs to be a number >= 0, at a sample rate above 0", args.epochs)
         steps = str(math.ceil(epochs / q * (1 - 1e-12)))
@@ -132,7 +132,7 @@ def scheme(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "sampling": sampling,
         "adjacency": adjacency,
-        **{name: number(f"--{name.replace('_', '-')}", text) for name, text in sizes.items() if text is not None},
+        **{name: number(name, text) for name, text in sizes.items() if text is not None},
     }
 
 
@@ -152,11 +152,11 @@ def part(args: argparse.Namespace) -> Part:
     if missing := [words for words, text in wanted.items() if text is None]:
         raise UsageError(" and ".join(missing), "nothing")
     mechanism = SubsampledGaussian(
-        noise_multiplier=number("--noise-multiplier", args.noise_multiplier),
-        sample_rate=number("--sample-rate", str(found["sample_rate"])),
+        noise_multiplier=number("noise_multiplier", args.noise_multiplier),
+        sample_rate=number("sample_rate", str(found["sample_rate"])),
         **scheme(args),
     )
-    return mechanism, number("--steps", str(found["steps"]))
+    return mechanism, number("steps", str(found["steps"]))
 
 
 def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> list[str]:
@@ -222,7 +222,7 @@ def asked(name: str, args: argparse.Namespace) -> Accountant:
         return _load(name)
     distribution = one_of("a distribution of runs", args.tuned_by or "geometric", DISTRIBUTIONS)
     try:
-        tuned = Tuned(number("--tuned", args.tuned), distribution)
+        tuned = Tuned(number("tuned", args.tuned), distribution)
     except ArgumentError as error:
         raise UsageError(f"--tuned {error.expected}", args.tuned) from error
     if name not in TUNES:
@@ -230,11 +230,11 @@ def asked(name: str, args: argparse.Namespace) -> Accountant:
     return tuned
 
 
-def number(option: str, text: str) -> float:
+def number(name: str, text: str) -> float:
     """Parse a number; whole numbers become ints, since a float loses digits beyond 2**53.
 
     Args:
-        option: its name, for the error.
+        name: of the argument, for the error.
         text: as typed.
 
     Raises:
@@ -246,7 +246,7 @@ def number(option: str, text: str) -> float:
             return _whole(float(over) / float(under))
         return int(text) if text.strip("+-").isdecimal() else _whole(float(text))
     except (ValueError, ZeroDivisionError):
-        raise UsageError(f"{option} to be a number", text) from None
+        raise UsageError(f"--{name.replace('_', '-')} to be a number", text) from None
 
 
 def usage(error: ArgumentError) -> UsageError:

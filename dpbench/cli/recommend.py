@@ -60,10 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda if available, else cpu")
     parser.add_argument(
-        "--precision",
-        choices=PROFILES,
-        default="float32",
-        help="the precision profile (default: %(default)s)",
+        "--precision", choices=PROFILES, default="float32", help="the precision profile (default: %(default)s)"
     )
     add_sizes(parser)
     parser.add_argument(

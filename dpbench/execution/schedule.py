@@ -60,10 +60,7 @@ class History:
     """
 
     def __init__(
-        self,
-        records: Iterable[Record],
-        accepted: Callable[[Trial], Mapping[str, str]],
-        retry: Collection[str],
+        self, records: Iterable[Record], accepted: Callable[[Trial], Mapping[str, str]], retry: Collection[str]
     ) -> None:
         self._accepted = accepted
         # a final outcome is not run again: it is the last of its key, whatever the clock said

@@ -80,22 +80,31 @@ def test_list_names_everything_once_with_a_line_of_explanation():
     assert all(entry["name"] in table and entry["doc"] in table for entries in listed.values() for entry in entries)
 
 
+EPSILON = ["epsilon", "--sample-rate", "0.01", "--steps", "10000", "--delta", "1e-5", "--noise-multiplier"]
+
+
 @pytest.mark.parametrize(
-    "arguments", [["list"], ["plan", "stress_test", "--device", "cpu"]], ids=lambda arguments: arguments[0]
+    ("arguments", "libraries", "absent"),
+    [
+        (["list"], "numpy", "scipy"),
+        (["plan", "stress_test", "--device", "cpu"], "numpy", "scipy"),
+        ([*EPSILON, "4", "--accountant", "moments"], "numpy", "scipy"),
+        pytest.param([*EPSILON, "1"], "dp_accounting.pld", "opacus", marks=pytest.mark.slow),
+    ],
+    ids=["list", "plan", "epsilon", "all accountants"],
 )
-def test_what_imports_no_torch_answers_at_once(arguments):
-    """`epsilon`, too: test_command_epsilon."""
+def test_what_imports_no_torch_answers_at_once(arguments, libraries, absent):
     code = (
-        "import sys; from dpbench.cli import main; code = main(sys.argv[1:])\n"
-        "print(code, *{'torch', 'pandas', 'matplotlib'} & set(sys.modules), file=sys.stderr)"
+        "import sys; from dpbench.cli import main; code = main(sys.argv[2:])\n"
+        "print(code, *{'torch', 'pandas', 'matplotlib', sys.argv[1]} & set(sys.modules), file=sys.stderr)"
     )
     told = []
 
     def command():
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
-        told.append(done.stderr.strip())
+        words = [sys.executable, "-c", code, absent, *arguments]
+        told.append(subprocess.run(words, capture_output=True, text=True, cwd=ROOT).stderr.strip())
 
-    assert as_quick_as_imports(command, "numpy", times=4)
+    assert as_quick_as_imports(command, libraries, times=4)
     assert set(told) == {"0"}
 
 

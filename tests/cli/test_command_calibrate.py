@@ -88,16 +88,6 @@ def test_under_another_scheme(capsys):
     assert "shuffled batches, making one record's gradient zero" in out
 
 
-def test_a_library_that_is_missing_is_a_row_that_says_so(capsys, monkeypatch):
-    monkeypatch.setitem(
-        accounting.ACCOUNTANTS,
-        "pld",
-        accounting.AccountantInfo("accounting.no_such_module:Pld", "needs what is not there"),
-    )
-    found = rows("--accountant", "pld", "--accountant", "rdp", capsys=capsys)
-    assert "no_such_module" in found["pld"]["detail"]["reason"] and found["rdp"]["epsilon"] <= 1.0
-
-
 def test_a_risk_may_be_the_target(capsys):
     given = ["--sample-rate", "0.02", "--steps", "50", "--delta", "1e-5", "--accountant", "rdp", "--format", "json"]
     assert main(["calibrate", "--target-advantage", "0.15", *given]) == 0

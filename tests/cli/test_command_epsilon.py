@@ -2,11 +2,8 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
-from processor import as_quick_as_imports
 
 import accounting
 from accounting import Accountant, SubsampledGaussian, compose
@@ -108,30 +105,6 @@ def test_truncated_batches_need_their_sizes(capsys):
     sizes = ["--sampling", "truncated_poisson", "--dataset-size", "60000", "--max-batch-size", "700"]
     code, out, _ = dpbench(*POINT, *sizes, "--accountant", "prv", capsys=capsys)
     assert code == 0 and "60,000 records, 700 kept in a batch at most" in out
-
-
-CODE = """import sys; sys.argv = ['dpbench', 'epsilon', *{arguments!r}]
-from dpbench.cli import main
-code = main()
-print(code, *sorted({{'torch', 'pandas', 'matplotlib', {also}}} & set(sys.modules)), file=sys.stderr)"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "also", "libraries"),
-    [
-        ([*POINT, "--accountant", "moments"], "'scipy'", "numpy"),
-        pytest.param(point(noise_multiplier="1"), "'opacus'", "dp_accounting.pld", marks=pytest.mark.slow),  # all
-    ],
-    ids=["one", "all"],
-)
-def test_quick_and_without_torch(arguments, also, libraries):
-    code, told = CODE.format(arguments=arguments, also=also), []
-
-    def command():
-        told.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr)
-
-    assert as_quick_as_imports(command, libraries)
-    assert {tuple(text.split()) for text in told} == {("0",)}
 
 
 LENGTHS = [

@@ -14,7 +14,6 @@ import pytest
 from fake_run import Fake, sleepers
 from report_records import CPU, RunFile
 
-from dpbench.cli import main
 from dpbench.errors import UsageError
 from dpbench.execution import shards
 from dpbench.execution.executors import Cluster, worker
@@ -221,24 +220,6 @@ def test_a_full_disk_at_one_shard_is_one_line_and_the_rest_goes_on(tmp_path, mon
 
 
 # what a person typed
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--executor", "rey"], "did you mean 'ray'?"),
-        (["--address", "a:1"], "expected --address with --executor ray, got '--executor local'"),
-        (["--executor", "ray", "--partition", "p"], "expected --partition with --executor slurm, got '--executor ray'"),
-        (["--executor", "ray", "--cpus", "0"], "expected at least 1 for --cpus, got 0"),
-        (["--executor", "slurm", "--cluster", "locall"], "did you mean 'local'?"),
-        (["--executor", "ray", "--address", ""], "expected a name after --address, got ''"),
-        (["--executor", "slurm", "--partition", ""], "expected a name after --partition, got ''"),
-    ],
-)
-def test_options_that_cannot_be_are_one_line(options, said, capsys):
-    assert main(["run", "accountants", *options]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and said in err
 
 
 @pytest.mark.parametrize(("name", "package"), [("ray", "ray"), ("slurm", "submitit")])

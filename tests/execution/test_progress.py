@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import io
 import os
 import pty
 import struct
@@ -136,15 +135,6 @@ def test_what_stays_is_whole_and_above_the_bar(terminal, seconds):
     assert terminal.take() == [*lines, "after it", ""]
 
 
-def test_the_total_changes_while_searches_go_on(terminal):
-    progress = Progress(terminal.stream)
-    for left, shown in ((5, "[1/6]  17%|"), (1.6, "[1/3]  33%|"), (9, "[1/10]  10%|"), (0, "[1/1] 100%|")):
-        progress.now([FIRST], 1, left, 1.0)
-        assert terminal.take()[0].startswith(shown)
-    progress.now([], 0, 0, None)
-    assert terminal.take()[0].startswith("[0/0]   0%|")
-
-
 @pytest.mark.parametrize(
     ("terminal", "shown"),
     [
@@ -211,22 +201,6 @@ print(sorted({"tqdm", "tqdm.std"} & set(sys.modules)))
         "[2/2] step resnet18 vmap 16, round 2: error in 0.5 s\n"
         "    KeyError: 'no such thing'\n"
     )
-
-
-def test_a_notebook_is_no_terminal():
-    quiet = io.StringIO()
-    progress = Progress(quiet)
-    progress.now([FIRST], 0, 2, None)
-    progress.close()
-    assert quiet.getvalue() == ""
-
-
-@pytest.mark.parametrize("command", [["list"], ["plan", "stress_test", "--smoke", "--device", "cpu"]], ids=" ".join)
-def test_commands_without_a_bar_do_not_import_it(command, tmp_path):
-    code = "import sys; from dpbench.cli import main; main(sys.argv[1:]); sys.exit('tqdm' in sys.modules)"
-    output = ["--output", str(tmp_path)] if command[0] == "plan" else []
-    done = subprocess.run([sys.executable, "-c", code, *command, *output], capture_output=True, timeout=PATIENCE)
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_run_in_a_terminal(terminal, tmp_path):

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipping import BACKENDS
-from dpbench.cli.recommend import (
-    left_out,
-    parse_size,
-    table,
-)
+from dpbench.cli.recommend import left_out, parse_size, table
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import ORDER, Agenda, Question
 from dpbench.execution.recommend.findings import Finding, doubt, in_order, interval, take_race, take_search

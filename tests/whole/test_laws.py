@@ -11,8 +11,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from dpbench import __version__
 from dpbench.trials.reference import load_object
 
@@ -32,14 +30,6 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: a relative import"
             found.add((node.module or "").partition(".")[0])
     return found
-
-
-@pytest.mark.parametrize("package", ["accounting", "clipping"])
-def test_accounting_and_clipping_import_nothing_of_ours(package):
-    foreign = set(PACKAGES) - {package}
-    assert {str(path): imports(path) & foreign for path in MODULES if path.is_relative_to(ROOT / package)} == {
-        str(path): set() for path in MODULES if path.is_relative_to(ROOT / package)
-    }
 
 
 def test_accounting_imports_no_torch():
