@@ -1,4 +1,13 @@
-"""Errors that a person at the command line meets: one line, never a traceback."""
+"""Errors that a person at the command line meets: one line, never a traceback.
+
+Functions take:
+    text: any.
+    expected, what: a noun with its article, "a backend".
+    came, name: what was typed.
+    nearest: the known name that resembles it.
+    known: what could have been typed.
+    outcome, evidence: how a trial ended; lines on it, such as a traceback.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +21,12 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 
 
 def printable(text: str) -> str:
-    """`text` with control characters as escapes, so that what stands in a record does nothing to a terminal.
-
-    Args:
-        text: any.
-    """
+    """`text` with control characters as escapes, so that what stands in a record does nothing to a terminal."""
     return _CONTROL.sub(lambda sign: ascii(sign[0])[1:-1], text)
 
 
 class UsageError(Exception):
-    """Something that a person typed cannot be used.
-
-    The message is one line, that of `complaint`.
-    """
+    """Something that a person typed cannot be used; the message is the line of `complaint`."""
 
     def __init__(self, expected: str, came: object, nearest: str | None = None, known: Iterable[str] = ()) -> None:
         super().__init__(complaint(expected, came, nearest, known))
@@ -42,14 +44,7 @@ class UsageError(Exception):
 
 
 def complaint(expected: str, came: object, nearest: str | None = None, known: Iterable[str] = ()) -> str:
-    """One line: what was expected, what came, the nearest known name if there is one, and after it all that are known.
-
-    Args:
-        expected: a noun, "a backend".
-        came: what was typed.
-        nearest: the known name that resembles it.
-        known: what could have been.
-    """
+    """One line: what was expected, what came, the nearest known name if there is one, and all that are known."""
     names = ", ".join(known)
     if nearest:
         return f"expected {expected}, got {came!r}; did you mean {nearest!r}?" + (f" (one of {names})" if names else "")
@@ -57,14 +52,17 @@ def complaint(expected: str, came: object, nearest: str | None = None, known: It
 
 
 def last_line(evidence: str | None) -> str:
-    """Of a traceback, what was raised; of our own errors without the name of the class, for they are sentences.
-
-    Args:
-        evidence: how a trial ended, a text of lines.
-    """
+    """Of a traceback, what was raised; of our own errors without the name of the class, for they are sentences."""
     lines = (evidence or "").strip().splitlines() or ["no evidence"]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
     return re.sub(r"^dpbench\.[\w.]+Error: ", "", (raised or lines)[-1].strip())
+
+
+def telling_line(outcome: str, evidence: str | None) -> str:
+    """The line that says most: a traceback's last one names the exception, and our own texts begin with the cause."""
+    if outcome == "error":
+        return last_line(evidence)
+    return next((line.strip() for line in (evidence or "").splitlines() if line.strip()), "")
 
 
 class RunEnded(Exception):
@@ -88,23 +86,13 @@ def going_on() -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, or None if none resembles it.
-
-    Args:
-        name: what was typed.
-        known: what could have been.
-    """
+    """The known name closest to `name`, or None if none resembles it."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return close[0] if close else None
 
 
 def one_of(what: str, name: str, known: Iterable[str]) -> str:
     """Return `name` if it is known.
-
-    Args:
-        what: the kind of name, with its article: "a backend".
-        name: what was typed.
-        known: what could have been.
 
     Raises:
         UsageError: naming every known `what`, and the nearest to `name`.

@@ -8,6 +8,10 @@ trials, and searches for the largest batch that fits::
         return grid(StepTrial, model=["cnn", "resnet18"], backend=["nonprivate", "ghost"], batch_size=32, device=device)
 
     EXPERIMENT = Experiment(name="my_own", doc="What it shows.", cells=cells, smoke=smoke)
+
+Functions take:
+    name: what was typed.
+    device: "cpu" or "cuda".
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import json
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,18 +142,14 @@ class Experiment:
         What the declaration prints goes to standard error: standard output is the command's.
 
         Args:
-            device: "cpu" or "cuda".
             smoke: those in miniature.
 
         Raises:
             UsageError: in one line, if the declaration fails or ends the process, or if a cell is none.
         """
         name = "smoke" if smoke else "cells"
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                cells = list((self.smoke if smoke else self.cells)(device))
-        except BaseException as error:
-            raise _of_theirs(f"{name}({device!r}) of {self.name} to return trials", error) from error
+        with _their_code(f"{name}({device!r}) of {self.name} to return trials"):
+            cells = list((self.smoke if smoke else self.cells)(device))
         for cell in cells:
             if not isinstance(cell, Trial | MaxBatch):
                 raise UsageError(f"a trial or a search in {name} of {self.name}", cell)
@@ -158,17 +158,25 @@ class Experiment:
         return cells
 
 
+@contextlib.contextmanager
+def _their_code(expected: str) -> Iterator[None]:
+    """Turn whatever code of a person's own raises into one line, and have it print to standard error."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except KeyboardInterrupt:  # nobody's code
+        raise
+    except BaseException as error:
+        raise UsageError(expected, _in_words(error)) from error
+
+
 def check_rounds(rounds: Any, what: str) -> None:
-    """See that so many rounds can be run.
+    """Raise a UsageError about `what` if so many `rounds` cannot be run, or are beyond reason.
 
     Args:
-        rounds: what was given.
-        what: that is to be run in rounds, for the error.
-
-    Raises:
-        UsageError: a number of rounds that cannot be, or is beyond reason.
+        rounds, what: as given; where, for the error.
     """
-    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+    if type(rounds) is not int or rounds < 1:
         raise UsageError(f"at least 1 for {what}", rounds)
     if rounds > MOST_ROUNDS:
         raise UsageError(f"at most {MOST_ROUNDS} for {what}", rounds)
@@ -187,19 +195,12 @@ def _flaw_of(cell: Cell) -> str | None:
 
 def _flaw_of_trial(trial: Trial) -> str | None:
     seconds: Any = trial.timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+    if type(seconds) not in (int, float) or not seconds > 0:
         return f"{trial.label()}: a timeout of {seconds!r}, which is no number of seconds above 0"
     bool({trial: trial.alone}[trial.replace()])  # trials are looked up by what they are
     if not all(isinstance(words, str) for words in (trial.id, trial.label(), *trial.modules())):
         return f"{type(trial).__name__}: an id, a label or modules that are no texts"
     return flaw_of_trial(json.loads(canonical_json(trial.describe())))
-
-
-def _of_theirs(expected: str, error: BaseException) -> UsageError:
-    """What code of a person's own raised, whatever it is, as one line; Ctrl-C is nobody's code."""
-    if isinstance(error, KeyboardInterrupt):
-        raise error
-    return UsageError(expected, _in_words(error))
 
 
 def _in_words(error: BaseException) -> str:
@@ -215,37 +216,26 @@ def experiment_names() -> list[str]:
 
 
 def is_reference(name: str) -> bool:
-    """Whether this is ``file.py``, ``file.py:NAME`` or ``package.module:NAME``, and not the name of an experiment.
-
-    Args:
-        name: what was typed.
-    """
+    """Whether this is ``file.py``, ``file.py:NAME`` or ``package.module:NAME``, and not the name of an experiment."""
     return name.endswith(".py") or ":" in name
 
 
 def load_experiment(name: str) -> Experiment:
     """The experiment of this name, or the one that a reference leads to; ``EXPERIMENT`` if that names a file alone.
 
-    Args:
-        name: what was typed.
-
     Raises:
         UsageError: in one line, if there is none, if its file raises, or if it defines no such experiment.
     """
-    attribute = "EXPERIMENT"
+    module_name, attribute = name, "EXPERIMENT"
     if is_reference(name):
-        module_name = name
         if ":" in name:
             module_name, _, attribute = name.rpartition(":")
         if module_name.endswith(".py") and not Path(module_name).is_file():
             raise UsageError("an experiment or the path of its .py file", name)
     else:
         module_name = f"experiments.{one_of('an experiment', name, experiment_names())}"
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's
-            module = load_module(module_name)
-    except BaseException as error:
-        raise _of_theirs(f"an experiment that can be imported from {name}", error) from error
+    with _their_code(f"an experiment that can be imported from {name}"):
+        module = load_module(module_name)
     found = getattr(module, attribute, None)
     if not isinstance(found, Experiment):
         near = nearest(attribute, [key for key, value in vars(module).items() if isinstance(value, Experiment)])

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dpbench.errors import last_line, printable
+from dpbench.errors import printable, telling_line
 from dpbench.execution.schedule import Record, Run
-from dpbench.trials.outcome import Outcome
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -73,11 +72,8 @@ class Progress:
         line = (
             f"[{done}/{round(done + left)}] {_words(run)}: {record['outcome']} in {record['seconds']:.1f} s{remaining}"
         )
-        evidence = (record["evidence"] or "").strip().splitlines()
-        if evidence:
-            # a traceback's last line names the exception; our own texts begin with the cause
-            told = last_line(record["evidence"]) if record["outcome"] == Outcome.ERROR else evidence[0]
-            line += f"\n    {told[:600]}"
+        if record["evidence"]:
+            line += f"\n    {telling_line(record['outcome'], record['evidence'])[:600]}"
         self.say(line)
 
     def cut(self, run: Run, seconds: float) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpbench.errors import RunEnded, UsageError, going_on
+from dpbench.errors import RunEnded, UsageError, going_on, telling_line
 from dpbench.execution.executors import Cluster
 from dpbench.execution.executors.slurm_queue import JOBS, Queue
 from dpbench.execution.executors.worker import different, own_cpus
@@ -182,9 +182,8 @@ def _show(tail: _Tail, progress: Progress, report: Report) -> None:
         known = (trial.get(name) for name in ("kind", "model", "backend", "accountant", "batch_size"))
         label = " ".join(str(value) for value in known if value is not None)
         ended = f"{label}, round {record['round'] + 1}: {record['outcome']} in {record['seconds']:.1f} s on {host}"
-        evidence = (record["evidence"] or "").strip().splitlines()
-        if evidence:
-            ended += f"\n    {evidence[-1 if record['outcome'] == 'error' else 0][:300]}"
+        if record["evidence"]:
+            ended += f"\n    {telling_line(record['outcome'], record['evidence'])[:300]}"
         progress.say(f"[{report.outcomes.total()}] {ended}")
 
 

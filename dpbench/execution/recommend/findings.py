@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from dpbench.errors import telling_line
 from dpbench.trials.outcome import Outcome
 
 ORDINARY = "nonprivate"
@@ -182,8 +183,7 @@ def set_memory_ratios(findings: Mapping[str, Finding]) -> None:
 
 def end_as(found: Finding, outcome: str, evidence: str | None) -> None:
     """Record how a measurement ended: the exception of a traceback, else the first line."""
-    lines = [line.strip() for line in (evidence or "").splitlines() if line.strip()]
-    said = (lines[-1] if outcome == Outcome.ERROR else lines[0]) if lines else ""
+    said = telling_line(outcome, evidence) if evidence else ""
     found.status, found.reason = outcome, said
     if outcome == Outcome.TIMEOUT:
         found.status = "not measured"
@@ -207,9 +207,8 @@ def take_search(
         if found.peak_bytes is None and peak is not None:
             found.peak_bytes, found.memory_source = peak, "simulated"
         return
-    lines = (evidence or "").strip().splitlines() or [outcome]
-    said = lines[-1] if outcome == Outcome.ERROR else lines[0]
-    found.largest_note = NOT_FOUND if outcome == Outcome.TIMEOUT else f"not simulated: {outcome}: {said}"
+    said = f"not simulated: {outcome}: {telling_line(outcome, evidence)}"
+    found.largest_note = NOT_FOUND if outcome == Outcome.TIMEOUT else said
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
