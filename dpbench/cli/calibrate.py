@@ -55,16 +55,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--delta", "none")
     delta = number("delta", args.delta)
     try:
-        rows = [
-            _row(name, args, unknown, {**target, **given, "delta": delta, **scheme}) for name in privacy.in_turn(names)
-        ]
+        settings = {**target, **given, "delta": delta, **scheme}
+        rows = [_row(name, args, unknown, settings) for name in privacy.in_turn(names)]
     except ArgumentError as error:
         raise privacy.usage(error) from error
-    print(
-        to_json(rows)
-        if args.format == "json"
-        else _table(rows, unknown, words, delta, given, scheme, privacy.more(args))
-    )
+    table = _table(rows, unknown, words, delta, given, scheme, privacy.more(args))
+    print(to_json(rows) if args.format == "json" else table)
     return int(all(row["epsilon"] is None for row in rows))
 
 

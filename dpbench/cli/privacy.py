@@ -4,7 +4,8 @@ Functions take:
     sampling, adjacency: names of `accounting.sampling`.
     error: the error raised.
     asked: typed after --accountant, or None.
-    name: as typed.
+    name, names: of an accountant or an argument; of accountants.
+    value: a number, infinity or None.
 """
 
 from __future__ import annotations
@@ -66,9 +67,8 @@ def length(args: argparse.Namespace) -> dict[str, str | None]:
     rate, steps = args.sample_rate, args.steps
     if args.batch_size is not None:
         if rate is not None or args.dataset_size is None:
-            raise UsageError(
-                "--batch-size with --dataset-size, or --sample-rate", "both" if rate is not None else "--batch-size"
-            )
+            came = "--batch-size" if rate is None else "both"
+            raise UsageError("--batch-size with --dataset-size, or --sample-rate", came)
         batch, records = number("batch_size", args.batch_size), number("dataset_size", args.dataset_size)
         if not 0 < batch <= records < math.inf:
             raise UsageError("--batch-size to be at most --dataset-size", args.batch_size)
@@ -180,11 +180,7 @@ def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> l
 
 
 def in_turn(names: Sequence[str]) -> Iterator[str]:
-    """Yield the names, and show the current one on the terminal's last line, since some take many seconds.
-
-    Args:
-        names: of accountants.
-    """
+    """Yield the names, and show the current one on the terminal's last line, since some take many seconds."""
     for index, name in enumerate(names, start=1):
         streams.tell(f"{name}, {index} of {len(names)} accountants")
         yield name
@@ -233,12 +229,8 @@ def asked(name: str, args: argparse.Namespace) -> Accountant:
 def number(name: str, text: str) -> float:
     """Parse a number; whole numbers become ints, since a float loses digits beyond 2**53.
 
-    Args:
-        name: of the argument, for the error.
-        text: as typed.
-
     Raises:
-        UsageError: it is no number.
+        UsageError: it is no number; names the argument's option.
     """
     over, _, under = text.partition("/")
     try:
@@ -284,20 +276,15 @@ def table(heading: Sequence[str], rows: Sequence[Row], name: str = "", values: S
         rows: of the accountants.
         name, values: a further column, after the accountants'.
     """
-    further: list[tuple[str, ...]] = [(value,) for value in values] or [()] * len(rows)
-    header = ("accountant", *([name] if name else ()), "epsilon", "kind", "seconds", "how")
-    cells = [
-        (
-            row["accountant"],
-            *more,
-            rounded(row["epsilon"], {"upper_bound": True, "lower_bound": False}.get(row["kind"])),
-            str(row["kind"] or "-").replace("_", " "),
-            f"{row['detail']['seconds']:.4f}" if "seconds" in row["detail"] else "-",
-            _how(row["detail"]),
-        )
-        for row, more in zip(rows, further, strict=True)
-    ]
-    return "\n".join([*heading, "", *aligned([header, *cells])])
+    cells: list[list[str]] = [["accountant", name, "epsilon", "kind", "seconds", "how"]]
+    for row, value in zip(rows, values or [""] * len(rows), strict=True):
+        epsilon = rounded(row["epsilon"], {"upper_bound": True, "lower_bound": False}.get(row["kind"]))
+        kind, seconds = str(row["kind"] or "-").replace("_", " "), row["detail"].get("seconds")
+        cells.append([row["accountant"], value, epsilon, kind, "-" if seconds is None else f"{seconds:.4f}"])
+        cells[-1].append(_how(row["detail"]))
+    if not name:
+        cells = [[first, *rest] for first, _, *rest in cells]
+    return "\n".join([*heading, "", *aligned(cells)])
 
 
 def _how(detail: Mapping[str, Any]) -> str:
@@ -311,27 +298,23 @@ def risk_lines(rows: Sequence[Row]) -> list[str]:
     risk = next((row["risk"] for row in rows if "risk" in row), None)
     if risk is None:
         return []
-    least = risk.get("at_least")
-    numbers = {
-        "advantage": (risk["advantage"], least and least["advantage"]),
-        **{
-            f"true positives at {100 * float(rate):g} % false ones": (value, least and least["tpr_at_fpr"][rate])
-            for rate, value in risk["tpr_at_fpr"].items()
-        },
-    }
-    width = max(map(len, numbers))
+    least = risk.get("at_least") or {"advantage": None, "tpr_at_fpr": {}}
+    numbers = [("advantage", risk["advantage"], least["advantage"])]
+    for rate, most in risk["tpr_at_fpr"].items():
+        name = f"true positives at {100 * float(rate):g} % false ones"
+        numbers.append((name, most, least["tpr_at_fpr"].get(rate)))
     lines = [
-        f"{name.ljust(width)}  {rounded(most, True)}" + (f"  at least {rounded(low, False)}" if low is not None else "")
-        for name, (most, low) in numbers.items()
+        [name, rounded(most, True), "" if low is None else f"at least {rounded(low, False)}"]
+        for name, most, low in numbers
     ]
-    return ["", "what that means, for an attack that says whether a record was in the data, at most:", *lines]
+    said = "what that means, for an attack that says whether a record was in the data, at most:"
+    return ["", said, *aligned(lines)]
 
 
 def rounded(value: float | None, up: bool | None = None) -> str:
     """Six digits, rounded up, down, or to the nearest.
 
     Args:
-        value: a number, infinity or None.
         up: True, False, or None for the nearest.
     """
     if value is None or not math.isfinite(value):
