@@ -121,9 +121,8 @@ def _survey_search(search: MaxBatch, plan: Plan, row: Row) -> None:
         row.left += probes_left(search, state)
         _note(row, "searching" if state.seen else "")
     else:
-        answer = search.answer(state.seen)
-        limit = "the search's limit" if answer >= search.max_batch_size else "largest batch"
-        _note(row, f"{limit} {answer}" if answer else "no batch fits")
+        limit = "the search's limit" if state.answer >= search.max_batch_size else "largest batch"
+        _note(row, f"{limit} {state.answer}" if state.answer else "no batch fits")
 
 
 def _survey_following(search: MaxBatch, plan: Plan, row: Row) -> None:
@@ -131,7 +130,7 @@ def _survey_following(search: MaxBatch, plan: Plan, row: Row) -> None:
     state = step_search(search, plan.schedule.history)
     if not state.ended:
         row.left += plan.schedule.rounds
-    elif state.failed or not search.answer(state.seen):
+    elif not state.answer:
         row.pruned += plan.schedule.rounds
         _note(row, "pruned: no batch size to run at")
 

@@ -87,23 +87,21 @@ class Report:
     left: Sequence[str] = ()
 
 
+@dataclass
 class Loop:
     """Runs what remains of `schedule`, in its `blocks`, on `executor`, within `allowance`."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        blocks: Sequence[Block],
-        executor: Executor,
-        shards: Shards,
-        progress: Progress,
-        fingerprint: Callable[[Trial], str],
-        clock: Any,
-        allowance: Allowance | None = None,
-    ) -> None:
-        self._schedule, self._executor, self._shards, self._progress = schedule, executor, shards, progress
-        self._fingerprint, self._clock, self._allowance = fingerprint, clock, allowance
-        self._waiting = list(reversed(blocks))
+    schedule: Schedule
+    blocks: Sequence[Block]
+    executor: Executor
+    shards: Shards
+    progress: Progress
+    fingerprint: Callable[[Trial], str]
+    clock: Any
+    allowance: Allowance | None = None
+
+    def __post_init__(self) -> None:
+        self._waiting = list(reversed(self.blocks))
         self._open: dict[str, Block] = {}
         self._running: dict[int, tuple[Run, Block]] = {}
         self._outcomes: Counter[str] = Counter()
@@ -120,38 +118,38 @@ class Loop:
                     self._fill()
                     while interruption.signum is None and self._running:
                         self._wait(interruption)
-                self._shards.end()
-            paths = self._shards.paths() if self._outcomes else []
-            given = self._allowance if interruption.signum is None else None
+                self.shards.end()
+            paths = self.shards.paths() if self._outcomes else []
+            given = self.allowance if interruption.signum is None else None
             left = given.farewell() if given is not None else []
-            return Report(self._outcomes, paths, interruption.signum, unrecorded=self._shards.unrecorded, left=left)
+            return Report(self._outcomes, paths, interruption.signum, unrecorded=self.shards.unrecorded, left=left)
         finally:
-            self._progress.close()
-            self._shards.close()
+            self.progress.close()
+            self.shards.close()
 
     def _fill(self, blocks: Sequence[Block] = ()) -> None:
         """Start all that may run now: of these blocks, and of new ones while more may be open."""
         todo = list(blocks)
-        may = self._allowance.admits if self._allowance is not None else (lambda _: True)
-        while todo or (self._waiting and len(self._open) < self._executor.blocks):
+        may = self.allowance.admits if self.allowance is not None else (lambda _: True)
+        while todo or (self._waiting and len(self._open) < self.executor.blocks):
             block = todo.pop() if todo else self._waiting.pop()
             self._open[block.key] = block
-            while len(block.running) < self._executor.workers:
+            while len(block.running) < self.executor.workers:
                 run = block.schedule.next(block.running, may)
                 if run is None:
                     break
                 block.running.append(run)
-                self._running[self._executor.submit(run.trial, block)] = run, block
+                self._running[self.executor.submit(run.trial, block)] = run, block
             if not block.running:
                 del self._open[block.key]
-                self._executor.release(block)
+                self.executor.release(block)
 
     def _wait(self, interruption: Interruption) -> None:
         """Wait until a trial ends. The progress is computed once: this process is idle while a trial is timed."""
         state = self._state()
         while interruption.signum is None:
-            self._progress.now([run for run, _ in self._running.values()], *state)
-            answers = self._executor.wait(_TICK)
+            self.progress.now([run for run, _ in self._running.values()], *state)
+            answers = self.executor.wait(_TICK)
             touched = {block.key: block for block in map(self._record, answers)}
             if answers:
                 self._fill(list(touched.values()))
@@ -160,25 +158,25 @@ class Loop:
     def _record(self, answer: Answer) -> Block:
         run, block = self._running.pop(answer.key)
         block.running.remove(run)
-        shard = self._shards.of(answer)
-        if self._allowance is not None and (line := self._allowance.cut(run, answer)) is not None:
-            self._shards.append(line, answer)
-            self._progress.cut(run, answer.seconds)
+        shard = self.shards.of(answer)
+        if self.allowance is not None and (line := self.allowance.cut(run, answer)) is not None:
+            self.shards.append(line, answer)
+            self.progress.cut(run, answer.seconds)
             return block
-        record = make_record(self._schedule.name, run, self._fingerprint(run.trial), answer, shard.libraries)
-        self._shards.append(record, answer)
-        self._schedule.history.add(record)
-        self._clock.add(record)
+        record = make_record(self.schedule.name, run, self.fingerprint(run.trial), answer, shard.libraries)
+        self.shards.append(record, answer)
+        self.schedule.history.add(record)
+        self.clock.add(record)
         self._outcomes[record["outcome"]] += 1
-        self._progress.ended(run, record, *self._state())
+        self.progress.ended(run, record, *self._state())
         if run.trial.alone:
             shard.watch.ended(record, run.trial.label())
         return block
 
     def _state(self) -> tuple[int, float, float | None]:
         """(trials ended in this run, trials left, seconds left)."""
-        remaining = self._schedule.remaining()
-        return self._outcomes.total(), sum(count for _, count in remaining), self._clock.left(remaining)
+        remaining = self.schedule.remaining()
+        return self._outcomes.total(), sum(count for _, count in remaining), self.clock.left(remaining)
 
 
 def make_record(

@@ -119,11 +119,12 @@ class History:
 
 @dataclass(frozen=True)
 class SearchState:
-    """The state of a search for the largest batch."""
+    """The state of a search for the largest batch. `answer` is that batch, 0 if none is known to fit (yet)."""
 
     seen: Mapping[int, Probe]
     next: int | None
     failed: str | None = None
+    answer: int = 0
 
     @property
     def ended(self) -> bool:
@@ -139,7 +140,8 @@ def step_search(search: MaxBatch, history: History) -> SearchState:
         if outcome is not Outcome.OK and outcome not in DOES_NOT_FIT:
             return SearchState(seen, None, failed=f"{outcome} at batch {batch_size}")
         seen |= probes_of(record)
-    return SearchState(seen, search.next_batch_size(seen))
+    following = search.next_batch_size(seen)
+    return SearchState(seen, following, answer=search.answer(seen) if following is None else 0)
 
 
 def probes_left(search: MaxBatch, state: SearchState) -> int:
@@ -160,6 +162,7 @@ def apart(one: Trial, other: Trial) -> bool:
     return any(a.alone and (b.alone or not a.beside) for a, b in ((one, other), (other, one)))
 
 
+@dataclass
 class Schedule:
     """The runs of an experiment, in order.
 
@@ -171,15 +174,14 @@ class Schedule:
         in_order: run the cells of each round as declared, searches included.
     """
 
-    def __init__(
-        self, name: str, cells: Sequence[Cell], rounds: int, history: History, *, in_order: bool = False
-    ) -> None:
-        self.name = name
-        self._cells = list(cells)
-        self.searches = [cell for cell in cells if isinstance(cell, MaxBatch)]
-        self.rounds = rounds
-        self.history = history
-        self.in_order = in_order
+    name: str
+    cells: Sequence[Cell]
+    rounds: int
+    history: History
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        self.searches = [cell for cell in self.cells if isinstance(cell, MaxBatch)]
 
     def next(self, running: Collection[Run] = (), may: Callable[[Trial], bool] = lambda _: True) -> Run | None:
         """A run that can start beside what is running; None if there is none.
@@ -211,7 +213,7 @@ class Schedule:
     def _as_declared(self) -> Iterator[Run]:
         """What is left, cell by cell in each round; for an unfinished search, its next probe."""
         for number in range(self.rounds):
-            for cell in self._cells:
+            for cell in self.cells:
                 probe = self._probe(cell) if isinstance(cell, MaxBatch) else None
                 if probe is not None:
                     yield probe
@@ -222,14 +224,11 @@ class Schedule:
 
     def trials(self) -> list[Trial]:
         """Every known trial of a round: the declared ones, and the follow-ups of finished searches."""
-        known = (self._then(cell) if isinstance(cell, MaxBatch) else cell for cell in self._cells)
+        known = (self._then(cell) if isinstance(cell, MaxBatch) else cell for cell in self.cells)
         return list({trial.id: trial for trial in known if trial is not None}.values())
 
     def _then(self, search: MaxBatch) -> Trial | None:
-        state = step_search(search, self.history)
-        if not state.ended or state.failed:
-            return None
-        answer = search.answer(state.seen)
+        answer = step_search(search, self.history).answer
         return search.then_at(answer) if answer else None
 
     def runs(self) -> Iterator[Run]:

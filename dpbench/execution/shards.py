@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class _Shard:
         return self.environment.get("libraries") or {}
 
 
+@dataclass
 class Shards:
     """The files of a run: one for each node and device that its trials ran on.
 
@@ -35,29 +36,24 @@ class Shards:
         tolerant: a full disk loses only the record; else it ends the run.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        say: Callable[[str], None],
-        here: Callable[[], Mapping[str, Any]],
-        appeared: Callable[[Mapping[str, Any]], None] = lambda _: None,
-        tolerant: bool = False,
-    ) -> None:
-        self._folder, self._say, self._here, self._appeared = folder, say, here, appeared
-        self._shards: dict[str | None, _Shard] = {}
-        self._tolerant = tolerant
-        self.unrecorded = 0
-        self._complained: set[str] = set()
+    folder: Path
+    say: Callable[[str], None]
+    here: Callable[[], Mapping[str, Any]]
+    appeared: Callable[[Mapping[str, Any]], None] = lambda _: None
+    tolerant: bool = False
+    unrecorded: int = field(default=0, init=False)
+    _shards: dict[str | None, _Shard] = field(default_factory=dict, init=False)
+    _complained: set[str] = field(default_factory=set, init=False)
 
     def of(self, answer: Answer | None = None) -> _Shard:
         """The file for this answer's trial; without an answer, this machine's."""
         place = answer.place if answer is not None else None
         name = None if place is None else place.name
         if name not in self._shards:
-            where = self._here() if place is None else place.environment
-            self._appeared(where)
-            store = Store(self._folder, where, host=where["host"])
-            watch = Watch(where, lambda warning: self._say(f"dpbench: {warning}"))
+            where = self.here() if place is None else place.environment
+            self.appeared(where)
+            store = Store(self.folder, where, host=where["host"])
+            watch = Watch(where, lambda warning: self.say(f"dpbench: {warning}"))
             self._shards[name] = _Shard(store, watch, where)
         return self._shards[name]
 
@@ -71,16 +67,16 @@ class Shards:
         try:
             shard.store.append(record)
         except OSError as error:
-            if not self._tolerant:
+            if not self.tolerant:
                 raise RunEnded(f"a record cannot be written: {error}; {shard.store.save_again()}") from error
             self.unrecorded += 1
             shard.store.close()  # readers skip a torn last line; new records go to a new file
-            shard.store = Store(self._folder, shard.environment, host=shard.environment["host"])
-            why = f"{error.strerror} ({self._folder})"
+            shard.store = Store(self.folder, shard.environment, host=shard.environment["host"])
+            why = f"{error.strerror} ({self.folder})"
             if why not in self._complained:
                 self._complained.add(why)
                 host = shard.environment["host"]
-                self._say(
+                self.say(
                     f"dpbench: a record of node {host} cannot be written: {why}; its trial is left for the next run"
                 )
 
