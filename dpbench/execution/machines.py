@@ -1,6 +1,6 @@
 """Other machines: which of their records count here, and the facts about them.
 
-A fingerprint holds the machine that measured and the folder of results, which has a random name (`FolderName`); only
+A fingerprint holds the machine that measured and the folder of results, which has a random name (`folder_name`); only
 records with both count. Whoever clones a folder of results therefore measures again, even on a machine of the same
 name, and never mistakes committed records for new ones. A machine named by DPBENCH_HOST counts as one with all machines
 of that name, in any folder: each continues what another has recorded.
@@ -58,58 +58,51 @@ class Machine:
         return seal(sources_of(trial), versions, self.device_name, *place)
 
 
-class FolderName:
-    """The name of a folder of results: random, in a file that git ignores, so that no clone has it.
+#: The file in a folder of results with the folder's random name. git ignores it, so that no clone has the name.
+_FOLDER = ".folder"
+
+
+def folder_name(results: Path) -> str:
+    """The name of a folder of results; "" without one, so that no records count. DPBENCH_HOST takes its place.
 
     Args:
         results: the folder of all experiments.
     """
+    named = named_host()
+    if named is not None:
+        return f"{VARIABLE}={named}"
+    try:
+        return content_of(results / _FOLDER).decode("ascii", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
 
-    FILE = ".folder"
 
-    def __init__(self, results: Path) -> None:
-        self._path = results / self.FILE
+def name_folder(results: Path, name: str = "") -> None:
+    """Name a folder of results, unless it has a name.
 
-    def read(self) -> str:
-        """The name; "" without one, so that no records count. A machine named by DPBENCH_HOST uses that name."""
-        named = named_host()
-        if named is not None:
-            return f"{VARIABLE}={named}"
+    Args:
+        results: the folder of all experiments.
+        name: "" for a random one.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    if folder_name(results):
+        return
+    make_folder(results)
+    path, aside = results / _FOLDER, results / f"{_FOLDER}-{os.getpid()}"
+    try:
+        write_file(aside, f"{name or secrets.token_hex(8)}\n".encode())
         try:
-            return content_of(self._path).decode("ascii", errors="replace").strip()
-        except FileNotFoundError:
-            return ""
-
-    def give(self, name: str = "") -> None:
-        """Name the folder, unless it has a name.
-
-        Args:
-            name: "" for a random one.
-
-        Raises:
-            OSError: the folder cannot be written to.
-        """
-        if self.read():
-            return
-        folder = self._path.parent
-        make_folder(folder)
-        aside = self._path.with_name(f"{self.FILE}-{os.getpid()}")
-        try:
-            write_file(aside, f"{name or secrets.token_hex(8)}\n".encode())
-            self._take(aside)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(aside)
-        sync_folder(folder)  # without its name, none of its records would count
-
-    def _take(self, aside: Path) -> None:
-        """Link the file into place, unless it exists: if two runs begin at once, one of them names the folder."""
-        try:
-            os.link(aside, self._path)
+            os.link(aside, path)  # if two runs begin at once, one of them names the folder
         except OSError as error:
             # no links on this file system, or an empty file after a power loss
-            if not isinstance(error, FileExistsError) or not self.read():
-                os.replace(aside, self._path)
+            if not isinstance(error, FileExistsError) or not folder_name(results):
+                os.replace(aside, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside)
+    sync_folder(results)  # without its name, none of its records would count
 
 
 class Machines:

@@ -17,7 +17,7 @@ from dpbench.execution.allowance import Allowance
 from dpbench.execution.executors import Cluster
 from dpbench.execution.lock import held
 from dpbench.execution.loop import Here, Loop, Report, Shards
-from dpbench.execution.machines import FolderName, Machines, machines_of
+from dpbench.execution.machines import Machines, folder_name, machines_of, name_folder
 from dpbench.execution.progress import Progress
 from dpbench.execution.schedule import Block, Clock, History, Schedule, blocks_of, key_of
 from dpbench.execution.selection import Only, select
@@ -127,7 +127,7 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
     records = [record for run in runs for record in run.records]
     cells = request.cells(device)
     rounds = request.rounds or (1 if request.smoke else request.experiment.rounds)
-    name = FolderName(request.results).read()
+    name = folder_name(request.results)
     machines = machines_of(runs, device, _trials_of(cells), sweep or request.sweep, name)
     retry = request.retry
     if request.retry_before is not None:
@@ -161,7 +161,7 @@ def run(request: Request, progress: Progress) -> Report:
     if request.sweep is not None:  # a job of a sweep
         return _run(request, plan.device, progress, begun)
     with held(request.folder, wait=request.wait, say=progress.say):
-        FolderName(request.results).give()
+        name_folder(request.results)
         return _run(request, plan.device, progress, begun)
 
 
@@ -191,7 +191,7 @@ def _run_here(
     if request.minutes is not None:
         allowance = Allowance(request.minutes, begun, plan.schedule, plan.clock, plan.machines.fingerprint, plan.cuts)
         executor.until = allowance.until
-    where["results_folder"] = FolderName(request.results).read()
+    where["results_folder"] = folder_name(request.results)
     if request.sweep is not None:
         libraries = {name: environment.version_of(name) for name in request.sweep["versions"]}
         where |= {"executor": dict(request.sweep), "libraries": libraries}
@@ -207,7 +207,7 @@ def _run_here(
         report = loop.run()
     except RunEnded:  # the folder may have been removed with its name; restore the name
         with contextlib.suppress(OSError):
-            FolderName(request.results).give(where["results_folder"])
+            name_folder(request.results, where["results_folder"])
         raise
     report.device = plan.device
     return report

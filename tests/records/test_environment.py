@@ -11,7 +11,7 @@ import torch
 
 from dpbench.errors import UsageError
 from dpbench.execution import machines
-from dpbench.execution.machines import FolderName, Machines
+from dpbench.execution.machines import Machines, folder_name, name_folder
 from dpbench.process import variables
 from dpbench.process.parent import Isolation
 from dpbench.records import environment
@@ -77,13 +77,13 @@ def test_the_same_gives_the_same_fingerprint():
 
 
 def test_a_folder_of_results_has_a_name_that_no_other_has(tmp_path):
-    one, other = FolderName(tmp_path / "one"), FolderName(tmp_path / "other")
-    assert one.read() == "" and not (tmp_path / "one").exists()  # to ask is not to give
-    one.give(), other.give()
-    name = one.read()
-    one.give()
-    assert one.read() == name != other.read()
-    found = {Machines("cpu", folder=folder).fingerprint(STEP) for folder in (None, "", name, other.read())}
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert folder_name(one) == "" and not one.exists()  # to ask is not to give
+    name_folder(one), name_folder(other)
+    name = folder_name(one)
+    name_folder(one)
+    assert folder_name(one) == name != folder_name(other)
+    found = {Machines("cpu", folder=folder).fingerprint(STEP) for folder in (None, "", name, folder_name(other))}
     assert len(found) == 4
 
 

@@ -9,7 +9,7 @@ import pytest
 from bodies import Act
 
 from dpbench.execution.loop import make_record
-from dpbench.execution.machines import FolderName
+from dpbench.execution.machines import folder_name, name_folder
 from dpbench.execution.schedule import Run
 from dpbench.process.parent import Answer
 from dpbench.records.store import Store, read_records
@@ -106,15 +106,15 @@ def test_no_power_loss_takes_a_record_that_was_said_to_be_there(tmp_path, monkey
         number = 0
         for _ in range(2):
             runs = Store(folder, ENVIRONMENT)
-            FolderName(folder.parent).give()
+            name_folder(folder.parent)
             for _ in range(3):
                 result = {"n": number, "files": {"trace": "dHJhY2U="}}
                 runs.append(record_of(Run(TRIALS[number], 0)) | {"result": result})
                 promised.append((len(disk.calls), number))
                 number += 1
             runs.close()
-    lost, name = 0, FolderName(folder.parent).read()
-    assert name and not list(folder.parent.glob(f"{FolderName.FILE}-*"))
+    lost, name = 0, folder_name(folder.parent)
+    assert name and not list(folder.parent.glob(".folder-*"))
     for calls in range(len(disk.calls) + 1):
         left = tmp_path / f"left-{calls}"
         for path, data in disk.after(calls, share).items():
@@ -124,7 +124,7 @@ def test_no_power_loss_takes_a_record_that_was_said_to_be_there(tmp_path, monkey
         found = read_records(left / "e", lambda _: None)
         numbers = [record["trial"]["number"] for record in found]
         assert len(numbers) == len(set(numbers))
-        assert all(FolderName(left).read() == name for _ in numbers), "no record without the name that it counts under"
+        assert all(folder_name(left) == name for _ in numbers), "no record without the name that it counts under"
         safe = [number for when, number in promised if when <= calls]
         lost += sum(number not in numbers for number in safe)
         for record in found:
