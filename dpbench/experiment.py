@@ -46,6 +46,14 @@ __all__ = [
     "ratios",
 ]
 
+#: Models that several experiments measure; texts need a number of tokens, such as @128.
+VIT = "timm:vit_tiny_patch16_224?patch_size=4"
+CONVNEXT = "timm:convnext_pico?patch_size=2"
+GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096"
+BERT = "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536"
+BERT += "&vocab_size=4096"
+TINY_GPT2 = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64"
+
 Cell = Trial | MaxBatch
 #: More rounds than anybody waits for.
 MOST_ROUNDS = 10_000

@@ -5,13 +5,9 @@ One trial a model, in which all variants take turns in one process. Most of thes
 
 from __future__ import annotations
 
-from dpbench.experiment import Excerpt, Experiment, grid
+from dpbench.experiment import CONVNEXT, GPT2, VIT, Excerpt, Experiment, grid
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OWN_VARIANTS
-
-VIT = "timm:vit_tiny_patch16_224?patch_size=4"
-CONVNEXT = "timm:convnext_pico?patch_size=2"
-GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096"
 
 BACKENDS = ("nonprivate", "bk_mixed", *OWN_VARIANTS)
 IMAGES = {"cnn": 256, "resnet18": 32, VIT: 32, CONVNEXT: 16}

@@ -6,7 +6,7 @@ T, d and p. arXiv:2205.10683 has such a table for VGG11 at 224 pixels.
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment
+from dpbench.experiment import VIT, Experiment
 from dpbench.trials import ExplainTrial
 
 #: (model, pixels, batch size)
@@ -15,7 +15,7 @@ MODELS = [
     ("vgg11", 224, 16),
     ("resnet18", 32, 16),
     ("resnet18", 224, 16),
-    ("timm:vit_tiny_patch16_224?patch_size=4", 32, 16),
+    (VIT, 32, 16),
     ("timm:beit_base_patch16_224", 224, 16),
     ("transformers:gpt2@128", None, 8),
     ("transformers:gpt2@1024", None, 4),

@@ -6,14 +6,12 @@ processes than CPUs are marked as oversubscribed. On CUDA a process has a GPU; m
 
 from __future__ import annotations
 
-from dpbench.experiment import Excerpt, Experiment, grid
+from dpbench.experiment import GPT2, VIT, Excerpt, Experiment, grid
 from dpbench.training.scale import DistributedTrial
 
-VIT = "timm:vit_tiny_patch16_224?patch_size=4"
-GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096@128"
 #: Model -> (samples of a process on a CPU, on CUDA).
 IMAGES = {"cnn": (32, 1024), "resnet18": (8, 256), VIT: (8, 256)}
-TEXTS = {GPT2: (2, 32)}
+TEXTS = {f"{GPT2}@128": (2, 32)}
 
 
 def cells(device: str) -> list[DistributedTrial]:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpbench.experiment import Cell, Experiment, ratios
+from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, VIT, Cell, Experiment, ratios
 from dpbench.trials import OverheadTrial, PeakTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.max_batch import searches
@@ -54,32 +54,30 @@ class Model:
         return {"model": self.reference, "batch_size": self.batch_size, "data": "synthetic"} | shape
 
 
-GPT2 = Model("transformers:gpt2@1024", 8, None)
+FULL_GPT2 = Model("transformers:gpt2@1024", 8, None)
 RESNET18 = Model("resnet18", 256)
 #: On CUDA, the most informative first.
 MODELS = (
     RESNET18,
-    GPT2,
+    FULL_GPT2,
     Model("timm:vit_base_patch16_224", 64, 224, 1000),
     Model("resnet50", 256),
     Model("transformers:roberta@128", 64, None),
     Model("vgg11", 256),
 )
-_SMALL_BERT = "num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
 #: The README's table.
 TRAINED = (
     Model("resnet18", 512),
-    Model("timm:vit_tiny_patch16_224?patch_size=4", 512, optimizer="AdamW"),
-    Model("transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096@128", 128, None, optimizer="AdamW"),
+    Model(VIT, 512, optimizer="AdamW"),
+    Model(f"{GPT2}@128", 128, None, optimizer="AdamW"),
     Model("resnet50", 256),
-    Model(f"transformers:bert?{_SMALL_BERT}@128", 128, None, optimizer="AdamW"),
+    Model(f"{BERT}@128", 128, None, optimizer="AdamW"),
     Model("cnn", 2048),
     Model("vgg11", 512),
-    Model("timm:convnext_pico?patch_size=2", 256, optimizer="AdamW"),
+    Model(CONVNEXT, 256, optimizer="AdamW"),
 )
-_TINY = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
-SMALL = (Model("resnet18", 8), Model(_TINY, 4, None), Model("vgg11", 8))
-SMALLEST = (Model("cnn", 4), Model(_TINY, 4, None))
+SMALL = (Model("resnet18", 8), Model(f"{TINY_GPT2}@16", 4, None), Model("vgg11", 8))
+SMALLEST = (Model("cnn", 4), Model(f"{TINY_GPT2}@16", 4, None))
 
 
 def _of(kind: type[Any], device: str, models: Iterable[Model], **options: Any) -> list[Any]:
@@ -138,15 +136,15 @@ def cells(device: str) -> list[Cell]:
         *_norms(device, ["group_norm"], ("float32", "bfloat16")),
         *_overheads(device, [RESNET18], mixed),
         *_overheads(device, [RESNET18], full),
-        *_overheads(device, [GPT2], mixed),
+        *_overheads(device, [FULL_GPT2], mixed),
         *_of(PartsTrial, device, [RESNET18], precision=mixed),
         *_of(ProfileTrial, device, [RESNET18], precision=mixed),
         *_programs(device, TRAINED[:3], ["compiled", "best"]),
         *_norms(device, [family for family in FAMILIES if family != "group_norm"]),
         *_norms(device, ["group_norm"], ("tf32",)),
         *_overheads(device, MODELS[2:], mixed),
-        *_of(PartsTrial, device, [GPT2, MODELS[2]], precision=mixed),
-        *_of(ProfileTrial, device, [GPT2], precision=mixed),
+        *_of(PartsTrial, device, [FULL_GPT2, MODELS[2]], precision=mixed),
+        *_of(ProfileTrial, device, [FULL_GPT2], precision=mixed),
         *_overheads(device, MODELS[1:], full),
         *_peaks(device, MODELS[:2]),
         *searches(device, ("resnet18",), BACKENDS, budget=BUDGET),

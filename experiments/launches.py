@@ -6,7 +6,7 @@ launches is not counted; `evidence` and `overhead` measure it.
 
 from __future__ import annotations
 
-from dpbench.experiment import Excerpt, Experiment
+from dpbench.experiment import TINY_GPT2, Excerpt, Experiment
 from dpbench.trials.evidence import LaunchesTrial
 
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost")
@@ -33,10 +33,9 @@ def cells(device: str) -> list[LaunchesTrial]:
 
 
 def smoke(device: str) -> list[LaunchesTrial]:
-    tiny = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
     return [
         LaunchesTrial(model="cnn", backends=BACKENDS, batch_size=4),
-        LaunchesTrial(model=tiny, backends=BACKENDS, batch_size=4, image_size=None),
+        LaunchesTrial(model=f"{TINY_GPT2}@16", backends=BACKENDS, batch_size=4, image_size=None),
     ]
 
 

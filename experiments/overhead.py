@@ -8,7 +8,7 @@ longer ones.
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid, ratios
+from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, VIT, Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OURS, PEERS
 
@@ -16,13 +16,7 @@ from dpbench.trials.backends import OURS, PEERS
 ALL = (*OURS, *PEERS, "tf_microbatch:4")
 LONG = ("nonprivate", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost", "fastdp")
 
-VIT = "timm:vit_tiny_patch16_224?patch_size=4"
 BEIT = "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3"
-CONVNEXT = "timm:convnext_pico?patch_size=2"
-GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096"
-BERT = (
-    "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
-)
 
 #: Images of 32x32: model -> (batch size on a CPU, on CUDA).
 IMAGES = {
@@ -56,9 +50,8 @@ def cells(device: str) -> list[OverheadTrial]:
 def smoke(device: str) -> list[OverheadTrial]:
     some = ("nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_ghost", "fastdp", "tf_microbatch:4")
     few = {"backends": some, "batch_size": 4, "rounds": 2, "max_seconds": 0.2, "device": device}
-    text = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
     images = grid(OverheadTrial, model="cnn", **few)
-    return images + grid(OverheadTrial, model=text, image_size=None, data="synthetic", **few)
+    return images + grid(OverheadTrial, model=f"{TINY_GPT2}@16", image_size=None, data="synthetic", **few)
 
 
 EXPERIMENT = Experiment(

@@ -7,11 +7,10 @@ it is the model of the overhead experiment (6 layers, 384 wide).
 
 from __future__ import annotations
 
-from dpbench.experiment import Experiment, grid, ratios
+from dpbench.experiment import GPT2, TINY_GPT2, Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 
 SMALL = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
-LARGE = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096"
 BACKENDS = ("nonprivate", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost")
 WITHOUT_GRAMS = ("nonprivate", "mixed_ghost", "bk_mixed")
 #: Tokens -> (batch size on a CPU, on CUDA).
@@ -35,7 +34,7 @@ def _backends(tokens: int, cuda: bool) -> tuple[str, ...]:
 def cells(device: str) -> list[OverheadTrial]:
     cuda = device == "cuda"
     same = {"image_size": None, "data": "synthetic", "max_seconds": 4.0, "device": device}
-    model = LARGE if cuda else SMALL
+    model = GPT2 if cuda else SMALL
     found = []
     for tokens, batch_sizes in LENGTHS.items():
         rounds = 15 if cuda else 5 if tokens < LONGEST else 3
@@ -45,10 +44,9 @@ def cells(device: str) -> list[OverheadTrial]:
 
 
 def smoke(device: str) -> list[OverheadTrial]:
-    tiny = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64"
     some = {"backends": ("nonprivate", "mixed_ghost", "bk_mixed"), "batch_size": 2, "image_size": None}
     few = {"data": "synthetic", "rounds": 2, "max_seconds": 0.2, "device": device}
-    return grid(OverheadTrial, model=[_of_length(tiny, tokens) for tokens in (16, 64, 256)], **some, **few)
+    return grid(OverheadTrial, model=[_of_length(TINY_GPT2, tokens) for tokens in (16, 64, 256)], **some, **few)
 
 
 EXPERIMENT = Experiment(

@@ -17,20 +17,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dpbench.experiment import Cell, Experiment, grid, ratios
+from dpbench.experiment import BERT, CONVNEXT, GPT2, VIT, Cell, Experiment, grid, ratios
 from dpbench.trials.evidence import PartsTrial
 from dpbench.trials.whole_step import TrainingStepTrial
 
 OURS = ("nonprivate", "bk_mixed")
 OTHERS = ("nonprivate", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp")
 JAX = ("nonprivate", "jax_privacy")
-VIT = "timm:vit_tiny_patch16_224?patch_size=4"
-CONVNEXT = "timm:convnext_pico?patch_size=2"
-GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096@128"
-BERT = (
-    "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
-    "@128"
-)
 #: Model -> (optimizer, batch size on a CPU, on CUDA).
 IMAGES = {
     "mlp": ("SGD", 256, 2048),
@@ -43,14 +36,14 @@ IMAGES = {
 }
 #: Steps so small that Python is much of their cost.
 SMALL = {"cnn": ("SGD", 32, 256), "timm:resnet18": ("SGD", 16, 128), "timm:vit_tiny_patch16_224": ("AdamW", 16, 128)}
-TEXTS = {GPT2: ("AdamW", 16, 128), BERT: ("AdamW", 16, 128)}
+TEXTS = {f"{GPT2}@128": ("AdamW", 16, 128), f"{BERT}@128": ("AdamW", 16, 128)}
 #: Models that are written in jax, too.
-IN_JAX = ("mlp", "cnn", "resnet18", GPT2)
+IN_JAX = ("mlp", "cnn", "resnet18", f"{GPT2}@128")
 #: Models of full size (GPT-2 of 124M, RoBERTa-base, ViT-B/16).
 LARGE_TEXTS = {"transformers:gpt2@1024": ("AdamW", 0, 8), "transformers:roberta@128": ("AdamW", 0, 64)}
 LARGE_IMAGES = {"timm:vit_base_patch16_224": ("AdamW", 0, 64)}
 #: Models whose steps are measured in parts.
-IN_PARTS = ("cnn", "resnet18", VIT, GPT2)
+IN_PARTS = ("cnn", "resnet18", VIT, f"{GPT2}@128")
 
 
 def cells(device: str) -> list[Cell]:
