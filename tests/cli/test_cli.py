@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
@@ -178,3 +179,73 @@ def test_files_of_ones_own_take_no_name_of_ours(tmp_path):
     assert run("-m", "dpbench", "list").returncode == 0
     said = run("-c", "import dpbench").stderr
     assert f"got {tmp_path / 'accounting.py'}: give that file another name" in said
+
+
+WAITING = """
+import sys, time
+from dpbench.cli import epsilon, main, streams
+streams.PATIENCE = 0.1
+def slow(args):
+    streams.tell("pld, 1 of 7 accountants")
+    time.sleep(0.5)
+    print("told", file=sys.stderr)
+    time.sleep(1.2)
+    print("answer")
+    return 0
+epsilon.run = slow
+raise SystemExit(main("epsilon --sample-rate 0.1 --noise-multiplier 1 --steps 9 --delta 1e-5".split()))
+"""
+
+
+def waited(stderr):
+    return subprocess.run([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT, text=True)
+
+
+def test_a_terminal_says_what_a_command_waits_for():
+    ours, theirs = pty.openpty()
+    done = waited(theirs)
+    os.close(theirs)
+    said = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert (done.returncode, done.stdout) == (0, "answer\n")
+    line, told, *rest = said.split("\r\x1b[K")
+    assert line == "\r0 s: pld, 1 of 7 accountants\x1b[K"
+    assert told.startswith("told\r\n\r1 s: pld") and rest == [""]  # painted again, and wiped at the end
+
+
+def test_nothing_is_painted_where_nobody_looks():
+    done = waited(subprocess.PIPE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "answer\n", "told\n")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    pytest.importorskip("shtab", reason="shtab is not installed")
+    path = tmp_path_factory.mktemp("completion") / "script"
+    with pytest.MonkeyPatch.context() as patch, path.open("w") as file:
+        patch.setattr("sys.stdout", file)
+        assert main(["--print-completion", "bash"]) == 0
+    return path
+
+
+def test_bash_completes(script):
+    for typed, completed in [
+        ("re", "recommend report"),
+        ("run memory_", "memory_accuracy memory_speed"),
+        ("explain resnet15", "resnet152"),
+        ("check --backend gh", "ghost"),
+        ("epsilon --accountant p", "prv pld"),
+        ("report --out", "--output"),
+        ("compare --format j", "json"),
+    ]:
+        words = ["dpbench", *typed.split()]
+        program = 'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_dpbench; echo "${COMPREPLY[*]}"'
+        done = subprocess.run(["bash", "-c", program, script, *words], capture_output=True, text=True)
+        assert (done.stdout.strip(), done.stderr) == (completed, "")
+
+
+@pytest.mark.parametrize("words", [["fish"], [], [""]])
+def test_another_shell_is_one_line(words, capsys):
+    assert main(["--print-completion", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("dpbench: expected a shell after --print-completion") and err.count("\n") == 1

@@ -229,14 +229,6 @@ def test_the_figures_for_a_gpu_need_the_models_beside_them_and_nothing_else(tmp_
     assert "ok" in outcomes <= FINAL
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("opacus" not in installed(), reason="opacus is not installed")
-def test_with_opacus_its_trials_run(tmp_path):
-    python = python_with(tmp_path / "whole", with_what_they_need(NEEDED | OPTIONAL | MODELS))
-    records = run(python, tmp_path / "out", "stress_test", "--only", "backend=opacus_hooks")
-    assert {record["outcome"] for record in records} <= {"ok", "over_budget"} and len(records) > 1
-
-
 def test_make_gpu_installs_nothing():
     """One line, with the Python that is given; `install` and its virtual environment are not asked for."""
     words = ["make", "--no-print-directory", "--dry-run", "gpu", "PYTHON=/some/python", "MINUTES=4.5"]

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench.errors import RunEnded, UsageError, one_of
+from dpbench.errors import RunEnded, UsageError, last_line, one_of
 from dpbench.execution.executors import Cluster
 from dpbench.execution.executors.worker import Job, run_trial
 from dpbench.execution.lock import held
@@ -57,37 +57,32 @@ def run(request: Request, progress: Progress) -> Report:
     cluster = request.cluster
     assert cluster is not None
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
-    ray, stack = connect(address), ExitStack()
-    try:
+    ray = connect(address)
+    with ExitStack() as stack:
+        stack.callback(ray.shutdown)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         device = device_of(request.device, nodes)
         cpus = cpus_of(cluster, device, nodes, progress.say)
-        plan = make_plan(request, device)
-        sweep = begin_sweep("ray", address or host_name(), plan.trials())
-        plan = make_plan(request, device, sweep)
-        if plan.schedule.next() is None:
+        sweep = begin_sweep("ray", address or host_name(), make_plan(request, device).trials())
+        if make_plan(request, device, sweep).schedule.next() is None:
             return Report(Counter(), device=device)
         Store(request.folder, {}).close()
         stack.enter_context(held(request.folder, wait=request.wait, say=progress.say))
         plan = make_plan(request, device, sweep)
         total = int(sum(resources.get("CPU", 0) for resources in nodes))
-        with _OnRay(plan, cluster, cpus, sweep, blocks=_BLOCKS_FOR_A_CPU * max(total, 1)) as executor:
-            here = {"libraries": sweep["versions"], "executor": sweep}
-            shards = Shards(
-                request.folder,
-                progress.say,
-                here=lambda: environment.host_facts(device) | here,
-                appeared=plan.machines.add,
-                tolerant=True,
-            )
-            plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
-            blocks = plan.blocks()
-            report = Loop(
-                plan.schedule, blocks, executor, shards, progress, plan.machines.fingerprint, plan.clock
-            ).run()
-    finally:
-        stack.close()
-        ray.shutdown()
+        executor = _OnRay(plan, cluster, cpus, sweep, blocks=_BLOCKS_FOR_A_CPU * max(total, 1))
+        stack.callback(executor.close)
+        here = {"libraries": sweep["versions"], "executor": sweep}
+        shards = Shards(
+            request.folder,
+            progress.say,
+            here=lambda: environment.host_facts(device) | here,
+            appeared=plan.machines.add,
+            tolerant=True,
+        )
+        plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
+        fingerprint = plan.machines.fingerprint
+        report = Loop(plan.schedule, plan.blocks(), executor, shards, progress, fingerprint, plan.clock).run()
     report.device = device
     return report
 
@@ -103,7 +98,7 @@ class _Flight:
 
 
 class _OnRay:
-    """An executor whose trials are Ray tasks. A context manager, which ends all tasks on exit."""
+    """An executor whose trials are Ray tasks, until it is closed."""
 
     def __init__(self, plan: Plan, cluster: Cluster, cpus: int, sweep: Mapping[str, Any], blocks: int) -> None:
         import ray
@@ -162,7 +157,7 @@ class _OnRay:
         except (*dead, ConnectionError) as error:
             self._dead = True
             raise RunEnded(
-                f"Ray's own processes on this machine have died: {type(error).__name__}: {_last_line(error)}; what "
+                f"Ray's own processes on this machine have died: {type(error).__name__}: {last_line(str(error))}; what "
                 "ended is recorded, and the same command continues from there"
             ) from error
 
@@ -200,14 +195,14 @@ class _OnRay:
             with self._alive():
                 told = self._ray.get(reference)
         except failures.RayTaskError as error:  # the task failed, before or after the trial
-            return Answer(flight.key, Outcome.ERROR, f"the Ray task failed: {_last_line(error)}", None, 0.0)
+            return Answer(flight.key, Outcome.ERROR, f"the Ray task failed: {last_line(str(error))}", None, 0.0)
         except failures.RayError as error:
             flight.losses += 1
             if flight.losses <= RETRIES and not isinstance(error, failures.OutOfMemoryError):
                 self._send(flight)
                 return None
             times = f"{flight.losses} times" if flight.losses > 1 else "once"
-            evidence = f"lost {times} with its worker or node: {type(error).__name__}: {_last_line(error)}"
+            evidence = f"lost {times} with its worker or node: {type(error).__name__}: {last_line(str(error))}"
             return Answer(flight.key, Outcome.CRASH, evidence, None, 0.0)
         place = Place(**{name: told.pop(name) for name in ("name", "environment", "fingerprint", "load")})
         return Answer(flight.key, Outcome(told.pop("outcome")), place=place, **told)
@@ -228,16 +223,6 @@ class _OnRay:
         for group in self._groups.values():
             self._ray.util.remove_placement_group(group)
         self._groups.clear()
-
-    def __enter__(self) -> _OnRay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _last_line(error: BaseException) -> str:
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), repr(error))
 
 
 def _on_node(job: Job) -> dict[str, Any]:
@@ -285,8 +270,7 @@ def _must_answer(address: str, expected: str) -> None:
     except subprocess.TimeoutExpired:
         raise UsageError(expected, f"no answer in {JOINS_WITHIN:g} s") from None
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise UsageError(expected, said[-1] if said else f"exit code {done.returncode}")
+        raise UsageError(expected, last_line(done.stderr or f"exit code {done.returncode}"))
 
 
 def _must_listen(address: str, expected: str) -> None:
