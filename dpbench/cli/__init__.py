@@ -1,6 +1,7 @@
 """The command line: one module a command, with `add_arguments(parser)` and `run(args) -> exit code`.
 
-A module is imported when its command is chosen. It imports light modules at its top and heavy ones in `run`.
+A module is imported when its command is chosen. It imports light modules at its top and heavy ones in `run`. Any
+function raises a `UsageError` for what a person typed and cannot be, before anything is measured or written.
 
 Functions take:
     parser, args: the command's parser, and the parsed arguments.

@@ -41,11 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each accountant; 0, or 1 if none has an answer.
-
-    Raises:
-        UsageError: for a missing setting, an unknown accountant, or a value outside its domain.
-    """
+    """Print a row for each accountant; 0, or 1 if none has an answer."""
     unknown = one_of("what to solve for", args.solve.replace("-", "_"), UNKNOWNS)
     scheme = privacy.scheme(args)
     names = privacy.accountants(args.accountant, scheme["sampling"], scheme["adjacency"])
@@ -65,11 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> tuple[dict[str, float], str]:
-    """(the target as arguments of `calibrate`, and in words).
-
-    Raises:
-        UsageError: no target, or several.
-    """
+    """(the target as arguments of `calibrate`, and in words)."""
     signs = {"target_epsilon": "ε", "target_advantage": "advantage", "target_tpr": "true positives"}
     named = [name for name in signs if getattr(args, name) is not None]
     options = "--target-epsilon, --target-advantage or --target-tpr"
@@ -87,11 +79,7 @@ def _target(args: argparse.Namespace) -> tuple[dict[str, float], str]:
 
 
 def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
-    """The settings other than the unknown.
-
-    Raises:
-        UsageError: one is missing, or the unknown is given.
-    """
+    """The settings other than the unknown."""
     texts = {**privacy.length(args), "noise_multiplier": args.noise_multiplier, "epochs": None}
     if args.epochs is not None and unknown != "noise_multiplier":
         raise UsageError(f"no --epochs when solving for {unknown.replace('_', '-')}", args.epochs)

@@ -82,11 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each model and backend; 1 if any is a mismatch or an error.
-
-    Raises:
-        UsageError: an unknown model, backend or device, before anything is started.
-    """
+    """Print a row for each model and backend; 1 if any is a mismatch or an error."""
     trials = list(dict.fromkeys(_wanted(args)))
     own = dict.fromkeys(trial.backend for trial in trials if is_file(trial.backend))
     _refuse_unusable([ResolveTrial(backend=backend) for backend in own])
@@ -100,11 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wanted(args: argparse.Namespace) -> list[CheckOf]:
-    """The requested trials: models first, then conformance.
-
-    Raises:
-        UsageError: an unknown model, backend or device, or conflicting options.
-    """
+    """The requested trials: models first, then conformance."""
     backends = args.backend or list(BACKENDS)
     for model in args.model or ():
         validate_reference(model)
@@ -144,11 +136,7 @@ def _wanted(args: argparse.Namespace) -> list[CheckOf]:
 
 
 def _refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
-    """Import the files of backends, each in its own process.
-
-    Raises:
-        UsageError: for the first file without a valid backend.
-    """
+    """Import the files of backends, each in its own process."""
     for trial, answer in answers(trials):
         if answer.outcome is not Outcome.OK:
             said = last_line(answer.evidence)
@@ -158,11 +146,7 @@ def _refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
 
 
 def _check(trials: Sequence[CheckOf]) -> list[Row]:
-    """Run as many trials at once as the machine has room for; their rows in the same order.
-
-    Raises:
-        UsageError: the only model cannot be built.
-    """
+    """Run as many trials at once as the machine has room for; their rows in the same order."""
     rows: dict[Trial, list[Row]] = {}
     begin = time.monotonic()
     streams.tell(f"0 of {len(trials)} checked")

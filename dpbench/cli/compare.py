@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dpbench.cli import streams
@@ -39,43 +37,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("table", "json"), default="table")
 
 
-@dataclass(frozen=True)
-class _Limit:
-    """A verdict that fails if the change is at least `by`."""
+def _parse_limits(texts: Sequence[str]) -> dict[str, float]:
+    """Verdict -> the least change that fails, of ``slower:5%`` or ``slower``. With any of them, failures fail too."""
+    limits = {"failed": 0.0} if texts else {}
+    for text in texts:
+        verdict, colon, share = text.partition(":")
+        one_of("a verdict for --fail-on", verdict, _CALLABLE)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", share)
+        if colon and (match is None or verdict in ("inconclusive", "failed")):
+            raise UsageError("--fail-on as slower:5%, larger:10% or failed", text)
+        least = float(match[1]) / 100 if match else 0.0
+        limits[verdict] = min(least, limits.get(verdict, least))
+    return limits
 
-    verdict: str
-    by: float
 
-    def struck_by(self, verdict: str, ratio: float | None) -> bool:
-        """True if a cell of this verdict and ratio fails by this limit."""
-        if verdict != self.verdict:
-            return False
-        return ratio is None or not self.by or max(ratio, 1 / ratio) >= 1 + self.by
-
-
-def _parse_limit(text: str) -> _Limit:
-    """Parse ``slower:5%`` or ``slower``.
-
-    Raises:
-        UsageError: for a text of another form.
-    """
-    verdict, colon, share = text.partition(":")
-    one_of("a verdict for --fail-on", verdict, _CALLABLE)
-    if not colon:
-        return _Limit(verdict, 0.0)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", share)
-    if match is None or verdict in ("inconclusive", "failed"):
-        raise UsageError("--fail-on as slower:5%, larger:10% or failed", text)
-    return _Limit(verdict, float(match[1]) / 100)
+def _fails(row: Row, limits: Mapping[str, float]) -> bool:
+    least = limits.get(row.verdict)
+    return least is not None and (row.ratio is None or not least or max(row.ratio, 1 / row.ratio) >= 1 + least)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the comparison; 1 if a verdict fails, else 0.
-
-    Raises:
-        UsageError: a path that does not exist, no records, no common cells, an invalid limit.
-    """
-    limits = [_parse_limit(text) for text in args.fail_on]
+    """Print the comparison; 1 if a verdict fails, else 0."""
+    limits = _parse_limits(args.fail_on)
     paths = [locate(args.a), locate(args.b)]
     streams.tell("reading records")
     sides = [read(path) for path in paths]
@@ -100,10 +83,9 @@ def run(args: argparse.Namespace) -> int:
     for name, side in zip("AB", sides, strict=True):
         told += [f"{name} pools runs that differ in {fact}: {values}" for fact, values in pooled(side)]
         told += [f"{name}: {sentence}" for sentence in warnings(side)]
-    limits += [_Limit("failed", 0.0)] if limits else []
-    failed = [row for row in rows if any(limit.struck_by(row.verdict, row.ratio) for limit in limits)]
+    failed = [row for row in rows if _fails(row, limits)]
     for line in _said(differ, told, only_a, only_b, left_out):
-        print(f"dpbench: {line}", file=sys.stderr)
+        streams.say(line)
     if args.format == "json":
         print(
             to_json(

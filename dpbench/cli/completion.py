@@ -31,9 +31,6 @@ def script(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
     Args:
         words: typed after --print-completion.
         parser: of every command.
-
-    Raises:
-        UsageError: no shell, or an unknown one; shtab is not installed.
     """
     shell = one_of("a shell after --print-completion", words[0] if words else "", SHELLS)
     if is_missing("shtab"):

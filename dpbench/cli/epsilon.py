@@ -61,11 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each accountant; 0, or 1 if none has an answer.
-
-    Raises:
-        UsageError: for an unknown accountant, or a value outside its domain.
-    """
+    """Print a row for each accountant; 0, or 1 if none has an answer."""
     suffix = _suffix(args)
     try:
         parts, delta_text = _read_phases(args) if args.phases else ([privacy.part(args)], args.delta)
@@ -146,12 +142,7 @@ def _draw(path: Path, suffix: str, parts: list[Part], rows: list[Row], delta: fl
 
 
 def _read_phases(args: argparse.Namespace) -> tuple[list[Part], str | None]:
-    """(the parts, δ as typed; the command line's δ overrides the file's).
-
-    Raises:
-        UsageError: no such file, no TOML, no phases, an unknown field, or options beside the file.
-        ArgumentError: a value outside its domain.
-    """
+    """(the parts, δ as typed; the command line's δ overrides the file's)."""
     beside = {name: None if name == "sampling" else getattr(args, name) for name in _FIELDS}
     if given := [f"--{name.replace('_', '-')}" for name, value in beside.items() if value is not None]:
         raise UsageError(f"either {given[0]} or phases", args.phases)

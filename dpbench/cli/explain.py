@@ -9,15 +9,14 @@ Functions take:
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from dpbench.cli import streams
 from dpbench.cli.columns import aligned
 from dpbench.cli.model import add_model, add_sizes, validate_model
-from dpbench.errors import last_line
-from dpbench.process.parent import Answer, Isolation
+from dpbench.errors import Unusable, last_line
+from dpbench.process.parent import Isolation
 from dpbench.records.environment import DEVICES, resolve_device
 from dpbench.trials import ExplainTrial
 from dpbench.trials.json_text import to_json
@@ -61,11 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each use of each parameter; 0, or 1 if the model is refused, with a line for each problem.
-
-    Raises:
-        UsageError: an unknown model or device, or a size below 1.
-    """
+    """Print a row for each use of each parameter; 0, or 1 if the model is refused, with a line for each problem."""
     validate_model(args)
     trial = ExplainTrial(
         model=args.model,
@@ -80,28 +75,20 @@ def run(args: argparse.Namespace) -> int:
     with Isolation() as isolation:
         answer = isolation.run(trial)
     if answer.outcome != Outcome.OK or answer.result is None:
-        return _complain([f"{args.model} cannot be explained: {_last_words(answer)}"], 1)
+        streams.say(f"{args.model} cannot be explained: {answer.outcome}: {last_line(answer.evidence)}")
+        return 1
     if "usage" in answer.result:
-        return _complain([answer.result["usage"]], 2)
+        raise Unusable(answer.result["usage"])
     if "problems" in answer.result:
-        lines = [f"{p['module']}: {p['reason']} (remedy: {p['remedy']})" for p in answer.result["problems"]]
-        return _complain([f"{args.model} is refused; {line}" for line in lines], 1)
+        for problem in answer.result["problems"]:
+            line = f"{problem['module']}: {problem['reason']} (remedy: {problem['remedy']})"
+            streams.say(f"{args.model} is refused; {' '.join(line.split())}")
+        return 1
     if args.format == "json":
         print(to_json(answer.result["rows"]))
     else:
         print("\n".join(table(args.model, answer.result["rows"], answer.result["summary"])))
     return 0
-
-
-def _complain(lines: Sequence[str], code: int) -> int:
-    for line in lines:
-        print("dpbench: " + " ".join(line.split()), file=sys.stderr)
-    return code
-
-
-def _last_words(answer: Answer) -> str:
-    """The outcome of a failed trial, and the most telling line of its evidence."""
-    return f"{answer.outcome}: {last_line(answer.evidence)}"
 
 
 def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:

@@ -18,11 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write figure and table for each device, and print their paths; 0.
-
-    Raises:
-        UsageError: no records, no cell with two versions, or a folder that cannot be written.
-    """
+    """Write figure and table for each device, and print their paths; 0."""
     source = locate(args.source)
     from dpbench.report import history
 

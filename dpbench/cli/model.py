@@ -32,11 +32,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def validate_model(args: argparse.Namespace) -> None:
-    """Check the model's reference, the sizes and --batch-size, without torch.
-
-    Raises:
-        UsageError: an unknown model, one of a library that is not installed, or a size below 1 or beyond any tensor's.
-    """
+    """Check the model's reference, the sizes and --batch-size, without torch."""
     validate_reference(args.model)
     refuse_missing(args.model)
     for option in ("batch_size", "image_size", "num_classes"):

@@ -31,9 +31,6 @@ def show(request: Request, plan: Plan, file: Path, form: str) -> None:
     Args:
         file: of the cluster's description.
         form: "table" or "json".
-
-    Raises:
-        UsageError: for the description, or a trial that needs more GPUs than there are.
     """
     cluster = load_cluster(file)
     records = [record for record in read(request.folder) if record.experiment] if request.folder.is_dir() else []

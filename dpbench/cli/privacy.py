@@ -59,11 +59,7 @@ def add_length(parser: argparse.ArgumentParser) -> None:
 
 
 def length(args: argparse.Namespace) -> dict[str, str | None]:
-    """Sample rate and steps as typed, or computed from batch size, data set and epochs; None for neither.
-
-    Raises:
-        UsageError: conflicting options, or an invalid number.
-    """
+    """Sample rate and steps as typed, or computed from batch size, data set and epochs; None for neither."""
     rate, steps = args.sample_rate, args.steps
     if args.batch_size is not None:
         if rate is not None or args.dataset_size is None:
@@ -117,11 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def scheme(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `accounting.SubsampledGaussian` for the sampling and adjacency.
-
-    Raises:
-        UsageError: for an invalid name or number, or an adjacency without a bound under the sampling.
-    """
+    """The keyword arguments of `accounting.SubsampledGaussian` for the sampling and adjacency."""
     sizes = {name: getattr(args, name) for name in ("dataset_size", "max_batch_size", "group_size")}
     if args.batch_size is not None and args.sampling != "truncated_poisson":
         sizes["dataset_size"] = None  # it was for the sample rate
@@ -137,12 +129,7 @@ def scheme(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def part(args: argparse.Namespace) -> Part:
-    """The mechanism of each step, and the number of steps.
-
-    Raises:
-        UsageError: something is missing, or is no number.
-        ArgumentError: a value outside its domain.
-    """
+    """The mechanism of each step, and the number of steps."""
     found = length(args)
     wanted = {
         "--noise-multiplier": args.noise_multiplier,
@@ -160,11 +147,7 @@ def part(args: argparse.Namespace) -> Part:
 
 
 def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> list[str]:
-    """The requested names, each once; the default is all, and those made for the scheme.
-
-    Raises:
-        UsageError: for an unknown name.
-    """
+    """The requested names, each once; the default is all, and those made for the scheme."""
     known = [*ACCOUNTANTS, *VARIANTS, *OF_SCHEMES]
     if asked:
         for name in asked:
@@ -187,11 +170,7 @@ def in_turn(names: Sequence[str]) -> Iterator[str]:
 
 
 def _load(name: str) -> Accountant:
-    """An accountant by its name, or the user's own, ``path/file.py:Class``.
-
-    Raises:
-        UsageError: the file lacks the class, or the class needs arguments.
-    """
+    """An accountant by its name, or the user's own, ``path/file.py:Class``."""
     if ".py:" not in name:
         return load_accountant(name)
     path, _ = split_file(name, "an accountant as path/file.py:Class")
@@ -227,11 +206,7 @@ def asked(name: str, args: argparse.Namespace) -> Accountant:
 
 
 def number(name: str, text: str) -> float:
-    """Parse a number; whole numbers become ints, since a float loses digits beyond 2**53.
-
-    Raises:
-        UsageError: it is no number; names the argument's option.
-    """
+    """Parse a number; whole numbers become ints, since a float loses digits beyond 2**53."""
     over, _, under = text.partition("/")
     try:
         if under:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpbench.cli.columns import aligned
 from dpbench.cli.model import add_model, add_sizes, validate_model
-from dpbench.cli.streams import tell
+from dpbench.cli.streams import say, tell
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import UNUSED, Agenda, Question
 from dpbench.execution.recommend.findings import LEFT_OUT, NOT_FOUND, NOT_KNOWN, ORDINARY, ROUNDS, Finding, in_order
@@ -74,15 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each backend, and the advice; 1 if there is none.
-
-    Raises:
-        UsageError: an unknown model or device, an invalid size, or a model that cannot be built.
-    """
+    """Print a row for each backend, and the advice; 1 if there is none."""
     begun = time.monotonic()
     question = _question_from(args)
     if args.batch_size is None:
-        _say(f"batch size {question.batch_size} (--batch-size says another)")
+        say(f"batch size {question.batch_size} (--batch-size says another)")
     with Isolation(server_variables(question.device)) as isolation:
         agenda = Agenda(question, isolation, tell, begun=begun)
         found = in_order(agenda.carry_out().values())
@@ -95,11 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _question_from(args: argparse.Namespace) -> Question:
-    """The user's request, with defaults filled in.
-
-    Raises:
-        UsageError: for an invalid request.
-    """
+    """The user's request, with defaults filled in."""
     validate_model(args)
     if not _FEWEST_SECONDS <= args.seconds < float("inf"):
         raise UsageError(f"at least {_FEWEST_SECONDS:g} for --seconds", args.seconds)
@@ -127,11 +118,7 @@ def _default_batch_size(model: str, image_size: int | None, device: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "16GiB", "500 MB", "2e9".
-
-    Raises:
-        UsageError: for any other text, including the empty one.
-    """
+    """Bytes of "16GiB", "500 MB", "2e9"."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     try:
         size = int(float(match[1]) * _UNITS[match[2] if match[2].endswith("b") or not match[2] else match[2] + "b"])  # type: ignore[index]
@@ -246,7 +233,3 @@ def _rounds(found: Finding) -> str:
 def _short(text: str, most: int = 100) -> str:
     words = " ".join(text.split())
     return words if len(words) <= most else words[: most - 1] + "…"
-
-
-def _say(line: str) -> None:
-    print(f"dpbench: {line}", file=sys.stderr, flush=True)

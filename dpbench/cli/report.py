@@ -39,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the figures, or the numbers of the READMEs, and print the paths; 0.
-
-    Raises:
-        UsageError: neither an experiment nor a folder; no records there; a folder that cannot be written.
-    """
+    """Write the figures, or the numbers of the READMEs, and print the paths; 0."""
     if args.readme:
         if args.source is not None or args.output is not None:
             raise UsageError("--readme alone", args.source or f"--output {args.output}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -78,11 +77,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_from(args: argparse.Namespace) -> Request:
-    """The request given by the arguments.
-
-    Raises:
-        UsageError: for invalid arguments.
-    """
+    """The request given by the arguments."""
     retry = [name for name in args.retry.split(",") if name]
     if args.retry and not retry:
         raise UsageError("outcomes after --retry, as error,timeout", args.retry)
@@ -102,11 +97,7 @@ def request_from(args: argparse.Namespace) -> Request:
 
 
 def _cluster_from(args: argparse.Namespace) -> Cluster | None:
-    """The cluster named by the arguments; None for this machine.
-
-    Raises:
-        UsageError: options that this executor does not take, or invalid ones.
-    """
+    """The cluster named by the arguments; None for this machine."""
     options = {name: getattr(args, name) for name in OPTIONS}
     if args.executor == "local":
         refuse_options_of_others("local", options)
@@ -127,14 +118,14 @@ def run(args: argparse.Namespace) -> int:
     done = run_request(request, Progress())
     if done.outcomes:
         where = done.paths[0] if len(done.paths) == 1 else f"{len(done.paths)} files of {request.folder}"
-        _say(f"recorded {done.outcomes.total() - done.unrecorded} trials ({_counts(done.outcomes)}) in {where}")
+        streams.say(f"recorded {done.outcomes.total() - done.unrecorded} trials ({_counts(done.outcomes)}) in {where}")
     if done.signum is not None:
-        _say("stopped; everything that ended is recorded, and the same command continues from there")
+        streams.say("stopped; everything that ended is recorded, and the same command continues from there")
         return 128 + done.signum
     for line in done.left:
-        _say(line)
+        streams.say(line)
     if not done.outcomes and not done.left:
-        _say(f"nothing is left to run; records in {request.folder}")
+        streams.say(f"nothing is left to run; records in {request.folder}")
     if request.cluster is not None:
         _say_devices(request.folder)
     if request.experiment.figures:
@@ -145,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         for path in paths:
             print(path)
     if done.unrecorded:
-        _say(f"{done.unrecorded} trials are not recorded; the same command runs them again")
+        streams.say(f"{done.unrecorded} trials are not recorded; the same command runs them again")
     return 1 if done.unrecorded else 0
 
 
@@ -155,12 +146,8 @@ def _say_devices(folder: Path) -> None:
     devices = {name: {record.node for record in records} for name, records in by_device(read(folder)).items()}
     if len(devices) > 1:
         each = "; ".join(f"{name} ({', '.join(sorted(nodes))})" for name, nodes in devices.items())
-        _say(f"{len(devices)} devices differ and are not pooled, each has figures of its own: {each}")
+        streams.say(f"{len(devices)} devices differ and are not pooled, each has figures of its own: {each}")
 
 
 def _counts(outcomes: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in outcomes.most_common())
-
-
-def _say(line: str) -> None:
-    print(f"dpbench: {line}", file=sys.stderr)

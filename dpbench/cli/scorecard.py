@@ -25,11 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and print its path; 0.
-
-    Raises:
-        UsageError: no folder, no records in it, or a page that cannot be written.
-    """
+    """Write the page and print its path; 0."""
     from dpbench.report import scorecard
 
     if not args.source.is_dir():

@@ -83,6 +83,15 @@ def tell(words: str) -> None:
     waiting.words = words
 
 
+def say(line: str) -> None:
+    """Write a line for the person to standard error.
+
+    Args:
+        line: without its end.
+    """
+    print(f"dpbench: {line}", file=sys.stderr, flush=True)
+
+
 class _Shown:
     """A standard stream that shows control characters as escapes.
 

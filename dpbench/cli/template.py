@@ -33,11 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file, and print the commands that take it; 0.
-
-    Raises:
-        UsageError: the file exists, its name is no Python name, or it cannot be written.
-    """
+    """Write the file, and print the commands that take it; 0."""
     path = Path(args.file)
     if path.suffix != ".py":
         raise UsageError("a name that ends in .py", args.file)

@@ -10,12 +10,8 @@ from dpbench.errors import UsageError
 
 
 def folder(text: str) -> Path:
-    """A folder's path, as after --output.
-
-    Raises:
-        UsageError: it is empty, as "$OUT" is if OUT is not set: that would mean the current folder.
-    """
-    if not text:
+    """A folder's path, as after --output."""
+    if not text:  # as "$OUT" is if OUT is not set: it would mean the current folder
         raise UsageError("a folder after --output", text)
     return Path(text)
 
@@ -27,9 +23,6 @@ def writing(what: str, path: Path) -> Iterator[None]:
     Args:
         what: the kind of place, "a folder".
         path: the place.
-
-    Raises:
-        UsageError: it cannot be written to.
     """
     try:
         yield

@@ -1,5 +1,7 @@
 """Executes experiments: what remains, in which order, on which machine, within the time, and recorded.
 
+Any function raises a `UsageError` for what a person typed and cannot be, before anything is measured.
+
 Functions take:
     request, plan, device: what to run; the same on a device, with its records; "cpu" or "cuda".
     trial, trials, run: a trial, or several; one in a round.

@@ -126,9 +126,6 @@ def load_cluster(path: Path) -> Cluster:
 
     Args:
         path: of a TOML file.
-
-    Raises:
-        UsageError: in one line: no such file, no TOML, or a line that is missing, unknown or out of range.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -158,9 +155,6 @@ def bill(jobs: Sequence[Job], cluster: Cluster) -> dict[str, float]:
     Returns:
         `jobs` (their number), `wall_seconds`, `gpu_hours` that compute, `cost` of all GPUs until the last job ends,
         `least_cost` if idle GPUs cost nothing, and `busy`, the share of the time in which GPUs compute.
-
-    Raises:
-        UsageError: a job needs more GPUs than there are.
     """
     free = [0.0] * cluster.gpus  # when each GPU is free, a heap
 

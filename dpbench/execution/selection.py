@@ -20,9 +20,6 @@ def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
 
     Args:
         texts: each after an --only.
-
-    Raises:
-        UsageError: a text of another form.
     """
     chosen: dict[str, list[str]] = {}
     for text in texts:
@@ -39,9 +36,6 @@ def select(cells: Sequence[Cell], only: Only) -> list[Cell]:
     Args:
         cells: of the experiment.
         only: field -> values.
-
-    Raises:
-        UsageError: in one line: a field or a value that no cell has, or no cell has all.
     """
     fields = [_fields(cell) for cell in cells]
     known = sorted({name for described in fields for name in described})

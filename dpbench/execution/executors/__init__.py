@@ -67,9 +67,6 @@ def refuse_options_of_others(name: str, options: dict[str, object]) -> None:
     Args:
         name: of the executor.
         options: option -> value; None if not given.
-
-    Raises:
-        UsageError: this executor does not take an option.
     """
     for option, takers in _TAKEN_BY.items():
         if options.get(option) is not None and name not in takers:

@@ -237,9 +237,6 @@ def connect(address: str | None) -> Any:
 
     Args:
         address: HOST:PORT, or None.
-
-    Raises:
-        UsageError: ray is not installed, or no Ray cluster answers in time.
     """
     try:
         import ray
@@ -284,11 +281,7 @@ def _must_listen(address: str, expected: str) -> None:
 
 
 def device_of(asked: str, nodes: Sequence[Mapping[str, float]]) -> str:
-    """The device that "auto" stands for, by the nodes' GPUs, not this machine's.
-
-    Raises:
-        UsageError: cuda is requested, and no node has a GPU.
-    """
+    """The device that "auto" stands for, by the nodes' GPUs, not this machine's."""
     found = any(resources.get("GPU", 0) >= 1 for resources in nodes)
     if asked == "cuda" and not found:
         raise UsageError("a node with a GPU in the Ray cluster for --device cuda", "none")
@@ -296,11 +289,7 @@ def device_of(asked: str, nodes: Sequence[Mapping[str, float]]) -> str:
 
 
 def cpus_of(cluster: Cluster, device: str, nodes: Sequence[Mapping[str, float]], say: Callable[[str], None]) -> int:
-    """CPUs of a bundle: a whole node's without GPU, else a GPU's share of its node.
-
-    Raises:
-        UsageError: no node has the requested resources.
-    """
+    """CPUs of a bundle: a whole node's without GPU, else a GPU's share of its node."""
     if device == "cuda":
         with_gpu = [resources for resources in nodes if resources.get("GPU", 0) >= 1]
         kind = "accelerator_type:"

@@ -45,9 +45,6 @@ class Queue:
         device: that the trials measure.
         home: the folder of job specifications and output.
         job: specification -> {"error"}, run on a node.
-
-    Raises:
-        UsageError: submitit is not installed, or there is no SLURM here.
     """
 
     def __init__(self, cluster: Cluster, device: str, home: Path, job: Callable[..., Any]) -> None:

@@ -104,11 +104,7 @@ class Agenda:
         return self.until - self.clock()
 
     def carry_out(self) -> Mapping[str, Finding]:
-        """Measure what the time allows.
-
-        Raises:
-            UsageError: the model cannot be built.
-        """
+        """Measure what the time allows."""
         with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
             self._notes = Path(folder, "notes.json")
             names = list(ORDER)
