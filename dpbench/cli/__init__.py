@@ -6,7 +6,10 @@ function raises a `UsageError` for what a person typed and cannot be, before any
 Functions take:
     parser, args: the command's parser, and the parsed arguments.
     text: as typed.
-    rows: of a table, or of the command's answer.
+    line, words: for the person: a line without its end; a few words.
+    stream: a standard one.
+    model: its reference.
+    rows: of a table, of equally many cells, the header first; or of the command's answer.
     trials: to run, in any order.
 """
 

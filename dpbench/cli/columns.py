@@ -9,7 +9,6 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     """A line for each row, its columns as wide as needed.
 
     Args:
-        rows: of equally many cells; the header first.
         right: numbers of the columns that are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

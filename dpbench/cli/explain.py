@@ -92,11 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
-    """The lines of the table: a title, the rows, totals, and the meaning of the columns.
-
-    Args:
-        model: its reference.
-    """
+    """The lines of the table: a title, the rows, totals, and the meaning of the columns."""
     reasons = list(dict.fromkeys(row["reason"] for row in rows if row["reason"]))
     measured = any(row["measured_seconds"] for row in rows)
     routes = (f"measured: {_ROUTES[0]}", *_ROUTES[1:]) if measured else ()

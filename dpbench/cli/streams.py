@@ -75,20 +75,12 @@ waiting = _Waiting()
 
 
 def tell(words: str) -> None:
-    """Show the current task on the terminal's last line.
-
-    Args:
-        words: a few.
-    """
+    """Show the current task on the terminal's last line."""
     waiting.words = words
 
 
 def say(line: str) -> None:
-    """Write a line for the person to standard error.
-
-    Args:
-        line: without its end.
-    """
+    """Write a line for the person to standard error."""
     print(f"dpbench: {line}", file=sys.stderr, flush=True)
 
 
@@ -133,11 +125,7 @@ class _Shown:
 
 
 def discard(stream: TextIO) -> None:
-    """Discard further output, or the interpreter would report an error at exit.
-
-    Args:
-        stream: without a reader.
-    """
+    """Discard further output, or the interpreter would report an error at exit."""
     try:
         descriptor = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)

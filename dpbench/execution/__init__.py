@@ -5,6 +5,15 @@ Any function raises a `UsageError` for what a person typed and cannot be, before
 Functions take:
     request, plan, device: what to run; the same on a device, with its records; "cpu" or "cuda".
     trial, trials, run: a trial, or several; one in a round.
+    one, other, cell, cells: two trials; a trial or a search, or several.
+    name, names, experiment: of an experiment or executor; of backends; an experiment's name.
+    rounds, in_order: how often a trial runs; whether trials run as declared.
+    folder, results: of an experiment's records; of all experiments.
+    only: field -> its selected values.
+    fingerprint: of a trial on this machine.
+    libraries, versions: name -> version; missing ones are this machine's.
+    state: of a search.
+    line: for the person, without its end.
     block: the part of the plan that a trial belongs to.
     timeout: seconds; None to wait for an answer.
     running: runs that have not ended.

@@ -37,7 +37,6 @@ class Allowance:
         begun: when the run began.
         schedule: of the run.
         clock: estimates how long a trial takes.
-        fingerprint: of a trial on this machine.
         cuts: the lines of trials that were cut off in earlier runs.
     """
 

@@ -32,9 +32,7 @@ def held(folder: Path, *, wait: bool, say: Callable[[str], None]) -> Iterator[No
     """Hold the lock of `folder`, so that no other run measures for it.
 
     Args:
-        folder: with the records of an experiment.
         wait: wait for the other run to end; else raise.
-        say: receives a line for the person who waits.
 
     Raises:
         UsageError: another run holds the lock; says which, and since when.

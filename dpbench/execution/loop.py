@@ -182,15 +182,7 @@ class Loop:
 def make_record(
     experiment: str, run: Run, fingerprint: str, answer: Answer, libraries: Mapping[str, str | None]
 ) -> dict[str, Any]:
-    """The line to store for a finished trial; always readable, whatever the trial returned.
-
-    Args:
-        experiment: its name.
-        run: the trial and its round.
-        fingerprint: on this machine.
-        answer: how it ended.
-        libraries: name -> version, of this machine.
-    """
+    """The line to store for a finished trial; always readable, whatever the trial returned."""
     place = answer.place
     record = {
         "experiment": experiment,

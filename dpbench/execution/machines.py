@@ -63,11 +63,7 @@ _FOLDER = ".folder"
 
 
 def folder_name(results: Path) -> str:
-    """The name of a folder of results; "" without one, so that no records count. DPBENCH_HOST takes its place.
-
-    Args:
-        results: the folder of all experiments.
-    """
+    """The name of a folder of results; "" without one, so that no records count. DPBENCH_HOST takes its place."""
     named = named_host()
     if named is not None:
         return f"{VARIABLE}={named}"
@@ -81,7 +77,6 @@ def name_folder(results: Path, name: str = "") -> None:
     """Name a folder of results, unless it has a name.
 
     Args:
-        results: the folder of all experiments.
         name: "" for a random one.
 
     Raises:
@@ -143,7 +138,6 @@ def begin_sweep(name: str, cluster: str, trials: Iterable[Trial]) -> dict[str, A
     Args:
         name: of the executor.
         cluster: its kind and address, in words.
-        trials: whose library versions are recorded.
     """
     return {"name": name, "cluster": cluster, "driver": host_name(), "versions": _versions(trials)}
 
@@ -159,8 +153,6 @@ def machines_of(
 
     Args:
         runs: of the results folder.
-        device: "cpu" or "cuda".
-        sweep: a sweep to continue, as recorded.
         folder: the name of the results folder, or None; its own records count in a sweep, too.
     """
     found = []
@@ -184,11 +176,7 @@ def _versions(trials: Iterable[Trial]) -> dict[str, str | None]:
 
 
 def version_hash(trial: Trial, versions: Versions) -> str:
-    """A hash of the trial's sources and libraries, equal on every machine that has them.
-
-    Args:
-        versions: library -> version; missing ones are this machine's.
-    """
+    """A hash of the trial's sources and libraries, equal on every machine that has them."""
     return seal(sources_of(trial), {name: versions.get(name, version_of(name)) for name in libraries_of(trial)})
 
 

@@ -52,11 +52,7 @@ class Progress:
         self._started: dict[Run, float] = {}
 
     def say(self, line: str) -> None:
-        """Write one permanent line.
-
-        Args:
-            line: without its end.
-        """
+        """Write one permanent line."""
         line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=self._stream)

@@ -118,11 +118,7 @@ def _trials_of(cells: Sequence[Cell]) -> list[Trial]:
 
 
 def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = None) -> Plan:
-    """What is done and what remains. Runs nothing.
-
-    Args:
-        sweep: a sweep to continue, as recorded; its records count, too (`dpbench.execution.machines`).
-    """
+    """What is done and what remains. Runs nothing."""
     runs = read_runs(request.folder)
     records = [record for run in runs for record in run.records]
     cells = request.cells(device)

@@ -145,20 +145,12 @@ def step_search(search: MaxBatch, history: History) -> SearchState:
 
 
 def probes_left(search: MaxBatch, state: SearchState) -> int:
-    """The expected number of further trials of an unfinished search.
-
-    Args:
-        state: of the search.
-    """
+    """The expected number of further trials of an unfinished search."""
     return 1 if isinstance(search.probe, LargestTrial) else max(1, TYPICAL_PROBES - len(state.seen))
 
 
 def apart(one: Trial, other: Trial) -> bool:
-    """Whether two trials must not run at the same time.
-
-    Args:
-        one, other: the trials.
-    """
+    """Whether two trials must not run at the same time."""
     return any(a.alone and (b.alone or not a.beside) for a, b in ((one, other), (other, one)))
 
 
@@ -187,7 +179,6 @@ class Schedule:
         """A run that can start beside what is running; None if there is none.
 
         Args:
-            running: trials and their rounds.
             may: trial -> whether it may start now; others are skipped.
         """
 
@@ -284,11 +275,7 @@ class Block:
 
 
 def key_of(cell: Cell) -> tuple[str, bool]:
-    """(the name of the cell's block, whether that must stay on one node).
-
-    Args:
-        cell: a trial, or a search.
-    """
+    """(the name of the cell's block, whether that must stay on one node)."""
     trial: Trial = cell.probe if isinstance(cell, MaxBatch) else cell
     timed = cell.then is not None or trial.alone if isinstance(cell, MaxBatch) else trial.alone
     described = trial.describe()
@@ -300,15 +287,7 @@ def key_of(cell: Cell) -> tuple[str, bool]:
 def blocks_of(
     name: str, cells: Sequence[Cell], rounds: int, history: History, *, in_order: bool = False
 ) -> list[Block]:
-    """The blocks of an experiment, in the order of their first cells; together they are its schedule.
-
-    Args:
-        name: of the experiment.
-        cells: of it.
-        rounds: of each cell.
-        history: the records.
-        in_order: trials run as declared, in each block.
-    """
+    """The blocks of an experiment, in the order of their first cells; together they are its schedule."""
     found: dict[tuple[str, bool], list[Cell]] = {}
     for cell in cells:
         found.setdefault(key_of(cell), []).append(cell)

@@ -31,12 +31,7 @@ def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
 
 
 def select(cells: Sequence[Cell], only: Only) -> list[Cell]:
-    """The cells that have one of the values in every field.
-
-    Args:
-        cells: of the experiment.
-        only: field -> values.
-    """
+    """The cells that have one of the values in every field."""
     fields = [_fields(cell) for cell in cells]
     known = sorted({name for described in fields for name in described})
     for field, values in only.items():

@@ -42,7 +42,6 @@ class Queue:
 
     Args:
         cluster: the requested resources.
-        device: that the trials measure.
         home: the folder of job specifications and output.
         job: specification -> {"error"}, run on a node.
     """

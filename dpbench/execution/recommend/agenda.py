@@ -158,11 +158,7 @@ class Agenda:
         return {}
 
     def search(self, names: Sequence[str]) -> None:
-        """Search the largest batch of each, one search for each CPU at a time.
-
-        Args:
-            names: of backends.
-        """
+        """Search the largest batch of each, one search for each CPU at a time."""
         due = [self.findings[name] for name in names]
         due = [found for found in due if found.status in ("ok", NOT_KNOWN, "not measured")]
         trials = (self._search_of(found) for found in due)

@@ -102,18 +102,13 @@ class Finding:
         return interval(self.ratios) if self.ratio is not None else None
 
     def too_large(self, batch_size: int) -> bool:
-        """Whether the batch is known not to fit in the budget.
-
-        Args:
-            batch_size: as requested.
-        """
+        """Whether the batch is known not to fit in the budget."""
         return self.largest is not None and self.largest_ended != "time" and self.largest < batch_size
 
     def predicted_batch(self, batch_size: int, budget: int) -> int:
         """The batch that reaches the budget if memory above the baseline grows with the batch; at least 1.
 
         Args:
-            batch_size: of the measured step.
             budget: bytes.
         """
         if self.peak_bytes is None or self.baseline_bytes is None or self.peak_bytes <= self.baseline_bytes:
