@@ -15,7 +15,7 @@ from typing import Any
 from dpbench.cli import streams
 from dpbench.cli.columns import aligned
 from dpbench.cli.model import add_model, add_sizes, validate_model
-from dpbench.errors import Unusable, last_line
+from dpbench.errors import UsageError, last_line
 from dpbench.process.parent import Isolation
 from dpbench.records.environment import DEVICES, resolve_device
 from dpbench.trials import ExplainTrial
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         streams.say(f"{args.model} cannot be explained: {answer.outcome}: {last_line(answer.evidence)}")
         return 1
     if "usage" in answer.result:
-        raise Unusable(answer.result["usage"])
+        raise UsageError.of(answer.result["usage"])
     if "problems" in answer.result:
         for problem in answer.result["problems"]:
             line = f"{problem['module']}: {problem['reason']} (remedy: {problem['remedy']})"
