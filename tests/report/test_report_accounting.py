@@ -5,7 +5,6 @@ import itertools
 import pytest
 from drawn import assert_apart, draw
 from matplotlib.collections import PolyCollection
-from report_records import RunFile
 
 from dpbench.report import FIGURES
 from dpbench.trials import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial, TunedTrial
@@ -13,11 +12,6 @@ from dpbench.trials import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial
 POINT = {"sample_rate": 0.01, "noise_multiplier": 4.0, "steps": 10_000, "delta": 1e-5}
 FACTORS = {"moments": 1.33, "rdp": 1.1, "gdp": 0.97, "pld": 1.001, "prv": 1.0003, "prv:lower": 1.0}
 KINDS = {"gdp": "estimate", "prv:lower": "lower_bound", "shuffled": "lower_bound", "strong:published": "heuristic"}
-
-
-@pytest.fixture
-def run(tmp_path):
-    return RunFile(tmp_path / "records" / "a.jsonl")
 
 
 def answer(run, trial, value, seconds=0.01, **detail):
@@ -183,13 +177,3 @@ def test_of_solid_curves_that_coincide_the_first_is_drawn_wider(run):
     _, drawn, _ = draw(run, "epsilon_epochs")
     width = {line.get_label(): line.get_linewidth() for line in drawn.axes[0].get_lines()}
     assert width["PRV"] > width["PLD"] == width["moments"] == width["GDP"]
-
-
-def test_the_tight_ones_stand_apart(run):
-    _, drawn, _ = draw(epochs(run), "epsilon_epochs")
-    left, right = drawn.axes
-    assert (left.get_yscale(), right.get_yscale()) == ("log", "linear")
-    assert {line.get_label() for line in left.lines} - {line.get_label() for line in right.lines} >= {
-        "simple composition",
-        "strong, as published in 2016",
-    }

@@ -4,46 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 
-import pandas as pd
 import pytest
-from drawn import assert_apart
-from report_records import RunFile, memory, save_no_pictures
-from test_report_figures import draw
+from drawn import assert_apart, draw
+from report_records import CPU, CUDA, RunFile, memory, row
 
-from dpbench.report import findings, style, write_report
+from dpbench.records.reader import read
+from dpbench.report import LeftOut, findings, style, write_report
+from dpbench.report.figures import overhead
 from dpbench.trials import OverheadTrial
 from dpbench.trials.whole_step import TrainingStepTrial
 
-FOLDER = "cpu-test-cpu-2-cpus"
 GPT2 = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
 UNSUPPORTED = ("unsupported", "fastdp is not available here: no package")
-
-
-@pytest.fixture
-def run(tmp_path):
-    return RunFile(tmp_path / "records" / "a.jsonl", experiment="overhead")
-
-
-@pytest.fixture
-def report(run, tmp_path, monkeypatch):
-    """The table behind a figure and the text beside it; its pictures are not saved."""
-    save_no_pictures(monkeypatch)
-
-    def make(figure: str, figures: Sequence[str] = ()) -> tuple[pd.DataFrame, str]:
-        write_report(run.path.parent, tmp_path / "out", figures or [figure])
-        stem = tmp_path / "out" / FOLDER / figure
-        return pd.read_csv(f"{stem}.csv"), stem.with_suffix(".md").read_text(encoding="utf-8")
-
-    return make
-
-
-def row(table, **where):
-    for column, value in where.items():
-        table = table[table[column] == value]
-    assert len(table) == 1, f"{len(table)} rows for {where}"
-    return table.iloc[0]
 
 
 def test_a_ratio_is_of_two_turns_of_one_round(run, report):
@@ -78,13 +51,6 @@ def test_only_cells_with_the_same_libraries_ought_to_be_of_one_version(run, repo
     assert "Warning" not in report("overhead")[1]
     run.overhead("vgg19", {"nonprivate": [1.0], "ghost": [2.0]}, fingerprint="another version")
     assert "Warning: records of 2 versions" in report("overhead")[1]
-
-
-def test_rounds_of_a_run_are_pooled(run, report):
-    for number, ghost in enumerate([[2.0, 2.2], [4.0, 2.1]]):
-        run.overhead("cnn", {"nonprivate": [1.0, 1.0], "ghost": ghost}, round=number)
-    ghost = row(report("overhead")[0], backend="ghost")
-    assert (ghost.paired_rounds, ghost.time_ratio) == (4, pytest.approx(2.15))
 
 
 def test_a_row_is_of_the_trial_that_measured_its_backend_last(run, report):
@@ -135,7 +101,7 @@ def test_steps_that_run_in_one_way_have_their_own_figure(figure, kind, run, repo
     run.path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     said = {"eager": "runs eagerly", "replayed": "as a CUDA graph", "compiled": "by TorchInductor", "best": "Best: "}
     for way, ratio in ratios.items():
-        table, text = report(f"{figure}-way-{way}", [figure])
+        table, text = report(figure, f"{figure}-way-{way}")
         assert set(table[table.backend == "bk_mixed"].time_ratio) == {ratio}
         assert said[way] in text
 
@@ -160,14 +126,14 @@ def test_without_ordinary_training_there_are_seconds_and_no_ratio(run, report):
     run.overhead("cnn", {"ghost": [2.0]}, failed={"nonprivate": ("oom", "no memory")})
     ghost = row(report("overhead")[0], backend="ghost")
     assert ghost.step_seconds == 2.0 and math.isnan(ghost.time_ratio) and ghost.paired_rounds == 0
-    texts = [text for text, _ in draw(run, "overhead")[1]]
+    texts = [text for text, _ in draw(run, "overhead")[2]]
     assert {"non-private: out of memory", "no ordinary training beside it"} <= set(texts)
 
 
-def everything(run, models):
+def everything(run):
     absent = ("private_cnn", "fastdp", "opake")
     names = [name for name in style.BACKENDS if name not in ("nonprivate", *absent)]
-    for index, (model, batch_size) in enumerate(models):
+    for index, (model, batch_size) in enumerate(MODELS):
         ratios = {name: 0.9 + (number + index) % 9 / 2 for number, name in enumerate(names)}
         seconds = {"nonprivate": [0.5] * 3} | {n: [0.5 * r, 0.51 * r, 0.55 * r] for n, r in ratios.items()}
         peaks = {name: int(2**28 * ratio / 3) for name, ratio in ratios.items()} | {"nonprivate": 2**28}
@@ -183,7 +149,7 @@ MODELS = [("resnet18", 32), ("cnn", 256), (f"{GPT2}@4096", 4), ("my/models/wide_
 
 
 def test_a_panel_has_every_backend_and_nothing_lies_on_anything(run):
-    drawn, boxes = draw(everything(run, MODELS), "overhead")
+    _, drawn, boxes = draw(everything(run), "overhead")
     assert_apart(drawn, boxes)
     texts = [text for text, _ in boxes]
     assert len(drawn.axes) == 4
@@ -199,7 +165,7 @@ def test_a_panel_has_every_backend_and_nothing_lies_on_anything(run):
 def test_a_model_with_one_private_backend_is_in_the_table_and_not_in_the_figure(run, report):
     run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0], "vmap": [3.0]}, batch_size=32)
     run.overhead("resnet18", {"nonprivate": [1.0], "ghost": [2.5]}, batch_size=8)
-    drawn, boxes = draw(run, "overhead")
+    _, drawn, boxes = draw(run, "overhead")
     texts = [text for text, _ in boxes]
     assert len(drawn.axes) == 1 and "CNN, B=32" in texts and "not run" not in texts
     table, text = report("overhead")
@@ -207,19 +173,11 @@ def test_a_model_with_one_private_backend_is_in_the_table_and_not_in_the_figure(
     assert "In the table alone, for one private backend was run there: ResNet18, B=8." in text
 
 
-def test_time_is_filled_and_memory_is_hollow_and_the_numbers_are_those_drawn(run):
-    run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.5]}, {"ghost": 3 * 2**19})
-    drawn, boxes = draw(run, "overhead")
-    marks = {line.get_marker(): line for line in drawn.axes[0].lines if len(line.get_xdata()) == 1}
-    assert (marks["o"].get_xdata()[0], marks["D"].get_xdata()[0]) == (2.5, 1.5)
-    assert marks["D"].get_markerfacecolor() == "white" != marks["o"].get_markerfacecolor()
-    assert {"2.50×", "1.50×", "time", "peak memory"} <= {text for text, _ in boxes}
-    assert "range of pairs" not in {text for text, _ in boxes}
-
-
 def test_little_memory_is_an_arrow_at_the_edge(run):
     run.overhead("cnn", {"nonprivate": [1.0], "microbatch": [2.5]}, {"microbatch": 2**16})
-    drawn, boxes = draw(run, "overhead")
+    _, drawn, boxes = draw(run, "overhead")
+    marks = {line.get_marker(): line for line in drawn.axes[0].lines if len(line.get_xdata()) == 1}
+    assert marks["o"].get_xdata()[0] == 2.5 and marks["o"].get_markerfacecolor() != "white"  # time
     (arrow,) = [line for line in drawn.axes[0].lines if line.get_marker() == "<"]
     assert arrow.get_xdata()[0] == drawn.axes[0].get_xlim()[0]
     assert {"0.06×", "below 0.6×"} <= {text for text, _ in boxes}
@@ -261,7 +219,7 @@ def test_growth_is_the_exponent_of_the_seconds_of_one_sample(run, report):
 
 
 def test_a_failure_is_a_mark_at_its_size_and_nothing_lies_on_anything(run):
-    drawn, boxes = draw(growing(run), "resolution")
+    _, drawn, boxes = draw(growing(run), "resolution")
     assert_apart(drawn, boxes)
     texts = [text for text, _ in boxes]
     assert texts.count("✕ Ghost") == 2 and not any("fastDP" in text for text in texts if text.startswith("✕"))
@@ -284,7 +242,7 @@ def test_sequences_of_one_model_are_one_line(run, report):
     assert set(table.model) == {GPT2} and list(table.tokens) == [128, 128, 2048, 2048]
     assert row(table, backend="nonprivate", tokens=2048).growth == pytest.approx(1.25)
     assert "Batch size 2." in text and "inputs" not in text  # a sequence has no pixels
-    drawn, boxes = draw(run, "sequence_length")
+    _, drawn, boxes = draw(run, "sequence_length")
     assert_apart(drawn, boxes)
     assert {"GPT-2 2×256", "128", "2k", "∝ T", "∝ T²"} <= {text for text, _ in boxes}
 
@@ -319,3 +277,40 @@ def test_engines_of_others_are_of_a_version_of_their_own(run, report):
     assert row(table, backend="fastdp").time_ratio == pytest.approx(3.0)
     assert row(table, backend="bk_mixed").time_ratio == pytest.approx(1.1)
     assert "give no number" not in text
+
+
+def utilisations(tmp_path, environment, flops, **fields):
+    """The utilisation of ordinary training and of a backend, and what the caption says of it."""
+    run = RunFile(tmp_path / "run" / "a.jsonl", environment, experiment="overhead")
+    seconds = {"nonprivate": [0.01] * 3, "ghost": [0.02] * 3}
+    counted = dict.fromkeys(seconds, {"model_flops": flops} if flops else {})
+    run.overhead("cnn", seconds, batch_size=64, more=counted, device=environment["device"], **fields)
+    records = read(run.path)
+    frame = overhead.table(records, LeftOut())
+    return list(frame.model_flops_utilisation.dropna()), " ".join(overhead.FIGURES["overhead"].caption(records, frame))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "float32", 66.9e12),
+        ("NVIDIA H100 PCIe", "tf32", 378e12),
+        ("NVIDIA H200", "bfloat16-autocast", 989.5e12),
+        ("NVIDIA A100-SXM4-40GB", "bfloat16", 312e12),
+    ],
+)
+def test_utilisation_is_of_the_peak_in_the_precision(tmp_path, name, precision, peak):
+    environment = CUDA | {"device_name": name}
+    found, said = utilisations(tmp_path, environment, int(0.4 * peak * 0.01), precision=precision)
+    assert found == pytest.approx([0.4, 0.2])
+    assert "MFU: operations of ordinary training's" in said and "NVIDIA" in said
+
+
+@pytest.mark.parametrize(
+    ("environment", "flops"),
+    [(CPU, 10**9), (CUDA, 10**9), (CUDA | {"device_name": "NVIDIA H200"}, None)],
+    ids=["a CPU", "a card whose peak is not known", "a record without a count"],
+)
+def test_utilisation_is_left_out_where_it_is_not_known(tmp_path, environment, flops):
+    found, said = utilisations(tmp_path, environment, flops)
+    assert found == [] and "MFU" not in said

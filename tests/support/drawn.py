@@ -24,6 +24,11 @@ def draw(run, figure):
         return frame, drawn, [(text.get_text(), text.get_window_extent()) for text in texts if id(text) not in beyond]
 
 
+def words(boxes):
+    """The texts of `draw`, without their boxes."""
+    return [text for text, _ in boxes]
+
+
 def out_of_sight(axes):
     """Labels of ticks beyond the ends of an axis, which exist but are not drawn."""
     for axis, ends in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):

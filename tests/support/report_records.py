@@ -105,3 +105,11 @@ def step_result(seconds, peak=2**20, error=1e-7):
         "coverage": {"ghost": 1.0, "instantiated": 0.0, "fallback": 0.0},
         "loss": 2.3,
     }
+
+
+def row(table, **where):
+    """The one row of a table with these values."""
+    for column, value in where.items():
+        table = table[table[column] == value]
+    assert len(table) == 1, f"{len(table)} rows for {where}"
+    return table.iloc[0]

@@ -9,7 +9,7 @@ import pytest
 
 from dpbench.errors import UsageError
 from dpbench.experiment import load_experiment
-from dpbench.report.figures import adam_bias
+from dpbench.report.figures import held_out_loss
 from dpbench.training import AdamTrial
 from dpbench.trials.line_shapes import flaw_of_result
 
@@ -55,7 +55,7 @@ def test_the_figure_has_every_learning_rate_and_says_the_best():
         record("Adam", lr, seed, loss + 0.01 * seed) for seed in range(3) for lr, loss in ((0.1, 0.5), (0.2, 0.2))
     ]
     records += [record("AdamBC", 0.1, 0, 0.1), record("AdamBC:0.01", 0.1, 0, 0.7), record("Adam", 0.1, 0, 0.05, None)]
-    frame = adam_bias.table(records, Counter())
+    frame = held_out_loss.adam_table(records, Counter())
     private = frame[frame.target_epsilon.notna()]
     assert sorted(zip(private.optimizer, private.lr, private.seeds, strict=True)) == [
         ("Adam", 0.1, 3),
@@ -65,11 +65,14 @@ def test_the_figure_has_every_learning_rate_and_says_the_best():
         ("SGD", 0.1, 3),
     ]
     said = "Least test loss, linear at ε = 8: SGD 0.310, Adam 0.210, AdamBC 0.100."
-    assert adam_bias.FIGURE.finding(frame) == said
-    figure = adam_bias.plot(frame, "a caption")
+    assert held_out_loss.FIGURES["adam_bias"].finding(frame) == said
+    figure = held_out_loss.adam_plot(frame, "a caption")
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert titles == ["linear, ordinary training", "linear, ε = 8"]
     entries = [text.get_text() for text in figure.legends[0].get_texts()]
     assert entries == ["SGD", "Adam", "AdamBC", "AdamBC, floor 0.01"]
-    assert adam_bias.FIGURE.texts(frame).accuracy.tolist() == ["90.0 %"] * 6
-    assert adam_bias.FIGURE.finding(frame.iloc[:0]) == "" and adam_bias.plot(frame.iloc[:0], "none") is not None
+    assert held_out_loss.FIGURES["adam_bias"].texts(frame).accuracy.tolist() == ["90.0 %"] * 6
+    assert (
+        held_out_loss.FIGURES["adam_bias"].finding(frame.iloc[:0]) == ""
+        and held_out_loss.adam_plot(frame.iloc[:0], "none") is not None
+    )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dpbench.experiment import load_experiment
-from dpbench.report.figures import correlated
+from dpbench.report.figures import held_out_loss
 from dpbench.trials.line_shapes import flaw_of_result
 
 
@@ -43,7 +43,7 @@ def test_the_figure_has_each_noise_at_its_best_learning_rate():
     records += [record("banded:4", 0.1, seed, 0.1 + 0.01 * seed, 0.95) for seed in range(3)]
     records += [record("gaussian", 0.4, 0, 0.05, 0.96, batch_size=512)]
     records += [record("blt:3@one_pass", 0.1, 0, 0.3), record("gaussian@one_pass", 0.1, 0, 0.4)]
-    frame = correlated.table(records, Counter())
+    frame = held_out_loss.noise_table(records, Counter())
     assert frame[["batch_size", "noise", "lr", "seeds"]].values.tolist() == [
         [64, "DP-SGD", 0.2, 3],
         [64, "4 bands", 0.1, 3],
@@ -52,11 +52,19 @@ def test_the_figure_has_each_noise_at_its_best_learning_rate():
         [512, "DP-SGD", 0.4, 1],
     ]
     assert frame.loss.tolist() == pytest.approx([0.21, 0.11, 0.4, 0.3, 0.05])
-    assert "4 bands take the test loss of batches of 64 from 0.2100 to 0.1100" in correlated.FIGURE.finding(frame)
-    assert "batches of 512, has 0.0500 (96.0%)" in correlated.FIGURE.finding(frame)
+    assert "4 bands take the test loss of batches of 64 from 0.2100 to 0.1100" in held_out_loss.FIGURES[
+        "correlated"
+    ].finding(frame)
+    assert "batches of 512, has 0.0500 (96.0%)" in held_out_loss.FIGURES["correlated"].finding(frame)
     said = "In one pass an epoch a BLT has 0.3000 (batches of 64), and independent noise 0.4000 (batches of 64)."
-    assert correlated.FIGURE.finding(frame).endswith(said)
-    (axes,) = correlated.plot(frame, "").axes
+    assert held_out_loss.FIGURES["correlated"].finding(frame).endswith(said)
+    (axes,) = held_out_loss.noise_plot(frame, "").axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "4", "one\npass", "BLT"]
-    assert list(correlated.FIGURE.texts(frame).accuracy) == ["90.0 %", "95.0 %", "90.0 %", "90.0 %", "96.0 %"]
-    assert correlated.FIGURE.finding(correlated.table([], Counter())) == ""
+    assert list(held_out_loss.FIGURES["correlated"].texts(frame).accuracy) == [
+        "90.0 %",
+        "95.0 %",
+        "90.0 %",
+        "90.0 %",
+        "96.0 %",
+    ]
+    assert held_out_loss.FIGURES["correlated"].finding(held_out_loss.noise_table([], Counter())) == ""

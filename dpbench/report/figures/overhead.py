@@ -1,13 +1,15 @@
-"""The cost of clipping relative to ordinary training: a panel a model, a row a backend, with time and memory.
+"""The cost of clipping relative to ordinary training: time and memory of each model and backend.
 
-The number beside each mark is its value. A filled mark is time, a hollow one memory, and the row has the backend's
-name: nothing depends on colour. Whole training steps, `training_step`, have the same table and picture.
+`overhead` and `training_step` have a panel a model and a row a backend, with the value beside each mark: filled for
+time, hollow for memory. `memory_speed_table` (Table 4 of arXiv:2205.10683) has bars, of backends that each had its own
+process. Nothing depends on colour.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -20,6 +22,8 @@ from dpbench.report import captions, findings, readable, style
 from dpbench.report.captions import span
 from dpbench.report.data import published
 from dpbench.report.data.statistics import PAIRED_COLUMNS, batch, frame_of, in_order, paired_row, utilisation_said
+from dpbench.report.drawing import bars
+from dpbench.report.drawing.bars import Bar, Panel
 from dpbench.report.drawing.sheet import MARGIN, REFERENCE, beside, grid, legend, logarithmic
 from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing
@@ -259,7 +263,82 @@ def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]
     ]
 
 
+def _compared(frame: pd.DataFrame) -> pd.Series[bool]:
+    """True for rows with ordinary training at the same batch size, in a group of more than one."""
+    groups = frame.groupby(["model", "batch_size"]).backend
+    return groups.transform(lambda names: "nonprivate" in set(names)) & (groups.transform("nunique") > 1)
+
+
+def _alone_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
+    pairs = _compared(frame).any()
+    beside = " beside ordinary training of the same model in the same round" if pairs else ""
+    sizes = sorted(set(frame.batch_size))
+    said = [
+        f"After Table 4 of {published.PAPER}: time and peak memory of one training step{beside}; "
+        f"{captions.rounds(frame.paired_rounds if pairs or 'rounds' not in frame else frame['rounds'])}.",
+        f"Batch size {captions.join(sizes)}." if len(sizes) <= 4 else f"Batch sizes {captions.span(sizes)}.",
+    ]
+    if pairs and not _compared(frame).all():
+        said.append("Cells without such a pair stand in the table only.")
+    sources = [style.SOURCES.get(source, source) for source in sorted(set(frame.memory.dropna()))]
+    if sources:
+        said.append(f"Memory: {captions.join(sources)}" + (" (not measured)." if sources == ["simulated"] else "."))
+    if frame.published_time_ratio.notna().any():
+        said.append("Published: that table, CIFAR10 at B=256 on its GPU, active memory.")
+    return said
+
+
+def alone_plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """Bars of ratios to ordinary training, with the absolute numbers beside them.
+
+    Cells without ordinary training are only in the table; if there are no others, absolute numbers are drawn.
+    """
+    sources = set(frame.memory.dropna())
+    taken = f" ({style.SOURCES.get(sources.pop(), 'measured')})" if len(sources) == 1 else ""
+    compared = frame[_compared(frame)]
+    if len(compared):
+        rows = readable.rows(compared)
+        many = compared.groupby("model").batch_size.nunique().max() > 1
+        names = [(f", B={r.batch_size}" if many else "", "") for r in rows]
+        time = [_ratio_bar(r, "time_ratio", r.step_seconds, style.duration) for r in rows]
+        memory = [_ratio_bar(r, "memory_ratio", r.peak_bytes, style.size) for r in rows]
+        units, reference = ["times non-private"] * 2, 1.0
+    else:
+        rows = readable.rows(frame)
+        names = [("", f", B={r.batch_size}") for r in rows]
+        time = [bars.bar(r, "step_seconds", style.duration) for r in rows]
+        memory = [bars.bar(r, "peak_bytes", style.size, unit=2.0**20, simulated=r.memory == "simulated") for r in rows]
+        units, reference = ["seconds", "MiB"], None
+    titles = ("Time per step", f"Peak memory{taken}")
+    panels = [Panel(*each, reference) for each in zip(titles, units, (time, memory), strict=True)]
+    named = [
+        bars.Row(style.model(r.model) + of_model, r.backend, style.backend(r.backend).name + of_row)
+        for r, (of_model, of_row) in zip(rows, names, strict=True)
+    ]
+    return bars.bars(named, panels, caption)
+
+
+def _ratio_bar(row: Any, column: str, absolute: Any, text: Callable[[float], str]) -> Bar:
+    drawn = bars.bar(row, column, style.times, simulated=column == "memory_ratio" and row.memory == "simulated")
+    if missing(absolute):
+        return drawn
+    return replace(drawn, text=drawn.text or "–", detail=text(absolute), note="")  # –: no round with ordinary training
+
+
 FIGURES = {
+    "memory_speed_table": FigureKind(
+        doc="time and memory beside ordinary training (Table 4 of arXiv:2205.10683)",
+        kinds=("step",),
+        cell=lambda r: (*r.cell, r.trial["batch_size"]),
+        by=("experiment", "precision", "image_size", "memory_budget", "threads"),
+        table=table,
+        text=text,
+        caption=_alone_caption,
+        plot=alone_plot,
+        finding=findings.paired,
+        setting=True,
+        place=20,
+    ),
     "overhead": FigureKind(
         doc="time and memory of every backend beside ordinary training, interleaved in one process",
         kinds=("overhead",),
