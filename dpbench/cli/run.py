@@ -9,7 +9,7 @@ from pathlib import Path
 from dpbench.cli import streams
 from dpbench.cli.values import folder
 from dpbench.errors import UsageError, going_on
-from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
+from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster
 from dpbench.execution.runner import Request
 from dpbench.execution.selection import parse_only
 from dpbench.experiment import load_experiment
@@ -98,11 +98,8 @@ def request_from(args: argparse.Namespace) -> Request:
 
 def _cluster_from(args: argparse.Namespace) -> Cluster | None:
     """The cluster named by the arguments; None for this machine."""
-    options = {name: getattr(args, name) for name in OPTIONS}
-    if args.executor == "local":
-        refuse_options_of_others("local", options)
-        return None
-    return Cluster(name=args.executor, **options)
+    cluster = Cluster(name=args.executor, **{name: getattr(args, name) for name in OPTIONS})
+    return None if cluster.name == "local" else cluster
 
 
 def run(args: argparse.Namespace) -> int:

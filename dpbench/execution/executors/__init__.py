@@ -29,7 +29,7 @@ class Cluster:
     """A cluster, and the resources to request for each trial or job.
 
     Args:
-        name: "ray" or "slurm".
+        name: one of `EXECUTORS`; "local" takes no options.
         address: of a Ray cluster, host:port or "auto"; None starts Ray on this machine.
         cpus: CPUs of a trial that must run alone; None for every CPU of a node.
         gpu_type: on CUDA, the type of GPU, as the cluster calls it ("A100").
@@ -48,8 +48,11 @@ class Cluster:
     cluster: str | None = None
 
     def __post_init__(self) -> None:
-        one_of("an executor", self.name, EXECUTORS[1:])
-        refuse_options_of_others(self.name, vars(self))
+        one_of("an executor", self.name, EXECUTORS)
+        for option, takers in _TAKEN_BY.items():
+            if getattr(self, option) is not None and self.name not in takers:
+                flag = option.replace("_", "-")
+                raise UsageError(f"--{flag} with --executor {' or '.join(takers)}", f"--executor {self.name}")
         for option in ("cpus", "time", "jobs"):
             value = getattr(self, option)
             if value is not None and value < 1:
@@ -59,16 +62,3 @@ class Cluster:
                 raise UsageError(f"a name after --{option.replace('_', '-')}", "")
         if self.cluster is not None:
             one_of("a --cluster of --executor slurm", self.cluster, ("slurm", "local"))
-
-
-def refuse_options_of_others(name: str, options: dict[str, object]) -> None:
-    """Check that an executor takes the given options.
-
-    Args:
-        name: of the executor.
-        options: option -> value; None if not given.
-    """
-    for option, takers in _TAKEN_BY.items():
-        if options.get(option) is not None and name not in takers:
-            flag = option.replace("_", "-")
-            raise UsageError(f"--{flag} with --executor {' or '.join(takers)}", f"--executor {name}")

@@ -67,6 +67,10 @@ class Question:
     seconds: float = 60.0
     workers: int = 2
 
+    def workload(self) -> dict[str, Any]:
+        """What a trial takes of it."""
+        return {name: getattr(self, name) for name in ("model", "device", "precision", "image_size", "num_classes")}
+
 
 @dataclass
 class Agenda:
@@ -120,15 +124,11 @@ class Agenda:
         asked = self.question
         until = self.clock() + RACE_SHARE * self.left()
         trial = RecommendTrial(
-            model=asked.model,
             backends=(ORDINARY, *names),
             batch_size=asked.batch_size,
-            device=asked.device,
-            precision=asked.precision,
-            image_size=asked.image_size,
-            num_classes=asked.num_classes,
             until=until,
             notes=str(self._notes),
+            **asked.workload(),
         )
         self._notes.unlink(missing_ok=True)
         answers = [answer for _, answer in self._answers([trial], until=until + GRACE)]
@@ -170,18 +170,14 @@ class Agenda:
         asked = self.question
         seconds = max(1.0, self.left())
         return LargestTrial(
-            model=asked.model,
             backend=found.backend,
             batch_size=found.predicted_batch(asked.batch_size, asked.memory_budget),
-            device=asked.device,
-            precision=asked.precision,
-            image_size=asked.image_size,
-            num_classes=asked.num_classes,
             memory_budget=asked.memory_budget,
             max_batch_size=MOST,
             unused=UNUSED,
             max_seconds=0.6 * seconds,
             timeout=seconds,
+            **asked.workload(),
         )
 
     def _answers(
