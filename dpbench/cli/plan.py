@@ -15,7 +15,6 @@ from dpbench.errors import UsageError
 from dpbench.execution.progress import duration
 from dpbench.execution.runner import Plan, make_plan
 from dpbench.execution.schedule import Run, probes_left, step_search
-from dpbench.experiment import MaxBatch
 from dpbench.records.environment import device_name, resolve_device
 from dpbench.trials import OverheadTrial, Trial
 from dpbench.trials.json_text import to_json
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass
-class Row:
+class _Row:
     """Runs of one model under one backend by state. `left` of a search is an estimate.
 
     `seconds`: of one remaining run, if known.
@@ -81,19 +80,41 @@ class Row:
     seconds: float | None = None
     notes: list[str] = field(default_factory=list)
 
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text and text not in self.notes:
+            self.notes.append(text)
 
-def _survey(plan: Plan) -> list[Row]:
+
+def _survey(plan: Plan) -> list[_Row]:
     """A row for each kind, model and backend, in the order of declaration."""
-    rows: dict[tuple[str, ...], Row] = {}
+    rows: dict[tuple[str, ...], _Row] = {}
 
-    def row_of(trial: Trial) -> Row:
+    def row_of(trial: Trial) -> _Row:
         name = _name(trial)
-        return rows.setdefault(name, Row(name, seconds=plan.clock.of(trial)))
+        return rows.setdefault(name, _Row(name, seconds=plan.clock.of(trial)))
 
     for search in plan.schedule.searches:
-        _survey_search(search, plan, row_of(search.probe))
-        if search.then is not None:
-            _survey_following(search, plan, row_of(search.then))
+        state = step_search(search, plan.schedule.history)
+        row = row_of(search.probe)
+        row.done += len(state.seen)
+        if state.failed:
+            row.done += 1
+            row.failed += 1
+            row.note(f"ended by {state.failed}")
+        elif not state.ended:
+            row.left += probes_left(search, state)
+            row.note("searching" if state.seen else "")
+        else:
+            limit = "the search's limit" if state.answer >= search.max_batch_size else "largest batch"
+            row.note(f"{limit} {state.answer}" if state.answer else "no batch fits")
+        if search.then is None:
+            continue
+        then = row_of(search.then)  # once the search has ended, it is among the trials
+        then.left += 0 if state.ended else plan.schedule.rounds
+        if state.ended and not state.answer:
+            then.pruned += plan.schedule.rounds
+            then.note("pruned: no batch size to run at")
     for trial, number in itertools.product(plan.schedule.trials(), range(plan.schedule.rounds)):
         run = Run(trial, number)
         row = row_of(run.trial)
@@ -101,38 +122,13 @@ def _survey(plan: Plan) -> list[Row]:
         if record is not None:
             row.done += 1
             row.failed += record["outcome"] not in FINAL
-            _note(row, "" if record["outcome"] == Outcome.OK else record["outcome"])
+            row.note("" if record["outcome"] == Outcome.OK else record["outcome"])
         elif reason := plan.schedule.history.pruned_by(run):
             row.pruned += 1
-            _note(row, f"pruned by {reason}")
+            row.note(f"pruned by {reason}")
         else:
             row.left += 1
     return list(rows.values())
-
-
-def _survey_search(search: MaxBatch, plan: Plan, row: Row) -> None:
-    state = step_search(search, plan.schedule.history)
-    row.done += len(state.seen)
-    if state.failed:
-        row.done += 1
-        row.failed += 1
-        _note(row, f"ended by {state.failed}")
-    elif not state.ended:
-        row.left += probes_left(search, state)
-        _note(row, "searching" if state.seen else "")
-    else:
-        limit = "the search's limit" if state.answer >= search.max_batch_size else "largest batch"
-        _note(row, f"{limit} {state.answer}" if state.answer else "no batch fits")
-
-
-def _survey_following(search: MaxBatch, plan: Plan, row: Row) -> None:
-    """Add the trials that follow a search; if the search has finished, they are among the runs."""
-    state = step_search(search, plan.schedule.history)
-    if not state.ended:
-        row.left += plan.schedule.rounds
-    elif not state.answer:
-        row.pruned += plan.schedule.rounds
-        _note(row, "pruned: no batch size to run at")
 
 
 def _name(trial: Trial) -> tuple[str, ...]:
@@ -144,12 +140,7 @@ def _name(trial: Trial) -> tuple[str, ...]:
     )
 
 
-def _note(row: Row, text: str) -> None:
-    if text and text not in row.notes:
-        row.notes.append(text)
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[_Row]) -> list[str]:
     """The rows as text, under a header."""
     head = ["kind", "model", "backend", "done", "left", "pruned", "failed", "each", ""]
     cells = [
@@ -164,7 +155,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return aligned([head, *cells], range(3, 8))
 
 
-def _summary(plan: Plan, rows: Iterable[Row], minutes: float | None = None) -> str:
+def _summary(plan: Plan, rows: Iterable[_Row], minutes: float | None = None) -> str:
     """A line with what is done and left, and with `minutes`, how many runs of that length remain."""
     rows = list(rows)
     done, left, pruned, failed = (sum(getattr(row, n) for row in rows) for n in ("done", "left", "pruned", "failed"))

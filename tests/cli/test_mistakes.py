@@ -102,68 +102,41 @@ MISTAKES = {
 }
 NINES = "9" * 400
 NUMBERS = ("''", "nan", "-1", "x", "1e400", "1/0")
-LINES = [
-    *("''", "'' list", "nope", "--nope", "--format json", "list x", "list --format ''", "list --format xml"),
-    *(f"plan {name}" for name in ("", "''", "folder", "file", "nope.py", "file:X")),
-    *(f"plan stress_test --rounds {value}" for value in ("''", "nan", "-1", "0", "1e9")),
-    *(f"plan stress_test --minutes {value}" for value in ("''", "nan", "-1")),
-    *(f"plan stress_test --device cpu --only {value}" for value in ("''", "=", "model=", "=cnn", "model=cn")),
-    *("plan stress_test --device ''", "plan stress_test --retry ,", "plan stress_test --output ''"),
-    *(
-        "plan stress_test --device cpu --output file",
-        "plan stress_test --cluster nope",
-        "plan stress_test --cluster ''",
-    ),
-    *("run", "run ''", "run folder", "run stress_test --executor x"),
-    *("run stress_test --cpus -1", "run stress_test --output ''"),
-    *(
-        "check --model ''",
-        "check --model folder",
-        "check --backend ''",
-        "check --dtype ''",
-        "check --device tpu",
-        "check x",
-    ),
-    *(f"explain {name}" for name in ("", "''", "folder", "folder:build", "file:build", "timm:", "'cnn?x'", "cnn cnn")),
-    *(f"explain cnn --batch-size {value}" for value in ("''", "nan", "-1", "0", "1e3", 10**20)),
-    *("explain cnn --image-size -1", "explain cnn --num-classes 0", "explain cnn --format yaml"),
-    *("template", "template ''", "template folder", "template file/x.py", "template /proc/x.py"),
-    *(
-        f"compare {runs}"
-        for runs in ("", "folder", "'' ''", "folder folder", "file file", "nope nope", "folder /dev/null")
-    ),
-    *(f"compare folder folder --fail-on {limit}" for limit in ("''", "slower:", "slower:nan%", "slower:-5%", "slow")),
-    *(
-        f"report {name}"
-        for name in ("", "''", "folder", "file", "nope", "records --output ''", "records --output file")
-    ),
-    *(
-        f"history {name}"
-        for name in ("", "''", "folder", "file", "nope", "records --output ''", "records --output file")
-    ),
-    *(
-        f"scorecard {name}"
-        for name in ("''", "folder", "file", "nope", "records --output ''", "records --output folder")
-    ),
-    *(f"report records --output {name}" for name in ("/proc/y", "file/x")),
-    *(f"{EPSILON} --{name} {value}" for name in ("delta", "steps") for value in NUMBERS),
-    *(f"{EPSILON} --noise-multiplier {value}" for value in NUMBERS if value != "1e400"),  # infinite noise is private
-    *(f"{EPSILON} --sample-rate {value}" for value in (*NUMBERS, "2", "a/b", "1/2/3")),
-    *(
-        f"{EPSILON} {rest}"
-        for rest in ("--accountant ''", "--accountant folder.py:X", "--sampling ''", "--adjacency x")
-    ),
-    *(f"{EPSILON} {rest}" for rest in ("--epochs 1", "--batch-size 1", "--dataset-size -1", "--format x")),
-    *(f"{CALIBRATE} --target-epsilon {value}" for value in NUMBERS),
-    *(f"{PLAN} --rounds {value}" for value in (10_001, NINES, "9" * 5000)),
-    *(f"{RUN} --minutes {value}" for value in ("inf", "1e400")),
-    *(f"{EPSILON} {rest}" for rest in (f"--delta {NINES}", f"--sample-rate {NINES}", f"--steps -{NINES}")),
-    *(f"{CALIBRATE} {rest}" for rest in (f"--target-epsilon {NINES}", f"--epochs {NINES}")),
-    f"explain cnn --batch-size {NINES}0000x",
-    *(f"{name} ~nosuchuser/x.py:f" for name in ("explain", "recommend", "check --model", "check --backend", "run")),
-    *("plan ~nosuchuser/x.py", "report ~nosuchuser/x"),
-    *(f"{CALIBRATE} {rest}" for rest in ("--solve ''", "--solve steps", "--steps 1e400")),
-]
+SOURCES = ("''", "folder", "file", "nope", "records --output ''")
+#: The begin of a line -> its ends.
+ENDS = {
+    "": ("''", "'' list", "nope", "--nope", "--format json"),
+    "list": ("x", "--format ''"),
+    "plan": ("", "''", "folder", "file", "nope.py", "file:X", "~nosuchuser/x.py"),
+    PLAN: ("--output file", "--output ''", "--device ''", "--retry ,", "--cluster nope", "--cluster ''"),
+    f"{PLAN} --rounds": ("''", "nan", "-1", "1e9", 10_001, NINES, "9" * 5000),
+    f"{PLAN} --minutes": ("''", "nan", "-1"),
+    f"{PLAN} --only": ("''", "=", "model=", "=cnn", "model=cn"),
+    "run": ("''", "folder", "~nosuchuser/x.py:f"),
+    RUN: ("--executor x", "--cpus -1", "--output ''", "--minutes inf", "--minutes 1e400"),
+    "check": ("--dtype ''", "--device tpu"),
+    "check --model": ("''", "folder", "~nosuchuser/x.py:f"),
+    "check --backend": ("''", "~nosuchuser/x.py:f"),
+    "explain": ("''", "folder", "folder:build", "file:build", "timm:", "'cnn?x'", "cnn cnn", "~nosuchuser/x.py:f"),
+    "explain cnn": ("--image-size -1", "--num-classes 0", "--format yaml"),
+    "explain cnn --batch-size": ("''", "nan", "-1", "1e3", 10**20, f"{NINES}0000x"),
+    "recommend": ("~nosuchuser/x.py:f",),
+    "template": ("", "''", "folder", "file/x.py", "/proc/x.py"),
+    "compare": ("", "folder", "'' ''", "folder folder", "file file", "nope nope", "folder /dev/null"),
+    "compare folder folder --fail-on": ("''", "slower:", "slower:nan%", "slower:-5%", "slow"),
+    "report": ("", *SOURCES, *(f"records --output {name}" for name in ("file", "file/x", "/proc/y")), "~nosuchuser/x"),
+    "history": ("", *SOURCES, "records --output file"),
+    "scorecard": (*SOURCES, "records --output folder"),
+    f"{EPSILON} --delta": (*NUMBERS, NINES),
+    f"{EPSILON} --steps": (*NUMBERS, f"-{NINES}"),
+    f"{EPSILON} --noise-multiplier": [value for value in NUMBERS if value != "1e400"],  # infinite noise is private
+    f"{EPSILON} --sample-rate": (*NUMBERS, "2", "a/b", "1/2/3", NINES),
+    f"{EPSILON} --accountant": ("''", "folder.py:X"),
+    EPSILON: ("--sampling ''", "--adjacency x", "--batch-size 1", "--dataset-size -1", "--format x"),
+    f"{CALIBRATE} --target-epsilon": (*NUMBERS, NINES),
+    CALIBRATE: (f"--epochs {NINES}", "--solve ''", "--solve steps", "--steps 1e400"),
+}
+LINES = [f"{begin} {end}".strip() for begin, ends in ENDS.items() for end in ends]
 
 
 @pytest.fixture(scope="module")

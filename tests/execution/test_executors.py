@@ -87,27 +87,19 @@ def run_of(environment_, trial=STEP, **record) -> RunRead:
     return RunRead(Path("x.jsonl"), environment_, [line | {"utc": "2026-01-01", "seconds": 1.0} | record])
 
 
-@pytest.mark.parametrize(
-    ("run", "counts"),
-    [
-        pytest.param(run_of(where("a stranger")), False, id="another machine's own run"),
-        pytest.param(run_of(where("node", executor=NO_CLUSTER)), False, id="a sweep that others drove"),
-        pytest.param(
-            run_of(where("node", executor=NO_CLUSTER | {"driver": socket.gethostname()})), True, id="driven from here"
-        ),
-        pytest.param(run_of(where("node", executor=NO_CLUSTER | {"cluster": "ours"})), True, id="of the same cluster"),
-        pytest.param(
-            run_of(where("node", executor=NO_CLUSTER | {"cluster": "ours", "versions": {"torch": "1.0"}})),
-            False,
-            id="with another torch",
-        ),
-        pytest.param(
-            run_of(where("node", executor=NO_CLUSTER | {"cluster": "ours"}), fingerprint="of other sources"),
-            False,
-            id="of other sources",
-        ),
-    ],
-)
+OURS = NO_CLUSTER | {"cluster": "ours"}
+#: Whose run -> whether its record counts in our sweep.
+RUNS = {
+    "another machine's own": (run_of(where("a stranger")), False),
+    "a sweep that others drove": (run_of(where("node", executor=NO_CLUSTER)), False),
+    "driven from here": (run_of(where("node", executor=NO_CLUSTER | {"driver": socket.gethostname()})), True),
+    "of the same cluster": (run_of(where("node", executor=OURS)), True),
+    "with another torch": (run_of(where("node", executor=OURS | {"versions": {"torch": "1.0"}})), False),
+    "of other sources": (run_of(where("node", executor=OURS), fingerprint="of other sources"), False),
+}
+
+
+@pytest.mark.parametrize(("run", "counts"), RUNS.values(), ids=RUNS)
 def test_a_record_of_another_machine_counts_if_it_is_of_the_same_sweep(run, counts):
     sweep = begin_sweep("ray", "ours", [STEP])
     machines = machines_of([run], "cpu", [STEP], sweep)
@@ -116,10 +108,9 @@ def test_a_record_of_another_machine_counts_if_it_is_of_the_same_sweep(run, coun
 
 
 def test_a_search_goes_on_from_the_probes_of_one_device_on_whichever_node():
-    sweep = NO_CLUSTER | {"cluster": "ours"}
     sizes = {8: ("a", "small"), 16: ("a", "small"), 32: ("b", "large"), 64: ("c", "large")}
     runs = [
-        run_of(where(host, device, executor=sweep), PROBE.replace(batch_size=size), utc=f"2026-01-{size:02d}")
+        run_of(where(host, device, executor=OURS), PROBE.replace(batch_size=size), utc=f"2026-01-{size:02d}")
         for size, (host, device) in sizes.items()
     ]
     machines = machines_of(runs, "cpu", [PROBE], begin_sweep("ray", "ours", [PROBE]))
@@ -128,9 +119,8 @@ def test_a_search_goes_on_from_the_probes_of_one_device_on_whichever_node():
 
 
 def test_rounds_of_two_nodes_are_pooled_and_a_ratio_stays_within_one(tmp_path):
-    executor = NO_CLUSTER | {"cluster": "ours"}
     for host, rounds in {"a": [(0, 1.0, 2.0)], "b": [(1, 4.0, 12.0), (2, None, 12.0)], "c": [(2, 1.0, None)]}.items():
-        file = RunFile(tmp_path / f"{host}.jsonl", CPU | {"host": host, "executor": executor})
+        file = RunFile(tmp_path / f"{host}.jsonl", CPU | {"host": host, "executor": OURS})
         for number, base, ghost in rounds:
             for backend, seconds in (("nonprivate", base), ("ghost", ghost)):
                 if seconds is not None:
