@@ -97,7 +97,8 @@ EPSILON = ["epsilon", "--sample-rate", "0.01", "--steps", "10000", "--delta", "1
 def test_what_imports_no_torch_answers_at_once(arguments, libraries, absent):
     code = (
         "import sys; from dpbench.cli import main; code = main(sys.argv[2:])\n"
-        "print(code, *{'torch', 'pandas', 'matplotlib', sys.argv[1]} & set(sys.modules), file=sys.stderr)"
+        "heavy = {'torch', 'pandas', 'matplotlib', 'sklearn', 'timm', 'transformers', 'ray', 'submitit', sys.argv[1]}\n"
+        "print(code, *heavy & set(sys.modules), file=sys.stderr)"
     )
     told = []
 
