@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, VIT, Cell, Experiment, ratios
+from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, VIT, Cell, Experiment, grid, ratios
 from dpbench.trials import OverheadTrial, PeakTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.max_batch import searches
@@ -31,8 +31,8 @@ from dpbench.trials.whole_step import TrainingStepTrial
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost", "opacus_ghost", "opacus_hooks", "vmap")
 #: Engines of whole steps, the most informative first.
 ENGINES = (("nonprivate", "bk_mixed"), ("nonprivate", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp"))
-#: Backends with predicted and measured peaks, each in its own process.
-FORETOLD = ("nonprivate", "bk_mixed")
+#: Predicted and measured peaks, each in its own process.
+FORETOLD: dict[str, Any] = {"backend": ["nonprivate", "bk_mixed"], "simulated": [True, False]}
 BUDGET = 16 * 2**30
 #: Precisions of a step, and those in which a norm has its own arithmetic (autocast's is bfloat16's).
 PRECISIONS = ("bfloat16-autocast", "float32", "tf32", "bfloat16")
@@ -80,9 +80,9 @@ SMALL = (Model("resnet18", 8), Model(f"{TINY_GPT2}@16", 4, None), Model("vgg11",
 SMALLEST = (Model("cnn", 4), Model(f"{TINY_GPT2}@16", 4, None))
 
 
-def _of(kind: type[Any], device: str, models: Iterable[Model], **options: Any) -> list[Any]:
-    """A trial of each model."""
-    return [kind(device=device, **model.settings(), **options) for model in models]
+def _of(kind: type[Any], device: str, models: Iterable[Model], **axes: Any) -> list[Any]:
+    """The trials of each model; lists are axes."""
+    return [trial for model in models for trial in grid(kind, device=device, **model.settings(), **axes)]
 
 
 def _norms(device: str, families: Iterable[str], precisions: Sequence[str] = ARITHMETICS, **options: Any) -> list[Cell]:
@@ -114,17 +114,6 @@ def _overheads(device: str, models: Iterable[Model], precision: str, **options: 
     return _of(OverheadTrial, device, models, backends=BACKENDS, precision=precision, **shared)
 
 
-def _peaks(device: str, models: Iterable[Model]) -> list[Cell]:
-    """Peaks in float32, simulated and measured, on these models."""
-    return [
-        trial
-        for model in models
-        for backend in FORETOLD
-        for simulated in (True, False)
-        for trial in _of(PeakTrial, device, [model], backend=backend, simulated=simulated)
-    ]
-
-
 def cells(device: str) -> list[Cell]:
     if device == "cpu":
         return _in_miniature(SMALL, ("resnet18", "vgg11"), BUDGET, 16384)
@@ -146,7 +135,7 @@ def cells(device: str) -> list[Cell]:
         *_of(PartsTrial, device, [FULL_GPT2, MODELS[2]], precision=mixed),
         *_of(ProfileTrial, device, [FULL_GPT2], precision=mixed),
         *_overheads(device, MODELS[1:], full),
-        *_peaks(device, MODELS[:2]),
+        *_of(PeakTrial, device, MODELS[:2], **FORETOLD),
         *searches(device, ("resnet18",), BACKENDS, budget=BUDGET),
         *[trial for precision in others for trial in _overheads(device, MODELS[:2], precision)],
         *_programs(device, TRAINED[3:], ["compiled", "best"]),
@@ -172,7 +161,7 @@ def _in_miniature(
         *[trial for p in PRECISIONS[:2] for trial in _overheads(device, models, p, threads=1, **options)],
         *_of(PartsTrial, device, models[:1], threads=1),
         *_of(ProfileTrial, device, models[:1], threads=1),
-        *_peaks(device, models[:1]),
+        *_of(PeakTrial, device, models[:1], **FORETOLD),
         *searches(device, searched, BACKENDS, budget=budget, limit=limit),
     ]
 
