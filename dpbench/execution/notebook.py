@@ -159,6 +159,11 @@ _READ: Shape = {
     "turns?": Or([{"round": COUNT, "step_seconds": [SECONDS]}], None),
     "step_seconds?": Or([SECONDS], None),
 }
+#: Fields of a result, and of those parts, that are columns as they are.
+_TAKEN = (
+    *("warmup_seconds", "compute_seconds", "loss", "parameters", "peak_bytes", "baseline_bytes", "reserved_bytes"),
+    *("max_norm_error", "max_grad_error", "ghost", "instantiated", "fallback"),
+)
 
 
 def _frame(records: Sequence[Record], superseded: bool) -> pd.DataFrame:
@@ -181,18 +186,11 @@ def _rows(record: Record) -> list[dict[str, Any]]:
     row |= {name: getattr(record, name) for name in own}
     row["result"] = dict(record.result)
     result = record.result if flaw(record.result, _READ) is None else {}  # a custom kind may return anything
-    for name in ("warmup_seconds", "compute_seconds", "loss", "parameters"):
-        if name in result:
-            row[name] = result[name]
+    for part in (result, *map(result.get, ("memory", "verification", "coverage"))):
+        if isinstance(part, Mapping):
+            row |= {name: part[name] for name in _TAKEN if name in part}
     if isinstance(memory := result.get("memory"), Mapping):
-        row |= {"memory": memory["source"], "peak_bytes": memory["peak_bytes"]}
-        row |= {name: memory[name] for name in ("baseline_bytes", "reserved_bytes") if name in memory}
-    for part, names in (
-        ("verification", ("max_norm_error", "max_grad_error")),
-        ("coverage", ("ghost", "instantiated", "fallback")),
-    ):
-        if isinstance(known := result.get(part), Mapping):
-            row |= {name: known[name] for name in names if name in known}
+        row["memory"] = memory["source"]
     if result.get("epsilon") is not None:  # none without noise
         row |= {"epsilon": float(result["epsilon"]), "epsilon_kind": result.get("kind")}
     row |= {f"env_{name}": value for name, value in record.environment.items() if not isinstance(value, Mapping)}
