@@ -143,9 +143,8 @@ def _totals(summary: dict[str, Any]) -> list[str]:
     shown = [f"{summary['share'][key]:.1%} {word}" for key, word in _SHARES.items() if summary["share"][key] > 0]
     found = summary["totals"]
     lines = [("", *_STRATEGIES.values())]
-    for count, what in ((1, "one sample"), (summary["batch_size"], f"{summary['batch_size']} samples")):
-        if count == 1 and lines[1:]:
-            break  # the batch holds one sample
+    for count in dict.fromkeys((1, summary["batch_size"])):
+        what = "one sample" if count == 1 else f"{count} samples"
         lines.append((f"bytes, {what}", *(_bytes(count * found[key]["bytes"]) for key in _STRATEGIES)))
         lines.append((f"operations, {what}", *(_short(count * found[key]["flops"]) for key in _STRATEGIES)))
     return [f"parameters by the route of mixed_ghost: {', '.join(shown) or 'none'}", "", *aligned(lines, {1, 2, 3})]
@@ -183,20 +182,15 @@ def _figures(summary: dict[str, Any]) -> list[str]:
     if not measured:
         return []
     plan, ordinary = measured["plan"], measured["ordinary"]
+    ratio = plan["peak_bytes"] / max(1, ordinary["peak_bytes"])
+    verified = plan["verification"]
+    error = max(verified["max_norm_error"], verified["max_grad_error"])
     return [
-        f"Measured peak of the plan: {_beside(plan['peak_bytes'], ordinary['peak_bytes'])} ({plan['source']}).",
+        f"Measured peak of the plan: {_bytes(plan['peak_bytes'])}, {ratio:.2f}x ordinary training's "
+        f"{_bytes(ordinary['peak_bytes'])} ({plan['source']}).",
         f"Measured step: {_seconds(plan['step_seconds'])}, ordinary training's {_seconds(ordinary['step_seconds'])}; "
-        f"{_exact(plan['verification'])}.",
+        f"exact to {error:.0e} on {verified['samples']} samples.",
     ]
-
-
-def _exact(verification: dict[str, Any]) -> str:
-    norms, gradients = verification["max_norm_error"], verification["max_grad_error"]
-    return f"exact to {max(norms, gradients):.0e} on {verification['samples']} samples"
-
-
-def _beside(bytes_: int, ordinary: int) -> str:
-    return f"{_bytes(bytes_)}, {bytes_ / max(1, ordinary):.2f}x ordinary training's {_bytes(ordinary)}"
 
 
 def _count(number: int | None) -> str:

@@ -10,9 +10,9 @@ A cluster is described in five lines of TOML::
 
 and an optional sixth: ``speed = 3.0``, the speed of a GPU relative to the device of the records (default 1).
 
-**A sweep.** A job takes as long as similar ones have taken, divided by `speed`. A search is a chain of probes, followed
-by its timed rounds. Longest first, each job goes to the GPUs that are free first (Graham 1969: at most 4/3 of the best
-schedule for independent jobs). Every GPU is paid until the last job ends.
+**A sweep.** A job takes as long as similar ones have taken, divided by `speed`. A search is a chain: its probes, then its
+timed rounds beside each other. The sweep takes as long as its longest job, or as all of its work spread over all GPUs,
+whichever is longer; a scheduler that starts the longest jobs first comes close. Every GPU is paid until the end.
 
 **Data-parallel training.** Let t be the seconds of an ordinary step without communication, r·t of a private one, S the
 bytes of the gradient, N GPUs, β the bandwidth, α the latency:
@@ -37,7 +37,6 @@ Functions take:
 
 from __future__ import annotations
 
-import heapq
 import math
 import tomllib
 from collections.abc import Sequence
@@ -147,39 +146,25 @@ def load_cluster(path: Path) -> Cluster:
 
 
 def bill(jobs: Sequence[Job], cluster: Cluster) -> dict[str, float]:
-    """Schedule the jobs, as the module's text says.
+    """Predict a sweep, as the module's text says.
 
     Args:
         jobs: to run.
 
     Returns:
-        `jobs` (their number), `wall_seconds`, `gpu_hours` that compute, `cost` of all GPUs until the last job ends,
-        `least_cost` if idle GPUs cost nothing, and `busy`, the share of the time in which GPUs compute.
+        `jobs` (their number), `wall_seconds`, `gpu_hours` that compute, `cost` of all GPUs until the end, `least_cost`
+        if idle GPUs cost nothing, and `busy`, the share of the time in which GPUs compute.
     """
-    free = [0.0] * cluster.gpus  # when each GPU is free, a heap
-
-    def place(seconds: float, gpus: int, ready: float = 0.0) -> float:
-        """Give a job the GPUs that are free first; returns its end."""
-        end = max(ready, *(heapq.heappop(free) for _ in range(gpus))) + seconds / cluster.speed
-        for _ in range(gpus):
-            heapq.heappush(free, end)
-        return end
-
-    following = []
-    for job in sorted(jobs, key=lambda job: -(job.seconds + max(job.then, default=0.0))):
-        if job.gpus > cluster.gpus:
-            raise UsageError(f"a cluster of at least {job.gpus} GPUs, which a trial takes", cluster.gpus)
-        end = place(job.seconds, job.gpus)
-        following += [(end, seconds, job.gpus) for seconds in job.then]
-    for ready, seconds, gpus in sorted(following):
-        place(seconds, gpus, ready)
-    busy = sum(job.gpus * (job.seconds + sum(job.then)) for job in jobs) / cluster.speed / 3600
-    hours = max(free) * cluster.gpus / 3600
+    if (most := max((job.gpus for job in jobs), default=1)) > cluster.gpus:
+        raise UsageError(f"a cluster of at least {most} GPUs, which a trial takes", cluster.gpus)
+    work = sum(job.gpus * (job.seconds + sum(job.then)) for job in jobs) / cluster.speed
+    longest = max((job.seconds + max(job.then, default=0.0) for job in jobs), default=0.0) / cluster.speed
+    wall = max(longest, work / cluster.gpus)
     return {
-        "jobs": len(jobs) + len(following),
-        "wall_seconds": max(free),
-        "gpu_hours": busy,
-        "cost": hours * cluster.price_per_gpu_hour,
-        "least_cost": busy * cluster.price_per_gpu_hour,
-        "busy": busy / hours if hours else 0.0,
+        "jobs": sum(1 + len(job.then) for job in jobs),
+        "wall_seconds": wall,
+        "gpu_hours": work / 3600,
+        "cost": wall * cluster.gpus / 3600 * cluster.price_per_gpu_hour,
+        "least_cost": work / 3600 * cluster.price_per_gpu_hour,
+        "busy": work / (wall * cluster.gpus) if wall else 0.0,
     }
