@@ -10,9 +10,9 @@ A cluster is described in five lines of TOML::
 
 and an optional sixth: ``speed = 3.0``, the speed of a GPU relative to the device of the records (default 1).
 
-**A sweep.** A job takes as long as similar ones have taken, divided by `speed`. A search is a chain: its probes, then its
-timed rounds beside each other. The sweep takes as long as its longest job, or as all of its work spread over all GPUs,
-whichever is longer; a scheduler that starts the longest jobs first comes close. Every GPU is paid until the end.
+**A sweep.** A job takes as long as similar ones have taken, divided by `speed`. A search is a chain: its probes, then
+its timed rounds beside each other. The sweep takes as long as its longest job, or as all of its work spread over all
+GPUs, whichever is longer; a scheduler that starts the longest jobs first comes close. Every GPU is paid until the end.
 
 **Data-parallel training.** Let t be the seconds of an ordinary step without communication, r·t of a private one, S the
 bytes of the gradient, N GPUs, β the bandwidth, α the latency:
