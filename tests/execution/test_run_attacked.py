@@ -147,15 +147,6 @@ def test_a_signal_that_a_run_was_started_to_ignore_is_ignored_from_start_to_end(
     assert fake.numbers == dict.fromkeys(range(3), 1) and fake.left_over() == []
 
 
-def test_one_that_it_was_not_ends_it_in_good_order(tmp_path):
-    fake = Fake(tmp_path, waiters(3), in_order=True)
-    process = fake.halfway()
-    os.kill(process.pid, signal.SIGHUP)
-    _, err = finish(process)
-    assert process.returncode == 128 + signal.SIGHUP and "the same command continues from there" in err
-    assert fake.numbers == {0: 1} and fake.left_over() == []
-
-
 def test_a_server_that_is_killed_before_the_first_trial_is_no_mistake_of_a_person(tmp_path):
     fake = Fake(tmp_path, "[bodies.WithTorch()]")
     process = fake.start()

@@ -14,7 +14,7 @@ from fake_run import Fake, finish, sleepers, waiters
 from waiting import until
 
 from dpbench.process.linux import available_cpus
-from dpbench.records.store import read_records, read_runs
+from dpbench.records.store import read_runs
 
 
 def test_every_trial_is_recorded_in_every_round_with_its_environment(tmp_path):
@@ -58,23 +58,10 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path):
     assert all(r["evidence"] for r in fake.records if r["outcome"] != "ok")
 
 
-def test_retry_runs_again_what_failed(tmp_path):
-    fake = Fake(tmp_path, "grid(bodies.Act, action=['raise', 'leave', 'sleep'])")
-    fake.run()
-    fake.run("--retry", "error")
-    assert Counter(r["outcome"] for r in fake.records) == {"error": 2, "crash": 1, "ok": 1}
-
-
 def test_only_and_rounds_choose(tmp_path):
     fake = Fake(tmp_path, sleepers(4))
     fake.run("--only", "number=1,3", "--only", "action=sleep", "--rounds", "2")
     assert Counter(r["trial"]["number"] for r in fake.records) == {1: 2, 3: 2}
-
-
-def test_smoke_is_recorded_apart(tmp_path):
-    fake = Fake(tmp_path, sleepers(1))
-    fake.run("--smoke")
-    assert fake.records == [] and len(read_records(fake.output / "fake-smoke")) == 1
 
 
 def test_what_may_run_beside_others_does(tmp_path):
@@ -86,7 +73,7 @@ def test_what_may_run_beside_others_does(tmp_path):
     assert sorted(fake.trace("begun")) == [0, 1, 2, 3] and len(fake.records) == 4
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_ends_in_good_order_and_the_run_continues(tmp_path, signum):
     fake = Fake(tmp_path, waiters(4), in_order=True)
     process = fake.halfway()
@@ -140,9 +127,11 @@ def test_killed_at_any_point_nothing_is_lost_nothing_repeated_and_no_process_lef
 def test_plan_says_what_is_done_and_what_remains(tmp_path):
     fake = Fake(tmp_path, "grid(bodies.Act, action=['raise', 'sleep', 'mismatch'])", rounds=2)
     assert "done 0, remaining 6" in fake.run(command="plan").stdout
+    assert fake.run("--minutes", "9", command="plan").stdout.endswith("time left not known yet\n")
     fake.run("--only", "action=raise,sleep", "--rounds", "1")
     last = fake.run(command="plan").stdout.splitlines()[-1]
     assert last.startswith("done 2, remaining 4, pruned 0, failed 1; about")
+    assert fake.run("--minutes", "9", command="plan").stdout.endswith(" left, 1 or more runs of --minutes 9\n")
     assert "nothing is left" in fake.run("--only", "action=sleep", "--rounds", "1", command="plan").stdout
 
 
@@ -166,13 +155,6 @@ def test_whoever_clones_a_folder_of_results_measures_anew(tmp_path):
     again = fake.run()
     assert "recorded 2 trials (2 ok)" in again.stderr and len(read_runs(clone)) == 2
     assert "nothing is left to run" in fake.run().stderr
-
-
-def test_plan_says_how_many_runs_of_so_many_minutes_are_left(tmp_path):
-    fake = Fake(tmp_path, sleepers(4))
-    assert fake.run("--minutes", "9", command="plan").stdout.endswith("time left not known yet\n")
-    fake.run("--only", "number=0")
-    assert fake.run("--minutes", "9", command="plan").stdout.endswith(" left, 1 or more runs of --minutes 9\n")
 
 
 def test_machines_of_one_name_go_on_with_each_other_s_records(tmp_path, monkeypatch):

@@ -119,24 +119,26 @@ class Finding:
     def as_row(self) -> dict[str, Any]:
         """The documented fields of a row, and others."""
         low, high = (self.interval() if self.smaller is None else None) or (None, None)
+        own = (
+            "backend",
+            "status",
+            "time_ratio",
+            "memory_ratio",
+            "reason",
+            "step_seconds",
+            "peak_bytes",
+            "memory_source",
+        )
         return {
-            "backend": self.backend,
-            "status": self.status,
+            **{name: getattr(self, name) for name in own},
+            **{name: self.verification.get(name) for name in ("max_norm_error", "max_grad_error")},
             "coverage": dict(self.coverage) if self.coverage is not None else None,
-            "time_ratio": self.time_ratio,
-            "memory_ratio": self.memory_ratio,
             "max_batch_size": self.largest,
             "max_batch_note": self.largest_note,
-            "reason": self.reason,
-            "max_norm_error": self.verification.get("max_norm_error"),
-            "max_grad_error": self.verification.get("max_grad_error"),
             "time_ratio_low": low,
             "time_ratio_high": high,
             "rounds": len(self.ratios),
             "smaller_batch": None if self.smaller is None else {"batch_size": self.smaller, "time_ratio": self.ratio},
-            "step_seconds": self.step_seconds,
-            "peak_bytes": self.peak_bytes,
-            "memory_source": self.memory_source,
         }
 
 
