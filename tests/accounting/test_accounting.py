@@ -7,7 +7,7 @@ import sys
 
 import mpmath
 import pytest
-from spent import answer, epsilon
+from spent import answer, by_dp_accounting, epsilon
 
 from accounting import ACCOUNTANTS, VARIANTS, ArgumentError, SubsampledGaussian, load_accountant
 from accounting.moments import Moments
@@ -128,18 +128,8 @@ POINTS = {  # (q, σ, steps, δ): the discretisation at which its lower bound is
 @pytest.fixture(scope="module")
 def lower_bounds():
     """ε that is certainly needed: the optimistic estimate of dp-accounting's privacy loss distributions."""
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
     return {
-        (q, sigma, steps, delta): pld.from_gaussian_mechanism(
-            sigma,
-            sampling_prob=q,
-            pessimistic_estimate=False,
-            use_connect_dots=False,
-            value_discretization_interval=interval,
-        )
-        .self_compose(steps)
-        .get_epsilon_for_delta(delta)
+        (q, sigma, steps, delta): by_dp_accounting(sigma, q, steps, delta, interval, pessimistic=False)
         for (q, sigma, steps, delta), interval in POINTS.items()
     }
 

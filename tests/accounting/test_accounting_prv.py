@@ -5,6 +5,7 @@ import math
 import mpmath
 import numpy as np
 import pytest
+from spent import by_dp_accounting
 
 from accounting import SubsampledGaussian, load_accountant
 from accounting.convolution import epsilon_of
@@ -87,26 +88,10 @@ def test_every_grid_encloses_the_finest(sigma, q, interval):
 @pytest.mark.parametrize(("sigma", "q", "steps", "delta"), POINTS)
 def test_dp_accounting_does_not_disagree(sigma, q, steps, delta):
     """Its pessimistic ε is no smaller than our lower bound, its optimistic one no larger than our upper bound."""
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
     found = bracket(sigma, q, float(steps), delta)
     assert 0 < found.lower < found.estimate < found.upper <= found.lower + max(ACCURACY * found.upper, LEAST)
-    for pessimistic in (True, False):
-        theirs = (
-            pld.from_gaussian_mechanism(
-                sigma,
-                sampling_prob=q,
-                pessimistic_estimate=pessimistic,
-                use_connect_dots=pessimistic,
-                value_discretization_interval=5e-4 if pessimistic else 2e-3,
-            )
-            .self_compose(steps)
-            .get_epsilon_for_delta(delta)
-        )
-        if pessimistic:
-            assert found.lower <= theirs <= found.upper * 1.02
-        else:
-            assert theirs <= found.upper
+    assert found.lower <= by_dp_accounting(sigma, q, steps, delta, 5e-4) <= found.upper * 1.02
+    assert by_dp_accounting(sigma, q, steps, delta, 2e-3, pessimistic=False) <= found.upper
 
 
 @pytest.mark.parametrize(("sigma", "q", "steps", "delta"), [POINTS[0], POINTS[3], POINTS[5], POINTS[7]])

@@ -329,12 +329,7 @@ def test_more_for_more(sigma, q, steps, delta, scheme, more, change):
     ("fields", "message"),
     [
         ({"sampling": "poison"}, r"^expected sampling to be one of poisson, truncated_poisson, .*, got 'poison'$"),
-        ({"adjacency": "swap"}, r"^expected adjacency to be one of add_remove, zero_out, replace_one, got 'swap'$"),
         ({"sampling": "truncated_poisson"}, r"^expected dataset_size under truncated Poisson sampling, got None$"),
-        (
-            {"sampling": "truncated_poisson", "dataset_size": 10, "max_batch_size": 0},
-            r"^expected max_batch_size to be a whole number >= 1, got 0$",
-        ),
         (
             {"max_batch_size": 5},
             r"^expected max_batch_size with truncated Poisson sampling only, not with poisson, got 5$",
