@@ -89,25 +89,14 @@ def images(*layers: nn.Module, size: tuple[int, ...] = (4, 6, 6), batch: int = B
     return model, x, torch.randn(batch, features, dtype=torch.float64), squared_error
 
 
-def conv(*args: Any, size: tuple[int, ...] = (4, 6, 6), dims: int = 2, **kwargs: Any) -> Callable[[], Any]:
-    """A convolution over random images, followed by tanh.
-
-    Args:
-        args, kwargs: of the layer.
-        size: of a sample.
-        dims: 1, 2 or 3 spatial dimensions.
-    """
+def _conv(*args: Any, size: tuple[int, ...] = (4, 6, 6), dims: int = 2, **kwargs: Any) -> Callable[[], Any]:
+    """A convolution of so many spatial dimensions over random images, followed by tanh."""
     layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     return lambda: images(layer(*args, **kwargs), nn.Tanh(), size=size)
 
 
-def bag(mode: str, padding_idx: int | None = None) -> Any:
-    """An embedding bag and a linear layer; one id twice in every sample, and id 3.
-
-    Args:
-        mode: "sum", "mean" or "max".
-        padding_idx: the id to ignore, or None.
-    """
+def _bag(mode: str, padding_idx: int | None = None) -> Any:
+    """An embedding bag and a linear layer; one id twice in every sample, and id 3."""
     model = nn.Sequential(nn.EmbeddingBag(7, 4, mode=mode, padding_idx=padding_idx), nn.Linear(4, 5)).double()
     ids = torch.randint(0, 7, (BATCH, 6))
     ids[:, 1], ids[:, 2] = ids[:, 0], 3
@@ -132,33 +121,20 @@ def tokens(model: nn.Module, classes: int) -> Any:
     )
 
 
-def two_inputs(as_dict: bool) -> Any:
-    """A model that takes two arguments.
-
-    Args:
-        as_dict: by keyword, or as a tuple.
-    """
+def _two_inputs(as_dict: bool) -> Any:
+    """A model that takes two arguments, by keyword or as a tuple."""
     left, right = torch.randn(BATCH, 3).double(), torch.randn(BATCH, 2).double()
     inputs: Any = {"left": left, "right": right} if as_dict else (left, right)
     return TwoInputs().double(), inputs, torch.randn(BATCH, 4).double(), squared_error
 
 
-def linear(*shape: int, bias: bool = True) -> Callable[[], Any]:
-    """A linear layer over random vectors, followed by tanh.
-
-    Args:
-        shape: of a sample; the last number is the layer's inputs.
-        bias: whether it has one.
-    """
+def _linear(*shape: int, bias: bool = True) -> Callable[[], Any]:
+    """A linear layer over random vectors, followed by tanh; `shape` is that of a sample."""
     return lambda: images(nn.Linear(shape[-1], 3, bias=bias), nn.Tanh(), size=shape)
 
 
-def frozen(bias_only: bool) -> Any:
-    """A small network with some frozen parameters.
-
-    Args:
-        bias_only: train the biases alone; else all but the first layer.
-    """
+def _frozen(bias_only: bool) -> Any:
+    """A small network whose biases alone are trained, or all but the first layer."""
     model, x, y, loss = images(
         nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3)
     )
@@ -167,35 +143,31 @@ def frozen(bias_only: bool) -> Any:
     return model, x, y, loss
 
 
-def embedding_bag_of_words(padding_idx: int | None) -> Any:
-    """An embedding and a linear layer over the same ids as `tokens`.
-
-    Args:
-        padding_idx: the id to ignore, or None.
-    """
+def _embedding(padding_idx: int | None) -> Any:
+    """An embedding and a linear layer over the same ids as `tokens`."""
     return tokens(nn.Sequential(nn.Embedding(7, 4, padding_idx=padding_idx), nn.Linear(4, 5)), 5)
 
 
-def as_many_positions() -> Any:
+def _as_many_positions() -> Any:
     """T = B: shapes alone do not tell the two dimensions apart."""
     model, _, _, loss = tokens(nn.Sequential(Positions(), nn.Linear(4, 5)), 5)
     return model, torch.randint(0, 7, (BATCH, BATCH)), torch.randint(0, 5, (BATCH, BATCH)), loss
 
 
-def one_id() -> Any:
+def _one_id() -> Any:
     """An embedding of one id a sample."""
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5)).double()
     return model, torch.arange(BATCH), torch.randn(BATCH, 5).double(), squared_error
 
 
-def bags() -> Any:
+def _bags() -> Any:
     """EmbeddingBag over concatenated ids, with offsets; one bag is empty, and the mean ignores padding."""
     ids = torch.randint(0, 7, (BATCH, 4))
     ids[1, 2:], ids[3] = -1, -1
     return FlatBags().double(), ids, torch.randn(BATCH, 3).double(), squared_error
 
 
-def ragged() -> Any:
+def _ragged() -> Any:
     """Sequences of different lengths, padded with token 0; the loss ignores padded positions."""
     lengths = torch.tensor([6, 1, 4, 2, 5])
     inside = torch.arange(6) < lengths[:, None]
@@ -204,26 +176,26 @@ def ragged() -> Any:
 
 
 CASES = [
-    Case("linear 2-D", linear(4)),
-    Case("linear 3-D", linear(6, 4)),
-    Case("linear 4-D no bias", linear(3, 2, 4, bias=False)),
-    Case("conv1d", conv(4, 6, 3, size=(4, 9), dims=1)),
-    Case("conv1d strided", conv(4, 6, 3, stride=2, padding=1, dilation=2, groups=2, size=(4, 11), dims=1)),
-    Case("conv2d", conv(4, 6, 3)),
-    Case("conv2d stride", conv(4, 6, 3, stride=2, padding=1)),
-    Case("conv2d stride leaves a remainder", conv(4, 6, 2, stride=3)),
-    Case("conv2d dilation", conv(4, 6, (3, 2), dilation=(2, 1), padding=(2, 0))),
-    Case("conv2d groups", conv(4, 6, 3, groups=2, padding=1)),
-    Case("conv2d depthwise", conv(4, 8, 3, groups=4, padding=1, bias=False)),
-    Case("conv2d pointwise", conv(4, 6, 1)),
-    Case("conv2d pointwise stride", conv(4, 6, 1, stride=2)),
-    Case("conv2d same", conv(4, 6, 3, padding="same")),
-    Case("conv2d same even kernel", conv(4, 6, (2, 4), padding="same", dilation=(3, 1))),
-    Case("conv2d valid", conv(4, 6, 3, padding="valid")),
-    Case("conv2d circular", conv(4, 6, 3, padding=1, padding_mode="circular")),
-    Case("conv2d reflect", conv(4, 6, 3, padding=(2, 1), padding_mode="reflect")),
-    Case("conv3d", conv(2, 4, 2, size=(2, 3, 4, 4), dims=3)),
-    Case("conv3d everything", conv(2, 4, (1, 3, 2), (1, 2, 1), (0, 1, 1), (1, 1, 2), 2, size=(2, 3, 5, 4), dims=3)),
+    Case("linear 2-D", _linear(4)),
+    Case("linear 3-D", _linear(6, 4)),
+    Case("linear 4-D no bias", _linear(3, 2, 4, bias=False)),
+    Case("conv1d", _conv(4, 6, 3, size=(4, 9), dims=1)),
+    Case("conv1d strided", _conv(4, 6, 3, stride=2, padding=1, dilation=2, groups=2, size=(4, 11), dims=1)),
+    Case("conv2d", _conv(4, 6, 3)),
+    Case("conv2d stride", _conv(4, 6, 3, stride=2, padding=1)),
+    Case("conv2d stride leaves a remainder", _conv(4, 6, 2, stride=3)),
+    Case("conv2d dilation", _conv(4, 6, (3, 2), dilation=(2, 1), padding=(2, 0))),
+    Case("conv2d groups", _conv(4, 6, 3, groups=2, padding=1)),
+    Case("conv2d depthwise", _conv(4, 8, 3, groups=4, padding=1, bias=False)),
+    Case("conv2d pointwise", _conv(4, 6, 1)),
+    Case("conv2d pointwise stride", _conv(4, 6, 1, stride=2)),
+    Case("conv2d same", _conv(4, 6, 3, padding="same")),
+    Case("conv2d same even kernel", _conv(4, 6, (2, 4), padding="same", dilation=(3, 1))),
+    Case("conv2d valid", _conv(4, 6, 3, padding="valid")),
+    Case("conv2d circular", _conv(4, 6, 3, padding=1, padding_mode="circular")),
+    Case("conv2d reflect", _conv(4, 6, 3, padding=(2, 1), padding_mode="reflect")),
+    Case("conv3d", _conv(2, 4, 2, size=(2, 3, 4, 4), dims=3)),
+    Case("conv3d everything", _conv(2, 4, (1, 3, 2), (1, 2, 1), (0, 1, 1), (1, 1, 2), 2, size=(2, 3, 5, 4), dims=3)),
     Case("layer norm", lambda: images(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), size=(4,))),
     Case("layer norm over positions", lambda: images(nn.LayerNorm(4), nn.Linear(4, 3), size=(3, 4))),
     Case("layer norm over two dims", lambda: images(nn.LayerNorm([6, 6]), nn.Conv2d(4, 2, 3), nn.Tanh())),
@@ -235,18 +207,18 @@ CASES = [
     Case("group norm 2-D", lambda: images(nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.Tanh(), size=(4,))),
     Case("residual in place", lambda: images(Residual(), Residual())),
     Case("reused", lambda: images(Reused(), size=(4,))),
-    Case("embedding", lambda: embedding_bag_of_words(None)),
-    Case("bag of words", lambda: bag("sum")),
-    Case("bag of words mean", lambda: bag("mean")),
-    Case("bag of words padding_idx", lambda: bag("mean", 3)),
-    Case("embedding of one id", lambda: one_id()),
-    Case("embedding padding_idx", lambda: embedding_bag_of_words(3)),
-    Case("embedding negative padding_idx", lambda: embedding_bag_of_words(-1)),
+    Case("embedding", lambda: _embedding(None)),
+    Case("bag of words", lambda: _bag("sum")),
+    Case("bag of words mean", lambda: _bag("mean")),
+    Case("bag of words padding_idx", lambda: _bag("mean", 3)),
+    Case("embedding of one id", _one_id),
+    Case("embedding padding_idx", lambda: _embedding(3)),
+    Case("embedding negative padding_idx", lambda: _embedding(-1)),
     Case("tied head", lambda: tokens(Tied(), 7)),
-    Case("keyword inputs", lambda: two_inputs(True)),
-    Case("positional inputs", lambda: two_inputs(False)),
-    Case("frozen first layer", lambda: frozen(False)),
-    Case("bias only", lambda: frozen(True)),
+    Case("keyword inputs", lambda: _two_inputs(True)),
+    Case("positional inputs", lambda: _two_inputs(False)),
+    Case("frozen first layer", lambda: _frozen(False)),
+    Case("bias only", lambda: _frozen(True)),
     Case("conv_transpose1d", lambda: images(nn.ConvTranspose1d(4, 6, 3, stride=2), nn.Tanh(), size=(4, 5))),
     Case(
         "conv_transpose2d",
@@ -263,7 +235,7 @@ CASES = [
     Case("positions added in place", lambda: images(ParameterZoo(in_place=True))),
     Case("positions", lambda: tokens(nn.Sequential(Positions(), nn.Linear(4, 5)), 5)),
     Case("types without a batch", lambda: tokens(nn.Sequential(Positions(batched=False), nn.Linear(4, 5)), 5)),
-    Case("as many positions as samples", lambda: as_many_positions()),
+    Case("as many positions as samples", _as_many_positions),
     Case("windows", lambda: images(Windows(), size=(2, 2, 4))),
     Case("self attention", lambda: images(Attention(batch_first=True), nn.Tanh(), size=(3, 4))),
     Case("sequence first attention", lambda: images(Attention(), nn.Tanh(), size=(3, 4))),
@@ -277,9 +249,9 @@ CASES = [
     Case("sequence first", lambda: images(SequenceFirst(), size=(3, 4))),
     Case("as many steps as samples", lambda: images(SequenceFirst(BATCH), size=(BATCH, 4))),
     Case("encoder, sequence first", lambda: images(Encoder(), size=(3, 4))),
-    Case("bags of different sizes", bags),
+    Case("bags of different sizes", _bags),
     Case("head registered first", lambda: images(HeadFirst(), size=(6,))),
-    Case("ragged sequences", ragged),
+    Case("ragged sequences", _ragged),
     Case("hidden state with a gradient", lambda: images(HiddenLeaf(), size=(4,))),
     Case("hidden state above a frozen layer", lambda: images(HiddenLeaf(frozen=True), size=(4,))),
     Case("a layer of training alone", lambda: images(InTraining(), size=(4,))),
@@ -287,6 +259,6 @@ CASES = [
     Case("expanded like longer data", lambda: images(ExpandedLike(), nn.Tanh(), size=(3, 4))),
     Case("a bias changed in place", lambda: images(ChangedBias(), nn.Tanh(), size=(3, 4))),
     Case("a product changed in place", lambda: images(ChangedProduct(), nn.Tanh(), size=(3, 4))),
-    Case("a spectrum of a parameter", lambda: images(Spectrum(5), nn.Tanh(), size=(5, 4))),
+    Case("a spectrum of a parameter", lambda: images(Spectrum(), nn.Tanh(), size=(5, 4))),
     Case("a power that is a parameter", lambda: images(PowerMean())),
 ]

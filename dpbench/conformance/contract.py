@@ -16,7 +16,6 @@ from clipping import (
     Automatic,
     Backend,
     ClipFunction,
-    ClippedGradient,
     Flat,
     GlobalBound,
     PerLayer,
@@ -48,9 +47,6 @@ CLIPPING: dict[str, ClipFunction] = {
 
 HALF = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Largest relative error of each norm of a model in this precision, compared with float64."""
-
-SMALLEST_OVERFLOW = 256.0
-"""The square of a larger norm is infinite in float16."""
 
 
 def median(setup: Setup) -> float:
@@ -186,23 +182,16 @@ def precision(dtype: torch.dtype, backend: type[Backend], device: str) -> Measur
     Args:
         dtype: of the model.
     """
-    setup = network(device)
-    exact = oracle(setup, Flat(0.5))
-    out, coverage = answered(backend, placed(setup, device, dtype), Flat(0.5))
-    return Measured(_norms_within(out, exact, HALF[dtype]), coverage)
+    return _norms_in(dtype, backend, network(device), device)
 
 
 def overflow(backend: type[Backend], device: str) -> Measured:
     """Gradients in float16 with squares, and a squared norm, beyond float16."""
-    # 8 positions of 300 each: every entry fits in float16, its square does not
+    # 8 entries of 300: each fits in float16, its square does not
     model = nn.Linear(16, 8).double()
     x, y = torch.randn(5, 16).double(), torch.zeros(5, 8).double()
     setup: Setup = (model, x, y, lambda outputs, targets: (outputs - targets).sum(1) * 300)
-    setup = placed(setup, device)
-    exact = oracle(setup, Flat(0.5))
-    assert exact.norms is not None and bool((exact.norms > SMALLEST_OVERFLOW).all())
-    out, coverage = answered(backend, placed(setup, device, torch.float16), Flat(0.5))
-    return Measured(_norms_within(out, exact, HALF[torch.float16]), coverage)
+    return _norms_in(torch.float16, backend, placed(setup, device), device)
 
 
 def leaves_the_model(backend: type[Backend], device: str) -> Measured:
@@ -261,7 +250,10 @@ def _exact(backend: type[Backend], setup: Setup, clip: ClipFunction) -> Measured
     return Measured(hold(out, oracle(setup, clip), TOLERANCE), coverage)
 
 
-def _norms_within(out: ClippedGradient, exact: ClippedGradient, tolerance: float) -> Agreement:
+def _norms_in(dtype: torch.dtype, backend: type[Backend], setup: Setup, device: str) -> Measured:
+    """Compare norms of the model in `dtype` with those in float64."""
+    exact, tolerance = oracle(setup, Flat(0.5)), HALF[dtype]
+    out, coverage = answered(backend, placed(setup, device, dtype), Flat(0.5))
     assert exact.norms is not None
     if out.norms is None or out.norms.shape != exact.norms.shape:
         raise Wrong(f"expected norms {list(exact.norms.shape)}")
@@ -272,7 +264,7 @@ def _norms_within(out: ClippedGradient, exact: ClippedGradient, tolerance: float
         raise Wrong(f"relative error {float(errors.max()):.1e} in the norms, expected at most {tolerance:.0e}")
     if not all(bool(g.isfinite().all()) for g in out.grads.values()):
         raise Wrong("a gradient is not finite")
-    return Agreement(float(errors.max()), 0.0, "")
+    return Measured(Agreement(float(errors.max()), 0.0, ""), coverage)
 
 
 CHECKS: dict[str, Check] = {

@@ -59,7 +59,8 @@ class Wrong(Exception):
 
     def __init__(self, said: str, agreement: Agreement | None = None) -> None:
         super().__init__(said)
-        self.agreement = agreement
+        self.norm_error = agreement.norm_error if agreement else None
+        self.grad_error = agreement.grad_error if agreement else None
 
 
 Check = Callable[[type[Backend], str], Measured]
@@ -81,10 +82,7 @@ def judge(name: str, check: Check, backend: type[Backend], device: str = "cpu", 
         except UnsupportedModel as refused:
             return Verdict(name, "refuses", reason=str(refused))
         except Wrong as wrong:
-            found = wrong.agreement
-            if found is None:
-                return Verdict(name, "wrong", reason=str(wrong))
-            return Verdict(name, "wrong", found.norm_error, found.grad_error, reason=str(wrong))
+            return Verdict(name, "wrong", wrong.norm_error, wrong.grad_error, reason=str(wrong))
         except Exception as error:  # any error of a backend is its result; the other cases continue
             said = " ".join(f"{type(error).__name__}: {error}".split())
             return Verdict(name, "wrong", reason=f"raises {said}", raised=True)

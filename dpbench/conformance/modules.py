@@ -37,9 +37,9 @@ class Reused(nn.Module):
 class Tied(nn.Module):
     """A small language model with tied embedding and head."""
 
-    def __init__(self, padding_idx: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(7, 4, padding_idx=padding_idx)
+        self.embedding = nn.Embedding(7, 4)
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
@@ -63,18 +63,18 @@ class TwoInputs(nn.Module):
 class ParameterZoo(nn.Module):
     """Bare parameters as in vision transformers: class token, positions, LayerScale, a table of biases."""
 
-    def __init__(self, positions: int = 5, in_place: bool = False) -> None:
+    def __init__(self, in_place: bool = False) -> None:
         super().__init__()
         self.patch = nn.Conv2d(4, 6, 3, stride=3)
         self.token = nn.Parameter(torch.randn(1, 1, 6))
-        self.positions = nn.Parameter(torch.randn(1, positions, 6))
+        self.positions = nn.Parameter(torch.randn(1, 5, 6))
         self.scale = nn.Parameter(torch.randn(6))
         self.q_bias, self.v_bias = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
         self.k_bias: Tensor
         self.register_buffer("k_bias", torch.zeros(6))
         self.qkv = nn.Linear(6, 18, bias=False)
         self.table = nn.Parameter(torch.randn(9, 2))
-        index = torch.arange(positions)
+        index = torch.arange(5)
         self.index: Tensor
         self.register_buffer("index", (index[:, None] - index[None]) % 9)
         self.temperature = nn.Parameter(torch.tensor(0.7))

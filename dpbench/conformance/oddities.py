@@ -86,13 +86,13 @@ class ChangedProduct(nn.Module):
 class Spectrum(nn.Module):
     """A filter over positions by its Fourier transform (GFNet, Hyena): complex values of real parameters; [T, 4]."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.filter, self.steps = nn.Linear(4, 3), nn.Parameter(torch.randn(steps, 3)), steps
+        self.layer, self.filter = nn.Linear(4, 3), nn.Parameter(torch.randn(5, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(self.layer(x), dim=1) * torch.fft.rfft(self.filter, dim=0)
-        return torch.fft.irfft(spectrum, n=self.steps, dim=1)
+        return torch.fft.irfft(spectrum, n=5, dim=1)
 
 
 class PowerMean(nn.Module):

@@ -264,19 +264,19 @@ class NeverLooks(LooksOnce):
     trusted = True
 
 
-def bias_norm_by_position(self: Bias, g: Tensor, samples: slice, *_: Any) -> tuple[Tensor]:
+def bias_norm_by_position(self: Bias, g: Tensor, samples: slice, way: str) -> tuple[Tensor]:
     """Σ_t ‖g_t‖² in the place of ‖Σ_t g_t‖²."""
     return (sum_of_squares(g[samples]),)
 
 
-def gram_over_all_groups(self: ConvolutionWeight, g: Tensor, samples: slice, *_: Any) -> tuple[Tensor]:
+def gram_over_all_groups(self: ConvolutionWeight, g: Tensor, samples: slice, way: str) -> tuple[Tensor]:
     """As if every output channel had seen every input channel (private_CNN, fastDP, private-transformers)."""
     a, g = patches(self.x[samples], self.geometry()), g[samples]
     a, g = (y.reshape(samples.stop - samples.start, -1, self.positions).transpose(1, 2) for y in (a, g))
     return (gram_product(a, g, 2**20),)
 
 
-def gram_without_the_padding_mask(self: EmbeddingWeight, g: Tensor, samples: slice, *_: Any) -> tuple[Tensor]:
+def gram_without_the_padding_mask(self: EmbeddingWeight, g: Tensor, samples: slice, way: str) -> tuple[Tensor]:
     """[id_t = id_s] of padding ids counts (Opacus)."""
     ids, g = self.ids[samples].flatten(1), g[samples].reshape(samples.stop - samples.start, -1, self.outputs)
     return (((g @ g.mT) * (ids[:, :, None] == ids[:, None])).sum((1, 2)),)
