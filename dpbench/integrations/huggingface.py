@@ -31,9 +31,8 @@ from torch.utils.data import DataLoader
 
 from clipping.program.graphs import Compile
 from dpbench.engine import Misuse, PrivacyEngine
-from dpbench.engine.whole_step import Programs
 from dpbench.integrations.alone import look
-from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
+from dpbench.integrations.turns import Steps, Turn, per_sample
 from dpbench.integrations.whole_states import is_shared, load_whole_states, load_whole_weights, whole
 from dpbench.trials.packages import needed
 
@@ -142,12 +141,10 @@ class PrivateTrainer(Trainer):
             self.accelerator.prepare_model = lambda *args, **options: prepare(*args, **{**options, **PREPARED})
         self.privacy = privacy
         self.engine: PrivacyEngine | None = None
-        self._held: HeldLosses | None = None
-        self._pieces: Pieces | None = None
-        self._looking = False
+        self._steps: Steps | None = None
+        self._has_begun = False
         if train_dataset is not None:
             self.engine = self._made()
-            self._mean = Mean(self.engine)
 
     @property
     def logical_batch_size(self) -> int:
@@ -165,10 +162,8 @@ class PrivateTrainer(Trainer):
             checkpoint = get_last_checkpoint(self.args.output_dir)
         if checkpoint:
             self._engine.load_state_dict(_state_in(Path(checkpoint), self.args.process_index))
-        try:
-            return super().train(resume_from_checkpoint, *others, **options)
-        finally:
-            self._pieces = None
+        self._has_begun = False
+        return super().train(resume_from_checkpoint, *others, **options)
 
     def get_train_dataloader(self) -> Any:
         """An epoch's turns, for Trainer's loop to count and skip; the engine draws the records."""
@@ -194,33 +189,24 @@ class PrivateTrainer(Trainer):
         Returns:
             The mean loss of the logical batch in its last turn, 0 before.
         """
-        pieces, held = self._begun()
+        steps = self._begun()
         self.model.train()
         getattr(self.optimizer, "train", lambda: None)()
-        for piece, is_last in pieces.take(inputs):
-            if to_skip(piece, self._engine):
-                held.hold(None)
-                continue
-            losses = self._losses(piece)
-            self._mean.add(losses)
-            if is_last:
-                held.hold(losses)
-            else:
-                held.add(losses)
-        found = self._mean.take() if inputs.is_last else 0.0
+        for piece in steps.take(inputs):
+            steps.run(self._prepare_inputs(piece))
+        found = steps.mean() if inputs.is_last else 0.0
         return torch.as_tensor(found, dtype=torch.float32, device=self.args.device)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **others: Any
     ) -> Any:
         """In training the losses, [B]; otherwise as `Trainer.compute_loss`, the mean of a batch."""
-        training = model.training and (torch.is_grad_enabled() or self._looking)
         if self.compute_loss_func is not None:
             rest = {name: x for name, x in inputs.items() if name != "labels"}
             outputs = model(**rest)
             losses = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None)
-            losses = losses if training else losses.mean()
-        elif training:
+            losses = losses if model.training else losses.mean()
+        elif model.training:
             losses, outputs = per_sample_losses(model, inputs)
         else:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
@@ -258,18 +244,20 @@ class PrivateTrainer(Trainer):
             with open(Path(self.args.output_dir) / "README.md", "a", encoding="utf-8") as card:
                 card.write(_section(self.engine))
 
-    def _begun(self) -> tuple[Pieces, HeldLosses]:
-        """The pieces to draw and the step to take; attaches the engine in the first turn, after all preparation."""
-        if self._pieces is None or self._held is None:
-            if self._held is None:
-                self._look_at_records()
-                advice = "PrivateTrainer takes the steps; call trainer.train()"
-                self._held = HeldLosses(self._engine, self.optimizer, advice)
-                self._judge = Judge(self._engine.model, "PrivateTrainer")
-                compile = vars(self.privacy)["compile"]
-                self.programs = Programs(self._engine, self._of_inputs, compile=compile)
-            self._pieces = Pieces(self._loader())
-        return self._pieces, self._held
+    def _begun(self) -> Steps:
+        """The steps to take; attaches the engine in the first turn, after all preparation."""
+        if self._steps is None:
+            self._look_at_records()
+            advice = "PrivateTrainer takes the steps; call trainer.train()"
+            compile = vars(self.privacy)["compile"]
+            self._steps = Steps(
+                self._engine, self.optimizer, self._losses_of, by="PrivateTrainer", advice=advice, compile=compile
+            )
+            self.programs = self._steps.programs
+        if not self._has_begun:
+            self._steps.begin(self._loader())
+            self._has_begun = True
+        return self._steps
 
     @property
     def _engine(self) -> PrivacyEngine:
@@ -310,37 +298,19 @@ class PrivateTrainer(Trainer):
 
     def _look_at_records(self) -> None:
         """Check, before the engine records the model, that a record's loss is its own."""
-
-        def losses(batch: Any) -> Tensor:
-            return self._computed(self._prepare_inputs(batch))
-
         self.model.train()
-        self._looking = True
-        try:
-            with self.compute_loss_context_manager():
-                look(self.model, self.train_dataset, self.args.train_batch_size, self._collate, losses)
-        finally:
-            self._looking = False
+        look(
+            self.model,
+            self.train_dataset,
+            self.args.train_batch_size,
+            self._collate,
+            lambda batch: self._losses_of(self._prepare_inputs(batch)),
+        )
 
-    def _losses(self, piece: Any) -> Tensor:
-        inputs = self._judge.batch(self._prepare_inputs(piece))
-        self._looking = True  # one loss a sample without gradients, too, as a failing program is rerun for its error
-        try:
-            losses = None if self._judge.is_looking else self.programs.program(dict(inputs), None)
-        finally:
-            self._looking = False
-        if losses is None:
-            losses = self._of_inputs(inputs)
-        self._judge.judge(losses)
-        return losses
-
-    def _of_inputs(self, inputs: Any) -> Tensor:
-        with self.compute_loss_context_manager():
-            return self._computed(inputs)
-
-    def _computed(self, inputs: Any) -> Tensor:
+    def _losses_of(self, inputs: Any) -> Tensor:
         where = "compute_loss_func" if self.compute_loss_func is not None else "compute_loss"
-        return per_sample(self.compute_loss(self.model, inputs), inputs, where)
+        with self.compute_loss_context_manager():
+            return per_sample(self.compute_loss(self.model, inputs), inputs, where)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self._is_shared and state_dict is None:  # all processes call this

@@ -35,8 +35,7 @@ from clipping.program.graphs import Compile
 from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
-from dpbench.engine.whole_step import Programs
-from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
+from dpbench.integrations.turns import Steps, Turn, per_sample
 from dpbench.trials.packages import needed
 
 with needed("lightning", __name__):
@@ -114,8 +113,7 @@ class _Private:
         self._privacy, self._submodule, self._pad, self._compile = dict(privacy), model, pad, compile
         self._logged: list[tuple[Any, Any]] = []  # arguments of `log` within a program
         self._output: Any = None
-        self._held: HeldLosses | None = None
-        self._pieces: Pieces | None = None
+        self._steps: Steps | None = None
         self._restored: Mapping[str, Any] | None = None
 
     def setup(self, trainer: Any) -> None:
@@ -161,12 +159,11 @@ class _Private:
         if self._restored is not None:
             self.engine.load_state_dict(self._restored)  # type: ignore[arg-type]
             self._restored = None
-        if self._held is None:
+        if self._steps is None:
             optimizer = self.optimizers[0]  # type: ignore[attr-defined]
-            self._held = HeldLosses(self.engine, optimizer, "training_step returns them, one a sample")
-            self._judge = Judge(self.engine.model, type(self).__name__)
-            self._mean = Mean(self.engine)
-            self.programs = Programs(self.engine, self._losses_of, compile=self._compile)
+            words = {"by": type(self).__name__, "advice": "training_step returns them, one a sample"}
+            self._steps = Steps(self.engine, optimizer, self._losses_of, compile=self._compile, **words)
+            self.programs = self._steps.programs
             if self.programs.graphs is not None:
                 self._hold_logs()
         loader = self.engine.data_loader(
@@ -182,7 +179,7 @@ class _Private:
             timeout=dataloader.timeout,
             multiprocessing_context=dataloader.multiprocessing_context,
         )
-        self._pieces = Pieces(loader)
+        self._steps.begin(loader)
         return _Turns(self.engine.settings.steps_per_epoch)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -197,38 +194,20 @@ class _Private:
         Returns:
             Its output for the last piece, with the mean loss of all pieces in place of the losses.
         """
-        assert self._pieces is not None and self._held is not None and self.engine is not None
         if not isinstance(turn, Turn):
             raise ValueError(
                 f"expected one train DataLoader with a private strategy, got {len(turn)}: ε is that of one data set; "
                 "put the records of all into one (torch.utils.data.ConcatDataset, StackDataset)"
             )
-        output: Any = None
-        for drawn, is_last in self._pieces.take(turn):
-            if to_skip(drawn, self.engine):
-                self._held.hold(None)
-                continue
-            piece = self._transferred(self._judge.batch(drawn))
-            losses = self._losses((piece, *others))
-            output = self._output
-            self._judge.judge(losses)
-            self._mean.add(losses)
-            if is_last:
-                self._held.hold(losses)
-            else:
-                self._held.add(losses)
-        mean = torch.as_tensor(self._mean.take(), device=self.root_device)  # type: ignore[attr-defined]
-        return {**output, "loss": mean} if isinstance(output, Mapping) else mean
-
-    def _losses(self, given: tuple[Any, ...]) -> Tensor:
-        """The losses [B] for these arguments of `training_step`, whose output is kept."""
-        self._logged = []
-        losses = None if self._judge.is_looking else self.programs.program(given, None)
-        if losses is None:
-            return self._losses_of(given)
-        for args, options in self._logged:
-            self.lightning_module.log(*args, **options)  # type: ignore[attr-defined]
-        return losses
+        steps, self._output = self._steps, None
+        assert steps is not None
+        for piece in steps.take(turn):
+            self._logged = []
+            if steps.run((self._transferred(piece), *others)):
+                for args, options in self._logged:
+                    self.lightning_module.log(*args, **options)  # type: ignore[attr-defined]
+        mean = torch.as_tensor(steps.mean(), device=self.root_device)  # type: ignore[attr-defined]
+        return {**self._output, "loss": mean} if isinstance(self._output, Mapping) else mean
 
     def _losses_of(self, given: tuple[Any, ...]) -> Tensor:
         output = self._output = super().training_step(*given)  # type: ignore[misc]
@@ -268,7 +247,7 @@ class _Private:
 
     def teardown(self) -> None:
         """As Lightning's; restores module and optimizer, and keeps the engine."""
-        self._held = self._pieces = self._output = None
+        self._steps = self._output = None
         for name in ("_on_before_batch_transfer", "log"):
             vars(self.lightning_module).pop(name, None)  # type: ignore[attr-defined]
         if self.engine is not None:

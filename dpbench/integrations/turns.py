@@ -8,7 +8,7 @@ the last turn of a logical batch takes the rest. Nothing is drawn ahead of its s
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from clipping.core.batches import tensors_of
 from clipping.distributed.spread import sharded_modules
+from clipping.program.graphs import Compile
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.loss_mixing_check import plain
+from dpbench.engine.whole_step import Programs
 from dpbench.integrations.watch import Watch
 
 
@@ -37,68 +39,57 @@ class Turn:
         self.pieces: list[Any] = []
 
 
-class Pieces:
-    """The physical batches of a loader, turn by turn, epoch after epoch."""
+class Steps:
+    """Private steps on the pieces of turns: `take` yields them, and `run` computes, checks and keeps their losses.
 
-    def __init__(self, loader: PrivateLoader) -> None:
-        self._loader = loader
-        self._drawn: Iterator[Any] = iter(())
-        self._left: list[Any] = []  # the last piece of a logical batch, drawn before its last turn
-
-    def take(self, turn: Turn) -> Iterator[tuple[Any, bool]]:
-        """Yield (piece, is it the last of its logical batch): at most one, and all that are left in the last turn.
-
-        Args:
-            turn: of the framework's loop; stores the yielded pieces.
-        """
-        while not self._left:
-            piece = self._next()
-            if self._loader.is_last:
-                self._left.append(piece)
-            else:
-                turn.pieces.append(piece)
-                yield piece, False
-                if not turn.is_last:
-                    return
-        if turn.is_last:
-            turn.pieces.append(self._left.pop())
-            yield turn.pieces[-1], True
-
-    def _next(self) -> Any:
-        for piece in self._drawn:
-            return piece
-        self._drawn = iter(self._loader)
-        return next(self._drawn)
-
-
-class HeldLosses:
-    """An optimizer's step for loops that compute losses in one place and call `optimizer.step()` in another.
-
-    Attaches the engine. Then `step()` takes the private step on the held losses. It first calls a closure, which
-    computes and holds them.
+    Attaches the engine. The optimizer's `step()` first calls a closure, if given, which may take a turn; then it takes
+    the private step on the losses of the last piece.
 
     Args:
         engine: not attached yet.
         optimizer: of the model's parameters.
-        caller: what a user of the framework must do, for the error without losses.
+        losses_of: a piece as the caller's loss takes it -> [B].
+        by: the framework's class, for messages.
+        advice: what a user of the framework must do, for the error without losses.
+        compile: as in `clipping.Backend`.
+
+    Attributes:
+        programs: the steps' programs; `programs.graphs` is None if all steps run eagerly.
 
     Raises:
         Misuse: as `PrivacyEngine.attach`.
     """
 
-    def __init__(self, engine: PrivacyEngine, optimizer: torch.optim.Optimizer, caller: str) -> None:
-        self._engine, self._held = engine, False
-        self._losses: Tensor | None = None
-        engine.attach(optimizer)
+    def __init__(
+        self,
+        engine: PrivacyEngine,
+        optimizer: torch.optim.Optimizer,
+        losses_of: Callable[[Any], Tensor],
+        *,
+        by: str,
+        advice: str,
+        compile: Compile,
+    ) -> None:
+        self._engine, self._losses_of, self._advice = engine, losses_of, advice
+        self._attach(optimizer)
+        self._judge = _Judge(engine.model, by)
+        self.programs = Programs(engine, losses_of, compile=compile)
+        self._sum: Tensor | float = 0.0
+        self._count = 0
+        self._last: Tensor | None = None  # losses of the last piece, None if it has no samples
+        self._is_held = self._is_last = False
+
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        self._engine.attach(optimizer)
         private: Any = optimizer.step
 
         def step(this: Any, closure: Any = None) -> Any:
             result = None if closure is None else closure()
-            if not self._held:
-                raise Misuse(f"expected losses before optimizer.step(), got none: {caller}")
-            losses, self._losses, self._held = self._losses, None, False
+            if not self._is_held:
+                raise Misuse(f"expected losses before optimizer.step(), got none: {self._advice}")
+            losses, self._last, self._is_held = self._last, None, False
             if losses is None:
-                engine.empty_step()
+                self._engine.empty_step()
             else:
                 private(loss=losses)
             return result
@@ -108,24 +99,80 @@ class HeldLosses:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
-    def add(self, losses: Any) -> None:
-        """Clip and add a piece that is not the last of its logical batch.
+    def begin(self, loader: PrivateLoader) -> None:
+        """Take the next pieces from this loader, epoch after epoch.
 
         Args:
-            losses: of the piece, [B] with their graph.
+            loader: of the engine.
         """
-        self._step(loss=losses)
+        self._loader = loader
+        self._drawn: Iterator[Any] = iter(())
+        self._left: list[Any] = []  # the last piece of a logical batch, drawn before its last turn
 
-    def hold(self, losses: Tensor | None) -> None:
-        """Hold the last piece's losses.
+    def take(self, turn: Turn) -> Iterator[Any]:
+        """Yield the pieces of a turn that have samples; `run` each before the next.
 
         Args:
-            losses: [B] with their graph; None if the piece has no samples and the model was not called.
+            turn: of the framework's loop; stores its pieces.
         """
-        self._losses, self._held = losses, True
+        for piece in self._in_turn(turn):
+            turn.pieces.append(piece)
+            if any(x.dim() and not len(x) for x in tensors_of(piece)) and not sharded_modules(self._engine.model):
+                self._last, self._is_held = None, True  # all processes run a piece if they share parameters
+            else:
+                yield self._judge.batch(piece)
+
+    def _in_turn(self, turn: Turn) -> Iterator[Any]:
+        """At most one piece, and all that are left of the logical batch in its last turn."""
+        while not self._left:
+            piece = self._next()
+            self._is_last = self._loader.is_last
+            if self._is_last:
+                self._left.append(piece)
+            else:
+                yield piece
+                if not turn.is_last:
+                    return
+        if turn.is_last:
+            yield self._left.pop()
+
+    def _next(self) -> Any:
+        for piece in self._drawn:
+            return piece
+        self._drawn = iter(self._loader)
+        return next(self._drawn)
+
+    def run(self, given: Any) -> bool:
+        """Compute the losses of a piece; clip and add it, or hold the last one of its logical batch.
+
+        Args:
+            given: the piece as `losses_of` takes it.
+
+        Returns:
+            Whether a program computed them.
+        """
+        plain_given = dict(given) if isinstance(given, Mapping) else given
+        losses = None if self._judge.is_looking else self.programs.program(plain_given, None)
+        is_program = losses is not None
+        if losses is None:
+            losses = self._losses_of(given)
+        self._judge.judge(losses)
+        mine = plain(losses).detach()[self._engine.mask.to(losses.device)]
+        self._sum, self._count = self._sum + mine.sum(), self._count + len(mine)
+        if self._is_last:
+            self._last, self._is_held = losses, True
+        else:
+            self._step(loss=losses)
+        return is_program
+
+    def mean(self) -> Tensor | float:
+        """Return the mean loss of a logical batch's own records, 0 without any, and reset it: not private."""
+        found = self._sum / max(1, self._count)
+        self._sum, self._count = 0.0, 0
+        return found
 
 
-class Judge(Watch):
+class _Judge(Watch):
     """Checks some of the pieces for a loss that depends on other samples, also through labels and inputs.
 
     The engine sees neither of these; it checks the model and the operations on its outputs. Hooks are on the model only
@@ -143,7 +190,7 @@ class Judge(Watch):
     def batch(self, batch: Any) -> Any:
         self.close()  # drop a piece without losses
         found = super().batch(batch)
-        if self._look is not None:
+        if self.is_looking:
             self.open()
         return found
 
@@ -160,40 +207,6 @@ class Judge(Watch):
 
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
         return None if output is None else self._noted(output)
-
-
-class Mean:
-    """The mean loss of a logical batch's own records, without padding: depends on the data, and not private."""
-
-    def __init__(self, engine: PrivacyEngine) -> None:
-        self._engine = engine
-        self._sum: Tensor | float = 0.0
-        self._count = 0
-
-    def add(self, losses: Tensor) -> None:
-        """Add the losses of the piece that the model has read, before its step.
-
-        Args:
-            losses: [B], with or without a graph.
-        """
-        mine = plain(losses).detach()[self._engine.mask.to(losses.device)]
-        self._sum, self._count = self._sum + mine.sum(), self._count + len(mine)
-
-    def take(self) -> Any:
-        """Return the mean, 0 without records, and reset it."""
-        found = self._sum / max(1, self._count)
-        self._sum, self._count = 0.0, 0
-        return found
-
-
-def to_skip(piece: Any, engine: PrivacyEngine) -> bool:
-    """Returns whether a physical batch has no samples, and need not run: all processes run it if they share parameters.
-
-    Args:
-        piece: of the engine's loader.
-        engine: of the model.
-    """
-    return any(x.dim() and not len(x) for x in tensors_of(piece)) and not sharded_modules(engine.model)
 
 
 def per_sample(losses: Any, piece: Any, where: str) -> Tensor:
