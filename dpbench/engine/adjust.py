@@ -45,11 +45,12 @@ def plan(engine: State, steps: int, target_epsilon: float, target_delta: float) 
     engine.settings = settings
 
 
-def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
-    """Set σ of future steps.
+def set_noise_multiplier(engine: State, noise_multiplier: float, clip: ClipFunction | None = None) -> None:
+    """Set σ of future steps, with a clipping function whose sensitivity depends on σ; or change neither and raise.
 
     Raises:
         ValueError: σ is negative or not finite; or another σ where noise or accountant need one throughout.
+        Misuse: as `set_clip`.
     """
     settings = engine.settings
     if noise_multiplier == settings.mechanism.noise_multiplier:
@@ -63,6 +64,8 @@ def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
         )
     if kind := engine.noise.constant:
         raise ValueError(f"expected one noise_multiplier throughout with {kind} noise, got another one")
+    if clip is not None:
+        set_clip(engine, clip)
     told = sum(count for _, count in settings.earlier)
     earlier = settings.earlier
     if engine.steps > told:

@@ -69,10 +69,8 @@ class DPOptimizer(Optimizer):
     def noise_multiplier(self, value: float) -> None:
         clips, value = self._clips, float(value)
         moved = None if clips.quantile is None else clips.quantile.clip(clips.norm, value)
-        set_noise_multiplier(self._engine, value)
-        if moved is not None:
-            clips.noise_multiplier = value
-            set_clip(self._engine, moved)
+        set_noise_multiplier(self._engine, value, moved)
+        clips.noise_multiplier = value
 
     @property
     def max_grad_norm(self) -> float:
