@@ -10,13 +10,12 @@ import opacus
 import pytest
 import torch
 from opacus.schedulers import ExponentialNoise
-from opacus_loops import digits
+from opacus_made import Made, digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from clipping import load_backend
 from dpbench import Misuse
-from dpbench.integrations.opacus import BatchMemoryManager, PrivacyEngine
 from dpbench.integrations.opacus.clips import PerTensor
 
 ADAPTIVE = dict(
@@ -58,61 +57,53 @@ def test_thresholds_of_another_number_of_parameters_keep_the_sensitivity():
     assert float((clip.factors(norms) * norms).norm(dim=0).max()) <= clip.sensitivity * (1 + 1e-6)
 
 
-def private(engine: Any, model: nn.Module, **others: Any) -> Any:
-    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **ADAPTIVE, **others}
-    loader = DataLoader(TensorDataset(X, Y), batch_size=arguments.pop("batch_size", 100))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **arguments)
+def private(**others: Any) -> Made:
+    return Made(net(), TensorDataset(X, Y), **{"batch_size": 100, **ADAPTIVE, **others})
 
 
-def train(model: nn.Module, optimizer: Any, loader: Any, epochs: int) -> list[float]:
+def train(made: Made, epochs: int = 1) -> list[float]:
+    """The norm after each step."""
     norms = []
     for _ in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            norms.append(float(optimizer.max_grad_norm))
+        for batch in made.loader:
+            made.train(loader=[batch])
+            norms.append(float(made.optimizer.max_grad_norm))
     return norms
 
 
 def test_without_noise_norm_and_weights_are_those_of_opacus():
     """All records are in each batch, so that Poisson sampling is no chance; and the count is nearly exact."""
     exact = dict(noise_multiplier=0.0, unclipped_num_std=1e-6, batch_size=400)
-    mine, theirs = net(), net()
-    engine = PrivacyEngine()
-    norms = train(*private(engine, mine, **exact), epochs=10)
+    mine = private(**exact)
+    norms = train(mine, epochs=10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = private(opacus.PrivacyEngine(), theirs, poisson_sampling=False, **exact)
-        expected = train(*made, epochs=10)
+        theirs = private(engine=opacus.PrivacyEngine(), poisson_sampling=False, **exact)
+        expected = train(theirs, epochs=10)
     assert norms == pytest.approx(expected, rel=1e-4) and norms[0] != norms[-1]
-    distance = max(float((a - b).abs().max()) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
-    assert distance < 1e-5
+    assert float((mine.weights - theirs.weights).abs().max()) < 1e-5
 
 
 def test_the_norm_comes_to_the_median_and_is_accounted_as_said():
-    engine = PrivacyEngine()
-    model, optimizer, loader = private(engine, net(), max_grad_norm=8.0, unclipped_num_std=10.0)
-    optimizer.param_groups[0]["lr"] = 1e-4
-    norms = train(model, optimizer, loader, epochs=12)
+    made = private(max_grad_norm=8.0, unclipped_num_std=10.0)
+    made.optimizer.param_groups[0]["lr"] = 1e-4
+    norms = train(made, epochs=12)
     gradients = [
-        torch.autograd.grad(nn.functional.cross_entropy(model._module.eval()(a[None]), b[None]), model.parameters())
+        torch.autograd.grad(nn.functional.cross_entropy(made.net.eval()(a[None]), b[None]), made.net.parameters())
         for a, b in zip(X[:150], Y[:150], strict=True)
     ]
     median = float(torch.tensor([math.sqrt(sum(float(g.square().sum()) for g in each)) for each in gradients]).median())
     assert sum(norms[-12:]) / 12 == pytest.approx(median, rel=0.15)
-    assert engine.accountant.history == [(1.0, 0.25, 48)]
+    assert made.engine.accountant.history == [(1.0, 0.25, 48)]
     share = 1 / math.sqrt(1 - 1 / (2 * 10) ** 2)
-    assert engine.engine.sensitivity.bound == pytest.approx(norms[-1] * share, rel=5e-3)
+    assert made.engine.engine.sensitivity.bound == pytest.approx(norms[-1] * share, rel=5e-3)
     of_sum, of_count = share, 2 * 10.0
     assert (of_sum**-2 + of_count**-2) ** -0.5 == pytest.approx(1.0)
 
 
 def test_noise_of_sum_and_count_have_their_deviations():
-    engine = PrivacyEngine()
-    _, optimizer, _ = private(engine, net(), unclipped_num_std=0.6, clipbound_learning_rate=1.0)
-    quantile, core = optimizer._clips.quantile, engine.engine
+    made = private(unclipped_num_std=0.6, clipbound_learning_rate=1.0)
+    quantile, core = made.optimizer._clips.quantile, made.engine.engine
     drawn = []
     for step in range(1, 801):
         core.steps = step
@@ -123,79 +114,63 @@ def test_noise_of_sum_and_count_have_their_deviations():
     assert core.sensitivity.bound == pytest.approx(1 / math.sqrt(1 - 1 / 1.2**2), rel=5e-3)
 
 
+@pytest.mark.filterwarnings("ignore::dpbench.PrivacyWarning")
 def test_the_count_is_of_the_whole_batch_whatever_its_pieces():
-    def counts(most: int | None) -> list[float]:
+    def counts(most: int) -> list[float]:
         found = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            made = private(PrivacyEngine(), net(), noise_generator=torch.Generator().manual_seed(5), max_grad_norm=2.0)
-        model, optimizer, loader = made
-        quantile = optimizer._clips.quantile
+        made = private(noise_generator=torch.Generator().manual_seed(5), max_grad_norm=2.0)
+        quantile = made.optimizer._clips.quantile
         after = quantile.next
         quantile.next = lambda engine, norm: found.append(engine.counted) or after(engine, norm)
-        if most is None:
-            train(model, optimizer, loader, 1)
-        else:
-            with BatchMemoryManager(
-                data_loader=loader, max_physical_batch_size=most, optimizer=optimizer
-            ) as pieces:  # fmt: skip
-                train(model, optimizer, pieces, 1)
+        with made.pieces(most) as pieces:
+            made.train(loader=pieces)
         return found
 
-    assert counts(None) == counts(17) and len(counts(None)) == 4
+    assert counts(400) == counts(17) and len(counts(400)) == 4
 
 
 def test_a_step_that_fails_leaves_no_count():
-    engine = PrivacyEngine()
-    model, optimizer, loader = private(engine, net())
-    x, y = next(iter(loader))
-    out = model(x)
-    (nn.functional.cross_entropy(out, y) * float("nan")).backward()
+    made = private()
     with pytest.raises(FloatingPointError):
-        optimizer.step()
-    assert engine.engine._sums.counted == 0 and engine.engine.steps == 0
+        made.train(lambda o, y: nn.functional.cross_entropy(o, y) * float("nan"))
+    assert made.engine.engine._sums.counted == 0 and made.steps == 0
 
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_pieces_that_are_dropped_are_in_no_count_and_those_that_are_saved_in_one(saved, tmp_path):
-    def prepared() -> Any:
-        engine = PrivacyEngine()
-        return engine, *private(engine, net(), max_grad_norm=1e9, clipbound_learning_rate=1e-9)
+    def prepared() -> Made:
+        return private(max_grad_norm=1e9, clipbound_learning_rate=1e-9)
 
-    def pieces(engine: Any, model: Any, optimizer: Any, loader: Any, last: int) -> None:
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=10, optimizer=optimizer) as small:
-            for number, (x, y) in enumerate(small):
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                if engine.engine.stepped or number == last:
-                    return
-
-    engine, model, optimizer, _ = made = prepared()
-    pieces(*made, last=2)
-    assert engine.engine._sums.counted == 15  # three pieces of ten, none above C
+    made = prepared()
+    with made.pieces(10) as pieces:
+        made.train(loader=pieces, batches=3)
+    assert made.engine.engine._sums.counted == 15  # three pieces of ten, none above C
     if saved:
-        engine.save_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
-        engine, model, optimizer, _ = made = prepared()
-        engine.load_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
-        assert engine.engine._sums.counted == 15
-    released = []
-    release = engine.engine._release
-    engine.engine._release = lambda **how: (released.append(engine.engine._size), release(**how))
-    pieces(*made, last=-1)
-    assert engine.engine.counted == released[0] / 2
+        made.engine.save_checkpoint(path=tmp_path / "c.pt", module=made.model, optimizer=made.optimizer)
+        made = prepared()
+        made.engine.load_checkpoint(path=tmp_path / "c.pt", module=made.model, optimizer=made.optimizer)
+        assert made.engine.engine._sums.counted == 15
+    released, engine = [], made.engine.engine
+    release = engine._release
+    engine._release = lambda **how: (released.append(engine._size), release(**how))
+    with made.pieces(10) as pieces:
+        for piece in pieces:
+            made.train(loader=[piece])
+            if engine.stepped:
+                break
+    assert engine.counted == released[0] / 2
 
 
 def test_noise_that_changes_moves_the_share_of_the_count():
-    engine = PrivacyEngine()
-    model, optimizer, loader = private(engine, net(), unclipped_num_std=0.8)
-    scheduler = ExponentialNoise(optimizer, gamma=0.5)
-    train(model, optimizer, loader, 1)
+    made = private(unclipped_num_std=0.8)
+    scheduler = ExponentialNoise(made.optimizer, gamma=0.5)
+    made.train()
     scheduler.step()
-    bound = optimizer.max_grad_norm / math.sqrt(1 - 0.25 / 1.6**2)
-    assert engine.engine.sensitivity.bound == pytest.approx(bound, rel=5e-3)
+    bound = pytest.approx(made.optimizer.max_grad_norm / math.sqrt(1 - 0.25 / 1.6**2), rel=5e-3)
+    assert made.engine.engine.sensitivity.bound == bound
     with pytest.raises(ValueError, match="expected unclipped_num_std > noise_multiplier / 2"):
-        optimizer.noise_multiplier = 1.7
-    assert optimizer.noise_multiplier == 0.5 and engine.engine.sensitivity.bound == pytest.approx(bound, rel=5e-3)
+        made.optimizer.noise_multiplier = 1.7
+    assert made.optimizer.noise_multiplier == 0.5 and made.engine.engine.sensitivity.bound == bound
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -210,20 +185,13 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("arguments", "error", "words"), REFUSED, ids=lambda x: str(x)[:30])
 def test_what_is_not_covered_is_refused(arguments, error, words):
     with pytest.raises(error, match=words):
-        private(PrivacyEngine(), net(), **arguments)
+        private(**arguments)
 
 
-def test_an_argument_that_is_missing_is_named():
-    missing = {name: value for name, value in ADAPTIVE.items() if name != "max_clipbound"}
+def test_an_argument_that_is_missing_is_named(monkeypatch):
+    monkeypatch.delitem(ADAPTIVE, "max_clipbound")
     with pytest.raises(TypeError, match="got none named 'max_clipbound'"):
-        PrivacyEngine().make_private(
-            module=(model := net()),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(TensorDataset(X, Y), batch_size=100),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            **missing,
-        )
+        private()
 
 
 @pytest.mark.parametrize(
@@ -234,21 +202,9 @@ def test_one_record_moves_the_sum_by_the_norm_at_most(mode, clipping):
 
     def summed(records: int) -> Tensor:
         x = torch.cat([X[:20], 1e4 * X[20:21]])[:records]
-        model = net()
-        made = PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-            data_loader=DataLoader(TensorDataset(x, Y[:records]), batch_size=records),
-            noise_multiplier=0.0,
-            max_grad_norm=0.5,
-            clipping=clipping,
-            grad_sample_mode=mode,
-        )
-        criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
-        for a, b in made[-1]:
-            criterion(made[0](a), b).backward()
-            made[1].step()
-        return torch.cat([p.grad.flatten() for p in model.parameters()]).double() * records
+        options = {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "clipping": clipping, "grad_sample_mode": mode}
+        made = Made(net(), TensorDataset(x, Y[:records]), batch_size=records, **options).train()
+        return made.gradients.double() * records
 
     moved = float((summed(21) - summed(20)).norm())
     assert 0.2 < moved <= 0.5 * (1 + 1e-4)

@@ -13,161 +13,108 @@ import pytest
 import torch
 from dp_accounting.pld import privacy_loss_distribution as pld
 from opacus.schedulers import ExponentialNoise, LambdaGradClip, StepNoise
-from opacus_loops import digits
+from opacus_made import Made, digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accounting import SubsampledGaussian, load_accountant
 from dpbench import AdamBC, Misuse, PrivacyWarning
-from dpbench.integrations.opacus import (
-    BatchMemoryManager,
-    DPOptimizer,
-    GradSampleHooks,
-    GradSampleModule,
-    PrivacyEngine,
-)
+from dpbench.integrations.opacus import DPOptimizer, GradSampleHooks, PrivacyEngine
 
 ADAPTIVE = {
     **dict(clipping="adaptive", target_unclipped_quantile=0.5, clipbound_learning_rate=0.3),
     **dict(max_clipbound=10.0, min_clipbound=0.01, unclipped_num_std=80.0),
 }
-SGD = partial(torch.optim.SGD, momentum=0.9)
+FIXED: dict[str, Any] = {"noise_multiplier": 0.0, "poisson_sampling": False}
 DATA = TensorDataset(*(tensor[:600] for tensor in digits()))
 
 
-class Made:
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def private(accountant: str = "prv", secure: bool = False, **others: Any) -> Made:
     """A linear model of the digits, made private."""
+    return Made(
+        linear(), DATA, batch_size=50, engine=PrivacyEngine(accountant=accountant, secure_mode=secure), **others
+    )
 
-    def __init__(
-        self,
-        *,
-        batch_size: int = 50,
-        accountant: str = "prv",
-        secure: bool = False,
-        optimizer: Any = SGD,
-        **private: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        self.original = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        self.engine = PrivacyEngine(accountant=accountant, secure_mode=secure)
-        made = self.engine.make_private(
-            module=self.original,
-            optimizer=optimizer(self.original.parameters(), lr=0.1),
-            data_loader=DataLoader(DATA, batch_size=batch_size),
-            **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **private},
-        )
-        self.model, self.optimizer, self.loader = made[0], made[1], made[-1]
-        self.criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
 
-    def train(self, loader: Any = None, batches: int = 10**9) -> None:
-        for i, (x, y) in enumerate(self.loader if loader is None else loader):
-            if i == batches:
-                break
-            self.optimizer.zero_grad()
-            loss = self.criterion((self.original if isinstance(self.model, GradSampleHooks) else self.model)(x), y)
-            loss.backward()
-            self.optimizer.step()
-
-    @property
-    def weights(self) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in self.original.parameters()]).clone()
+def noise_of(made: Made) -> list[float]:
+    """The deviation of the gradients of each step to come."""
+    found: list[float] = []
+    made.optimizer.attach_step_hook(lambda optimizer: found.append(float(made.gradients.std())))
+    return found
 
 
 def test_what_is_returned_has_opacus_names():
-    made = Made()
+    made = private()
     assert isinstance(made.optimizer, torch.optim.Optimizer) and isinstance(made.loader, DataLoader)
     assert (
-        isinstance(made.model, nn.Module)
-        and made.model._module is made.original
-        and getattr(made.model, "1") is made.original[1]
+        isinstance(made.model, nn.Module) and made.model._module is made.net and getattr(made.model, "1") is made.net[1]
     )
     theirs = opacus.GradSampleModule(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     assert list(made.model.state_dict()) == list(theirs.state_dict())
     assert len(made.loader) == 12 and made.loader.dataset is DATA and made.loader.sample_rate == 1 / 12
     assert made.optimizer.expected_batch_size == 50 and made.optimizer.accumulated_iterations == 1
     assert made.optimizer.original_optimizer.param_groups is made.optimizer.param_groups
-    assert made.engine.is_compatible(module=made.original) and not made.engine.is_compatible(
-        module=nn.Sequential(nn.BatchNorm1d(4))
-    )
-    assert not any(isinstance(each, nn.BatchNorm1d) for each in PrivacyEngine.get_compatible_module(
-        nn.Sequential(nn.BatchNorm1d(4))
-    ))  # fmt: skip
+    normed = nn.Sequential(nn.BatchNorm1d(4))
+    assert made.engine.is_compatible(module=made.net) and not made.engine.is_compatible(module=normed)
+    assert not any(isinstance(each, nn.BatchNorm1d) for each in PrivacyEngine.get_compatible_module(normed))
 
 
 def test_a_model_that_is_not_wrapped_is_used_as_it_is_and_cleaned_up():
-    made = Made(wrap_model=False)
+    made = private(wrap_model=False)
     made.train(batches=3)
-    assert isinstance(made.model, GradSampleHooks) and made.engine.engine.steps == 3
+    assert isinstance(made.model, GradSampleHooks) and made.steps == 3
     made.model.cleanup()
     made.model.cleanup()
-    assert not made.original._forward_hooks and not made.original._forward_pre_hooks
+    assert not made.net._forward_hooks and not made.net._forward_pre_hooks
     x, y = DATA[:4]
-    nn.functional.cross_entropy(made.original(x), y).backward()
+    nn.functional.cross_entropy(made.net(x), y).backward()
     made.optimizer.original_optimizer.step()
-    assert made.engine.engine.steps == 3
+    assert made.steps == 3
 
 
 def test_to_standard_module_leaves_an_ordinary_model():
-    made = Made()
-    made.train(batches=2)
-    model = made.model.to_standard_module()
-    assert model is made.original and not model._forward_hooks
-    PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(DATA, batch_size=50),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    made = private().train(batches=2)
+    assert made.model.to_standard_module() is made.net and not made.net._forward_hooks
+    Made(made.net, DATA, batch_size=50)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.filterwarnings("ignore::dpbench.PrivacyWarning")
 def test_a_batch_in_pieces_gives_the_same_step(mode, poisson):
-    def trained(most: int | None) -> Made:
+    def made() -> Made:
         generator = torch.Generator().manual_seed(7)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PrivacyWarning)
-            made = Made(
-                noise_multiplier=0.5, poisson_sampling=poisson, grad_sample_mode=mode, noise_generator=generator
-            )
-            if most is None:
-                made.train()
-                return made
-            sizes = []
-            with BatchMemoryManager(
-                data_loader=made.loader, max_physical_batch_size=most, optimizer=made.optimizer
-            ) as pieces:
-                assert len(list(zip(range(3), pieces, strict=False))) == 3
-                made.train(x_sizes(pieces, sizes))
-            assert max(sizes) == most and len(sizes) > 30
-            return made
+        return private(noise_multiplier=0.5, poisson_sampling=poisson, grad_sample_mode=mode, noise_generator=generator)
 
-    def x_sizes(pieces: Any, sizes: list[int]) -> Any:
-        for x, y in pieces:
-            sizes.append(len(x))
-            yield x, y
-
-    whole, pieces = trained(None), trained(16)
-    assert whole.engine.engine.steps == pieces.engine.engine.steps == 12
-    assert whole.engine.accountant.history == pieces.engine.accountant.history
-    assert torch.allclose(whole.weights, pieces.weights, atol=1e-6)
+    whole, split, sizes = made().train(), made(), []
+    with split.pieces(16) as pieces:
+        assert len(list(zip(range(3), pieces, strict=False))) == 3
+        split.train(loader=((sizes.append(len(x)) or x, y) for x, y in pieces))
+    assert max(sizes) == 16 and len(sizes) > 30
+    assert whole.steps == split.steps == 12
+    assert whole.engine.accountant.history == split.engine.accountant.history
+    assert torch.allclose(whole.weights, split.weights, atol=1e-6)
 
 
 def test_half_a_batch_that_is_left_out_is_in_no_other_sum():
-    made = Made(noise_multiplier=0.0, poisson_sampling=False, max_grad_norm=1e-3)
-    with BatchMemoryManager(data_loader=made.loader, max_physical_batch_size=30, optimizer=made.optimizer) as pieces:
-        made.train(pieces, batches=1)
+    made = private(**FIXED, max_grad_norm=1e-3)
+    with made.pieces(30) as pieces:
+        made.train(loader=pieces, batches=1)
         assert made.engine.engine._sums
         before = made.weights
-        made.train(pieces, batches=2)
-    assert made.engine.engine.steps == 1
+        made.train(loader=pieces, batches=2)
+    assert made.steps == 1
     moved = (made.weights - before).norm() / 0.1 * 50
     assert float(moved) <= 50 * 1e-3 * 1.001
 
 
 def test_noise_of_a_scheduler_is_the_noise_that_is_drawn_and_accounted():
-    made = Made()
+    made = private()
     scheduler = ExponentialNoise(made.optimizer, gamma=0.8)
     for _ in range(3):
         made.train()
@@ -191,21 +138,16 @@ def test_noise_of_a_scheduler_is_the_noise_that_is_drawn_and_accounted():
 
 def test_noise_of_a_scheduler_is_in_the_gradients():
     """Clipped to almost nothing, they are the noise alone."""
-    made = Made(max_grad_norm=1e-6)
-    scheduler = StepNoise(made.optimizer, step_size=1, gamma=100.0)
-    deviations = []
-    made.optimizer.attach_step_hook(
-        lambda optimizer: deviations.append(float(torch.cat([p.grad.flatten() for p in optimizer.params]).std()))
-    )
+    made = private(max_grad_norm=1e-6)
+    deviations, scheduler = noise_of(made), StepNoise(made.optimizer, step_size=1, gamma=100.0)
     for _ in range(2):
         made.train(batches=1)
         scheduler.step()
-    assert deviations[0] == pytest.approx(1e-6 / 50, rel=0.2)
-    assert deviations[1] / deviations[0] == pytest.approx(100, rel=0.2)
+    assert deviations == pytest.approx([1e-6 / 50, 1e-4 / 50], rel=0.2)
 
 
 def test_the_norm_of_a_scheduler_clips_and_scales_the_noise():
-    made = Made(noise_multiplier=0.0)
+    made = private(noise_multiplier=0.0)
     scheduler = LambdaGradClip(made.optimizer, scheduler_function=lambda epoch: 1e-3**epoch)
     scheduler.step()
     before = made.weights
@@ -217,22 +159,40 @@ def test_the_norm_of_a_scheduler_clips_and_scales_the_noise():
 
 
 def test_noise_that_changes_has_no_ε_by_an_estimate():
-    made = Made(accountant="gdp")
+    made = private(accountant="gdp")
     with pytest.raises(ValueError, match="expected one noise_multiplier throughout with accountant='gdp'"):
         made.optimizer.noise_multiplier = 0.5
 
 
-def test_a_norm_cannot_change_between_the_pieces_of_a_batch():
-    made = Made(poisson_sampling=False)
-    with BatchMemoryManager(data_loader=made.loader, max_physical_batch_size=30, optimizer=made.optimizer) as pieces:
-        made.train(pieces, batches=1)
-    with pytest.raises(Misuse, match="between logical batches"):
-        made.optimizer.max_grad_norm = 2.0
-    assert made.optimizer.max_grad_norm == 1.0
+def test_noise_that_changes_between_the_pieces_of_a_batch_is_that_of_its_release():
+    made = private(max_grad_norm=1e-6)
+    deviations = noise_of(made)
+
+    def louder(pieces: Any) -> Any:
+        for piece in pieces:
+            yield piece
+            made.optimizer.noise_multiplier = 100.0
+
+    with made.pieces(10) as pieces:
+        made.train(loader=louder(pieces), batches=12)
+    assert deviations == pytest.approx([100 * 1e-6 / 50] * made.steps, rel=0.2)
+    assert made.engine.accountant.history == [(100.0, 1 / 12, made.steps)] and made.steps
+
+
+def test_a_norm_and_what_it_depends_on_cannot_change_between_the_pieces_of_a_batch():
+    made = private(**ADAPTIVE)
+    with made.pieces(10) as pieces:
+        made.train(loader=pieces, batches=1)
+    before = made.engine.engine.sensitivity.bound
+    for name in ("max_grad_norm", "noise_multiplier"):
+        with pytest.raises(Misuse, match="between logical batches"):
+            setattr(made.optimizer, name, 2.0)
+    assert made.optimizer.max_grad_norm == made.optimizer.noise_multiplier == 1.0
+    assert made.engine.engine.sensitivity.bound == before
 
 
 def test_a_step_hook_sees_the_noisy_gradients_and_takes_nothing_from_the_accounting():
-    made = Made()
+    made = private()
     seen = []
     before = made.weights
 
@@ -246,7 +206,7 @@ def test_a_step_hook_sees_the_noisy_gradients_and_takes_nothing_from_the_account
 
 
 def test_schedulers_of_the_learning_rate():
-    made = Made()
+    made = private()
     scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, gamma=0.5)
     made.train(batches=1)
     scheduler.step()
@@ -258,12 +218,7 @@ def test_schedulers_of_the_learning_rate():
 
 
 def test_losses_that_are_summed_are_not_divided():
-    torch.manual_seed(0)
-    mean, whole = (
-        Made(noise_multiplier=0.0, poisson_sampling=False),
-        Made(noise_multiplier=0.0, poisson_sampling=False, loss_reduction="sum"),
-    )
-    whole.criterion = nn.CrossEntropyLoss(reduction="sum")
+    mean, whole = private(**FIXED), private(**FIXED, loss_reduction="sum")
     before = mean.weights
     for made in (mean, whole):
         made.train(batches=1)
@@ -273,16 +228,13 @@ def test_losses_that_are_summed_are_not_divided():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("clipping", [{}, ADAPTIVE], ids=["flat", "adaptive"])
 def test_the_bias_correction_of_adam_knows_noise_and_thresholds_that_change(reduction, clipping):
-    made = Made(optimizer=AdamBC, loss_reduction=reduction, noise_multiplier=40.0, **clipping)
-    made.criterion = nn.CrossEntropyLoss(reduction=reduction)
+    made = private(optimizer=partial(AdamBC, lr=0.1), loss_reduction=reduction, noise_multiplier=40.0, **clipping)
     schedulers = [ExponentialNoise(made.optimizer, gamma=0.8)]
     if not clipping:
         schedulers.append(LambdaGradClip(made.optimizer, scheduler_function=lambda epoch: 1 / (1 + epoch)))
     told = []
     made.optimizer.attach_step_hook(
-        lambda optimizer: told.append(
-            (torch.cat([p.grad.flatten() for p in optimizer.params]).std(), made.optimizer.original_optimizer.noise)
-        )
+        lambda optimizer: told.append((made.gradients.std(), optimizer.original_optimizer.noise))
     )
     for _ in range(4):
         made.train(batches=1)
@@ -295,12 +247,12 @@ def test_the_bias_correction_of_adam_knows_noise_and_thresholds_that_change(redu
 
 
 def test_checkpoints_go_on_and_epsilon_with_them(tmp_path):
-    one = Made()
+    one = private()
     one.train()
     one.engine.save_checkpoint(
         path=tmp_path / "a.pt", module=one.model, optimizer=one.optimizer, checkpoint_dict={"epoch": 3}
     )
-    two = Made()
+    two = private()
     held = two.engine.load_checkpoint(path=tmp_path / "a.pt", module=two.model, optimizer=two.optimizer)
     assert held["epoch"] == 3 and torch.equal(one.weights, two.weights)
     assert two.engine.accountant.history == [(1.0, 1 / 12, 12)]
@@ -310,11 +262,11 @@ def test_checkpoints_go_on_and_epsilon_with_them(tmp_path):
     assert two.engine.get_epsilon(1e-5) == one.engine.get_epsilon(1e-5)
     assert not torch.equal(one.weights, two.weights)  # no noise is drawn twice
     with pytest.raises(ValueError, match="noise_multiplier"):
-        Made(noise_multiplier=2.0).engine.load_checkpoint(path=tmp_path / "a.pt", module=one.model)
+        private(noise_multiplier=2.0).engine.load_checkpoint(path=tmp_path / "a.pt", module=one.model)
 
 
 def test_checkpoints_with_schedulers(tmp_path):
-    one = Made()
+    one = private()
     noise, norm = (
         ExponentialNoise(one.optimizer, gamma=0.5),
         LambdaGradClip(one.optimizer, scheduler_function=lambda epoch: 1 / (1 + epoch)),
@@ -324,11 +276,11 @@ def test_checkpoints_with_schedulers(tmp_path):
         noise.step(), norm.step()
     parts = dict(optimizer=one.optimizer, noise_scheduler=noise)
     one.engine.save_checkpoint(path=tmp_path / "a.pt", module=one.model, **parts)
-    two = Made()
+    two = private()
     parts = dict(optimizer=two.optimizer, noise_scheduler=ExponentialNoise(two.optimizer, gamma=0.5))
     with pytest.raises(ValueError, match="sensitivity"):
         two.engine.load_checkpoint(path=tmp_path / "a.pt", module=two.model, **parts)
-    two = Made(max_grad_norm=1 / 3)
+    two = private(max_grad_norm=1 / 3)
     parts = dict(optimizer=two.optimizer, noise_scheduler=ExponentialNoise(two.optimizer, gamma=0.5))
     two.engine.load_checkpoint(path=tmp_path / "a.pt", module=two.model, **parts)
     assert two.engine.accountant.history == one.engine.accountant.history
@@ -350,7 +302,7 @@ class Code:
 
 
 def test_a_checkpoint_runs_no_code_unless_the_caller_says_so(tmp_path):
-    made = Made()
+    made = private()
     made.engine.save_checkpoint(path=tmp_path / "c.pt", module=made.model)
     state = torch.load(tmp_path / "c.pt", weights_only=True)
     torch.save({**state, "mine": Code(tmp_path / "ran")}, tmp_path / "bad.pt")
@@ -367,23 +319,11 @@ def test_a_checkpoint_runs_no_code_unless_the_caller_says_so(tmp_path):
 def test_a_checkpoint_of_opacus_is_gone_on_from_and_its_steps_count(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = opacus.PrivacyEngine()
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        model, optimizer, loader = theirs.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            data_loader=DataLoader(DATA, batch_size=50),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
-        for x, y in loader:
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        theirs.save_checkpoint(path=tmp_path / "a.pt", module=model, optimizer=optimizer)
-    made = Made(noise_multiplier=1.5)
+        theirs = Made(linear(), DATA, batch_size=50, engine=opacus.PrivacyEngine()).train()
+        theirs.engine.save_checkpoint(path=tmp_path / "a.pt", module=theirs.model, optimizer=theirs.optimizer)
+    made = private(noise_multiplier=1.5)
     made.engine.load_checkpoint(path=tmp_path / "a.pt", module=made.model, optimizer=made.optimizer)
-    assert torch.equal(made.weights, torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(made.weights, theirs.weights)
     made.train()
     assert made.engine.accountant.history == [(1.0, 1 / 12, 12), (1.5, 1 / 12, 12)]
     alone = load_accountant("prv").epsilon(SubsampledGaussian(1.0, 1 / 12), steps=12, delta=1e-5)
@@ -393,7 +333,7 @@ def test_a_checkpoint_of_opacus_is_gone_on_from_and_its_steps_count(tmp_path):
 
 
 def test_the_accountant_by_its_own_state():
-    made = Made(accountant="rdp")
+    made = private(accountant="rdp")
     made.train(batches=5)
     state = made.engine.accountant.state_dict()
     assert state["mechanism"] == "rdp" and state["history"] == [(1.0, 1 / 12, 5)] and len(made.engine.accountant) == 1
@@ -411,7 +351,7 @@ def test_the_accountant_by_its_own_state():
 
 def test_batches_that_are_not_sampled_are_accounted_as_what_they_are():
     """As Poisson samples they would cost less than half; a broken-off pass begins anew with the same records."""
-    made = Made(poisson_sampling=False)
+    made = private(poisson_sampling=False)
     for _ in range(3):
         made.train(batches=2)
     spent = made.engine.engine.privacy_spent(1e-5)
@@ -425,15 +365,15 @@ def test_batches_that_are_not_sampled_are_accounted_as_what_they_are():
 
 @pytest.mark.parametrize("secure", [True, False])
 def test_noise_of_the_operating_system_or_of_a_generator(secure):
-    made = Made(secure=secure)
+    made = private(secure=secure)
     assert made.engine.engine.noise.private
     generator = torch.Generator().manual_seed(1)
     if secure:
         with pytest.raises(ValueError, match="secure or a generator"):
-            Made(secure=True, noise_generator=generator)
+            private(secure=True, noise_generator=generator)
         return
     with pytest.warns(PrivacyWarning, match="can be repeated"):
-        seeded = Made(noise_generator=generator)
+        seeded = private(noise_generator=generator)
     seeded.train(batches=1)
     with pytest.warns(PrivacyWarning, match="NOT PRIVATE"):
         assert math.isfinite(seeded.engine.get_epsilon(1e-5))
@@ -442,41 +382,22 @@ def test_noise_of_the_operating_system_or_of_a_generator(secure):
         seeded.engine.get_epsilon(1e-5)  # said once
 
 
-def test_steps_beyond_those_that_the_noise_was_found_for_are_warned_of():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    engine = PrivacyEngine()
-    model, optimizer, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(DATA, batch_size=300),
-        target_epsilon=1.0,
-        target_delta=1e-5,
-        epochs=1,
-        max_grad_norm=1.0,
-    )
-    with pytest.warns(PrivacyWarning, match="step 3 is beyond the 2"):
-        for _ in range(2):
-            for x, y in loader:
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+def test_the_noise_for_an_epsilon_and_steps_beyond_those_that_it_was_found_for():
+    target = {"target_epsilon": 3.0, "target_delta": 1e-5, "epochs": 2}
+    made = private(**target)
+    sigma = opacus.accountants.utils.get_noise_multiplier(**target, sample_rate=1 / 12, accountant="prv")
+    assert made.optimizer.noise_multiplier == pytest.approx(sigma, rel=0.01)
+    made.train().train()
+    assert made.steps == 24 and 2.95 < made.engine.get_epsilon(1e-5) <= 3.0
+    with pytest.warns(PrivacyWarning, match="step 25 is beyond the 24"):
+        made.train(batches=1)
     with pytest.raises(Misuse, match="has spent"):
-        engine.make_private_with_epsilon(
-            module=model,
-            optimizer=optimizer,
-            data_loader=loader,
-            target_epsilon=1.0,
-            target_delta=1e-5,
-            epochs=1,
-            max_grad_norm=1.0,
-        )
+        Made(linear(), DATA, batch_size=50, engine=made.engine, **target)
 
 
 def test_a_wrapper_stands_for_its_model():
-    made = Made()
-    assert isinstance(made.model, GradSampleModule)
+    made = private()
     made.model.eval()
-    assert not made.original.training
+    assert not made.net.training
     made.model.train()
-    assert made.original.training and next(iter(made.model.parameters())) is made.original[1].weight
+    assert made.net.training and next(iter(made.model.parameters())) is made.net[1].weight
