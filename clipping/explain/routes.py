@@ -196,7 +196,7 @@ def seconds(reading: Reading, costs: Costs) -> Seconds:
     return {
         "ghost": None if ghost is None else count * (ghost[1] + costs.weight_gradient),
         "kept": None if instantiated is None or costs.kept is None else count * (instantiated[1] + costs.kept),
-        "discarded": None if instantiated is None else count * (instantiated[1] + costs.weight_gradient),
+        "discarded": None if instantiated is None else count * (instantiated[1] + costs.weight_gradient + costs.reach),
     }
 
 

@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import json
 import math
-import operator
 import platform
 import time
 import warnings
@@ -57,11 +56,13 @@ class Costs(NamedTuple):
         norms: (ghost, way, block) -> seconds of the norm.
         weight_gradient: of its share of the sum by the ordinary weight gradient.
         kept: of its share of the sum from kept gradients; None if none was instantiated.
+        reach: of the size of its terms, which an instantiated gradient that is not kept needs besides.
     """
 
     norms: dict[Key, float]
     weight_gradient: float
     kept: float | None
+    reach: float = 0.0
 
     def best(self, *, ghost: bool) -> tuple[Route, float] | None:
         """The fastest route and its seconds; None if there is none.
@@ -125,6 +126,7 @@ def measured(rule: Rule, output: Spec) -> Costs:
         {key: median(turn.norms[key] for turn in turns) for key in keys},
         median(turn.weight_gradient for turn in turns),
         median(kept) if (kept := [turn.kept for turn in turns if turn.kept is not None]) else None,
+        median(turn.reach for turn in turns),
     )
 
 
@@ -134,13 +136,14 @@ def _turn(rule: Rule, g: Tensor, keys: list[Key], clock: Clock) -> Costs:
     factors = torch.ones(count, device=g.device, dtype=g.dtype)
     norms = {key: clock(lambda key=key: _run(rule, g, key)) / count for key in keys}  # type: ignore[misc]
     weight_gradient = clock(lambda: rule.weighted(g, factors)) / count
+    reach = clock(lambda: rule.reach(g)) / count
     if not (instantiated := _of(norms, ghost=False)):
-        return Costs(norms, weight_gradient, None)
+        return Costs(norms, weight_gradient, None, reach)
     _, way, block = min(instantiated, key=norms.__getitem__)
     blocks = rule.blocks(g, way, block)
     parts = [rule.instantiate(g, samples, way) for samples in blocks]
     kept = clock(lambda: [weighted_sum(factors[b], part) for b, part in zip(blocks, parts, strict=True)]) / count
-    return Costs(norms, weight_gradient, kept)
+    return Costs(norms, weight_gradient, kept, reach)
 
 
 def _of(norms: Iterable[Key], ghost: bool) -> list[Key]:
@@ -151,7 +154,8 @@ def _run(rule: Rule, g: Tensor, key: Key) -> object:
     """Run a route on the whole batch, and return what it keeps."""
     ghost, way, block = key
     if ghost:
-        return rule.squared_norms(g, Route(*key))
+        squares, reach = rule.squares_and_reach(g, Route(*key))
+        return squares, reach or rule.reach(g)
     made = []
     for samples in rule.blocks(g, way, block):
         part = rule.instantiate(g, samples, way)
@@ -208,7 +212,7 @@ def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
     return seconds
 
 
-# Errors that a truncated or foreign entry may raise.
+# Errors that a truncated or foreign file may raise.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
@@ -223,19 +227,17 @@ class CostCache:
     def __init__(self, device: torch.device, *, file: bool = True) -> None:
         self._costs: dict[str, Costs] = {}
         self._path = _path(device) if file else None
-        entries: object = {}
-        if self._path is not None:
-            try:
-                self._path = cache.own_folder(self._path.parent) / self._path.name
-                entries = json.loads(cache.read(self._path))
-            except cache.Untrusted as error:
-                warnings.warn(f"timed routes are not kept: {error}", stacklevel=2)
-                self._path = None
-            except (OSError, *_FOREIGN):  # missing or truncated: measure again
-                pass
-        for kind, entry in entries.items() if isinstance(entries, dict) else ():
-            with contextlib.suppress(*_FOREIGN):
-                self._costs[kind] = _decoded(entry)
+        if self._path is None:
+            return
+        try:
+            self._path = cache.own_folder(self._path.parent) / self._path.name
+            entries = json.loads(cache.read(self._path))
+            self._costs = {kind: _decoded(**entry) for kind, entry in entries.items()}
+        except cache.Untrusted as error:
+            warnings.warn(f"timed routes are not kept: {error}", stacklevel=2)
+            self._path = None
+        except (OSError, *_FOREIGN):  # missing or not whole: measure again
+            pass
 
     def get(self, kind: str) -> Costs | None:
         """The costs of a kind of use, or None.
@@ -260,23 +262,18 @@ class CostCache:
 
 
 def _encoded(costs: Costs) -> dict[str, object]:
-    norms = [[ghost, way, block, seconds] for (ghost, way, block), seconds in costs.norms.items()]
-    return {"norms": norms, "weight_gradient": costs.weight_gradient, "kept": costs.kept}
+    return costs._asdict() | {"norms": [[*key, seconds] for key, seconds in costs.norms.items()]}
 
 
-def _decoded(entry: Any) -> Costs:
-    norms = {(bool(g), str(w), operator.index(b)): _seconds(s) for g, w, b, s in entry["norms"]}
-    if not norms or min(block for _, _, block in norms) < 0:
-        raise ValueError("expected a way, and blocks of at least one sample (0: as many as fit)")
-    kept = entry["kept"]
-    return Costs(norms, _seconds(entry["weight_gradient"]), None if kept is None else _seconds(kept))
+def _decoded(norms: Any, weight_gradient: Any, kept: Any, reach: Any) -> Costs:
+    by_key = {(bool(ghost), str(way), int(block)): _seconds(seconds) for ghost, way, block, seconds in norms}
+    return Costs(by_key, _seconds(weight_gradient), None if kept is None else _seconds(kept), _seconds(reach))
 
 
 def _seconds(value: Any) -> float:
-    seconds = float(value)
-    if not 0 <= seconds < math.inf:
+    if not 0 <= float(value) < math.inf:
         raise ValueError(f"expected seconds, got {value!r}")
-    return seconds
+    return float(value)
 
 
 def _path(device: torch.device) -> Path | None:

@@ -268,7 +268,8 @@ def choices_of(rule: Rule, output: Spec, costs: Costs) -> list[Choice]:
     for ghost in (True, False):
         for route, seconds, block in _routes(rule, output, costs, ghost=ghost):
             workspace = rule.norm_bytes(output, route.way or rule.best_way(output, ghost=ghost), block)
-            found.append(Choice(route, seconds + costs.weight_gradient, gradient, workspace))
+            summed = costs.weight_gradient + (0 if ghost else costs.reach)
+            found.append(Choice(route, seconds + summed, gradient, workspace))
             if not ghost and costs.kept is not None:
                 seconds = KEEPING * (seconds + costs.kept)
                 found.append(Choice(replace(route, kept=True), seconds, count * each, max(0, workspace - block * each)))

@@ -104,10 +104,6 @@ class Contraction(Bilinear):
 
         return self._reach_of_rows(g, of_block, self.groups * self.positions * self.inputs * g.element_size())
 
-    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        x, g = (each.transpose(0, 1).flatten(1, 2).transpose(1, 2) for each in (x, g))  # [G, d, b T]
-        return self._placed(products(x.to(wide_dtype(x.dtype)), g.to(wide_dtype(g.dtype))), 1)[0]
-
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
         x, g = (y.unflatten(0, (count, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1) for y in (x, g))
         x, g = (y.to(wide_dtype(y.dtype)).transpose(1, 2) for y in (x, g))  # [count G, d, b T]

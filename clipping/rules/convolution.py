@@ -58,9 +58,6 @@ class ConvolutionWeight(OfPatches):
 
         return self._reach_of_rows(g, of_block, 4 * sum(self.bytes_of_operands(g)) // max(1, self.inputs))
 
-    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        return self.gradients(x, g, 1)[0]
-
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
         """Fold portions into the groups. Sample i goes to portion i mod `count`, so that this is a view."""
         x, g = (y.to(wide_dtype(y.dtype)) for y in (x, g))

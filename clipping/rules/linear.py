@@ -42,9 +42,9 @@ class Bilinear(Rule):
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """Return input and output gradient of some samples in g's dtype, samples first, with equal numbers of dims."""
 
-    @abstractmethod
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         """Σ_i g_i from `operands`, one possibly wider: of the parameter's shape, in float32 or wider."""
+        return self.gradients(x, g, 1)[0]
 
     @abstractmethod
     def copied(self, g: Tensor | Spec) -> int:

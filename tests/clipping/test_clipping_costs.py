@@ -71,19 +71,15 @@ def test_a_torn_or_foreign_file_is_measured_again(folder, text):
     assert (CostCache(CPU).get("a"), CostCache(CPU).get("b")) == (None, OTHER)
 
 
-WRONG = {
-    "no way": {"norms": [], "weight_gradient": 1e-3, "kept": None},
-    "no time": {"norms": [[True, "pixels", 8, float("nan")]], "weight_gradient": 1e-3, "kept": None},
-    "half a sample": {"norms": [[True, "pixels", 0.5, 1e-3]], "weight_gradient": 1e-3, "kept": None},
-}
-
-
-@pytest.mark.parametrize("entry", WRONG.values(), ids=WRONG)
-def test_a_wrong_entry_is_dropped_and_the_others_are_kept(folder, entry):
-    CostCache(CPU).add({"a": COSTS, "b": OTHER})
-    entries = json.loads(the_file(folder).read_text())
-    the_file(folder).write_text(json.dumps(entries | {"a": entry}))
-    assert (CostCache(CPU).get("a"), CostCache(CPU).get("b")) == (None, OTHER)
+WRONG = [
+    {"norms": norms, "weight_gradient": 1e-3, "kept": None, "reach": 0.0}
+    for norms in (
+        [],
+        [[True, "pixels", 8, float("nan")]],
+        [[True, "pixels", -0.5, 1e-3]],
+        [[True, "nobody's", 0, 1e-9]],
+    )
+]
 
 
 def test_a_step_goes_on_whatever_stands_in_the_file(folder):
@@ -100,7 +96,7 @@ def test_a_step_goes_on_whatever_stands_in_the_file(folder):
     expected = norms()
     entries = json.loads(the_file(folder).read_text())
     assert entries
-    for wrong in (*WRONG.values(), {"norms": [[True, "nobody's", 0, 1e-9]], "weight_gradient": 1e-3, "kept": None}):
+    for wrong in WRONG:
         the_file(folder).write_text(json.dumps(dict.fromkeys(entries, wrong)))
         torch.testing.assert_close(norms(), expected)
 
