@@ -100,6 +100,11 @@ def padded(owners: Tensor, count: int) -> Tensor:
     return found[:-1].view(count, longest)
 
 
+def of_rows(factors: Tensor, owners: Tensor) -> Tensor:
+    """Map factors of samples [B] to factors of rows [n]; 0 for rows without an owner."""
+    return torch.where(owners >= 0, factors[owners.clamp(min=0)], torch.zeros_like(factors[:1]))
+
+
 def taken(x: Tensor, index: Tensor, *, filled: bool = False) -> Tensor:
     """Gather rows of x by an index [count, L] of `padded`: [count, L, ...].
 

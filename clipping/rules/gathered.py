@@ -13,11 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from clipping.core.dtypes import wide_dtype
 from clipping.core.microbatching import blocks
 from clipping.numerics import kernels
 from clipping.numerics.rounding_bounds import Reach
 from clipping.numerics.traced_operations import is_traced
-from clipping.provenance.row_owners import Rows, taken
+from clipping.provenance.row_owners import Rows, of_rows, taken
 from clipping.rules.base import Regrouped, Rule, Spec, Work
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.grouped import GroupedWeight
@@ -27,7 +28,7 @@ from clipping.rules.linear import LinearWeight
 def gathered(rule: Rule, rows: Rows) -> Rule:
     """Return the rule for rows with the given owners, from the rule for as many samples as rows."""
     if not len(rows.owners):
-        return Nothing(rule.parameter, rows)
+        return Nothing(rule, rows)
     if isinstance(rule, GroupedWeight):
         return rule.of_rows(rows)
     if type(rule) is LinearWeight:
@@ -37,16 +38,11 @@ def gathered(rule: Rule, rows: Rows) -> Rule:
     return AddedUp(rule, rows)
 
 
-def of_rows(factors: Tensor, rows: Rows) -> Tensor:
-    """Map factors of samples [B] to factors of rows [n]; 0 for rows without an owner."""
-    owners = rows.owners
-    return torch.where(owners >= 0, factors[owners.clamp(min=0)], torch.zeros_like(factors[:1]))
-
-
 class _OfRows(Rule):
-    """A rule whose output has a row for each of `order`."""
+    """A rule whose output has a row for each of `order`, from a rule of as many samples as rows."""
 
     order: Rows
+    rule: Rule
 
     def samples(self, g: Tensor | Spec) -> int:
         return self.order.batch_size
@@ -54,16 +50,22 @@ class _OfRows(Rule):
     def output_rows(self, count: int) -> int:
         return len(self.order.owners)
 
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        return self.rule.weighted(g, of_rows(factors, self.order.owners))
+
 
 class Nothing(_OfRows):
     """The rule of no rows: an expert that received no token."""
 
-    def __init__(self, parameter: Tensor, rows: Rows) -> None:
-        super().__init__(parameter)
-        self.order = rows
+    def __init__(self, rule: Rule, rows: Rows) -> None:
+        super().__init__(rule.parameter)
+        self.rule, self.order = rule, rows
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         return g.new_zeros(samples.stop - samples.start, *self.parameter.shape)
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        return torch.zeros_like(self.parameter, dtype=wide_dtype(g.dtype))
 
 
 class AddedUp(_OfRows, Regrouped):
@@ -105,25 +107,19 @@ class AddedUp(_OfRows, Regrouped):
         found = self.rule.reach(g)
         return found and Reach(*(each.new_zeros(batch_size + 1).index_add_(0, at, each)[:-1] for each in found))
 
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        return self.rule.weighted(g, of_rows(factors, self.order))
-
 
 class GatheredLinear(_OfRows, LinearWeight):
     """A linear layer's weight, with the rows of each sample side by side as its positions."""
 
     def __init__(self, rule: LinearWeight, rows: Rows) -> None:
         super().__init__(rule.parameter, rule.a, rule.transposed)
-        self.order = rows
+        self.rule, self.order = rule, rows
         of_row = rule.a.numel() // rule.inputs // len(rows.owners)
         longest = of_row * rows.padded.shape[1]
         if self.positions == 1 < longest:
             self.positions = longest
             self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
         self.positions = 1 << (longest - 1).bit_length()  # the same in most steps, as plans depend on it
-
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        return LinearWeight(self.parameter, self.a, self.transposed).weighted(g, of_rows(factors, self.order))
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         index = self.order.padded[samples]
@@ -137,13 +133,9 @@ class GatheredEmbedding(_OfRows, EmbeddingWeight):
 
     def __init__(self, rule: EmbeddingWeight, rows: Rows) -> None:
         super().__init__(rule.parameter, rule.ids, rule.padding_idx, rule.scale)
-        self.order = rows
+        self.rule, self.order = rule, rows
         longest = max(1, self.positions) * rows.padded.shape[1]
         self.positions = 1 << (longest - 1).bit_length()
-
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        rule = EmbeddingWeight(self.parameter, self.ids, self.padding_idx, self.scale)
-        return rule.weighted(g, of_rows(factors, self.order))
 
     def by_position(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         index = self.order.padded[samples]

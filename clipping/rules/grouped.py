@@ -17,7 +17,7 @@ from clipping.numerics.per_sample import gram_product
 from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_operands
 from clipping.numerics.traced_operations import is_traced, operation
-from clipping.provenance.row_owners import Rows, in_order, padded, taken
+from clipping.provenance.row_owners import Rows, in_order, of_rows, padded, taken
 from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec
 
 
@@ -97,7 +97,7 @@ class GroupedWeight(Rule):
         return Reach(*self.run("terms", g, slice(0, self.count)))
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        factors = torch.where(self.owners >= 0, factors[self.owners.clamp(min=0)], torch.zeros_like(factors[:1]))
+        factors = of_rows(factors, self.owners)
         return self.run("total", g * factors[:, None].to(norm_dtype(g.dtype)), slice(0, self.count))
 
     def run(self, what: str, g: Tensor, samples: slice) -> Tensor:

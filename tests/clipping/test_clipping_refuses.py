@@ -177,11 +177,6 @@ def test_embedding_options_without_a_rule_are_refused(options, said):
         b(ids, Y)
 
 
-def test_unknown_backend():
-    with pytest.raises(ValueError, match=r"expected a backend, got 'gost'; did you mean 'ghost'\? \(one of"):
-        load_backend("gost")
-
-
 def test_a_frozen_model_has_nothing_to_clip():
     model = nn.Linear(6, 3).requires_grad_(False)
     for backend in OURS:

@@ -35,7 +35,7 @@ def test_they_are_no_backends_of_their_own(capsys):
     assert [entry["name"] for entry in listed] == list(BACKENDS)
 
 
-@pytest.mark.parametrize(("name", "meant"), [("bk_mixed:papr", "bk_mixed:paper"), ("bk_mixed:times", "bk_mixed:time")])
+@pytest.mark.parametrize(("name", "meant"), [("bk_mixed:papr", "bk_mixed:paper"), ("gost", "ghost")])
 def test_what_is_mistyped_is_told_the_nearest(name, meant):
     said = re.escape(f"got {name!r}; did you mean {meant!r}?")
     with pytest.raises(ValueError, match=rf"expected a backend, {said} \(one of .*bk_mixed:paper.*\)$"):
