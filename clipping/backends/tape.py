@@ -137,7 +137,7 @@ class TapeBackend(Backend):
         batch_size: int,
     ) -> ClippedGradient:
         tape = Tape(parameters, batch, batch_size, self.stand_in, lets_go=self.lets_go)
-        with self._explained(tape):
+        with self.explained(tape):
             with tape:
                 found = losses()
             return self.clipped(tape, found, parameters, occasions=occasions)
@@ -147,7 +147,7 @@ class TapeBackend(Backend):
             return super()._nothing(parameters, inputs, targets)
         row = row_of_zeros(inputs)
         tape = Tape(parameters, (row, targets), 1, self.stand_in)
-        with self._explained(tape):
+        with self.explained(tape):
             with tape:
                 losses = self.loss_fn(no_rows(forward(self.model, row)), targets)
             return self._finished(tape, losses, parameters)
@@ -168,7 +168,7 @@ class TapeBackend(Backend):
             losses: [B], with their graph. The tape must hold every use of a parameter in it.
             occasions: when to check that samples stay apart; None for never.
         """
-        with self._explained(tape):
+        with self.explained(tape):
             if problems := tape.problems or unrecorded(losses, tape, parameters):
                 raise UnsupportedModel(self.name, dict.fromkeys(problems))
             with tape.replaying():
@@ -178,7 +178,12 @@ class TapeBackend(Backend):
                 return self._finished(tape, losses, parameters, keep_graph)
 
     @contextmanager
-    def _explained(self, tape: Tape) -> Iterator[None]:
+    def explained(self, tape: Tape) -> Iterator[None]:
+        """Context that closes the tape.
+
+        Raises:
+            UnsupportedModel: in place of an error that says that the model is.
+        """
         try:
             yield
         except Refused as refused:  # known only when the gradient arrived

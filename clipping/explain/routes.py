@@ -37,22 +37,173 @@ Functions take:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clipping.backends.tape import FastGradClip, Ghost, MixedGhost, TapeBackend
-from clipping.core.batches import map_tensors
-from clipping.core.types import LossFunction
-from clipping.explain.parameter_use import Reading, cross_terms, decide, in_words, record
+from clipping.core.batches import leading_dimension, map_tensors
+from clipping.core.dtypes import norm_dtype
+from clipping.core.types import LossFunction, UnsupportedModel
 from clipping.planning.costs import Costs, ghost_by_paper, measured, predicted
 from clipping.planning.planner import Plan, Planner, kind
-from clipping.rules.base import Rule
+from clipping.provenance.derived_parameters import Source
+from clipping.rules.base import Route, Rule
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.embedding import EmbeddingWeight
+from clipping.tape.graph import unrecorded
+from clipping.tape.record import Tape
+from clipping.tape.uses import Use
+
+
+@dataclass(eq=False)
+class Reading:
+    """One source that a use reads. `g` is None if the loss does not depend on the use."""
+
+    use: Use
+    source: Source
+    rule: Rule
+    g: Tensor | None
+    alone: bool
+    """The parameters of the source have no other use."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the norm belongs to one parameter alone, by a rule of its own: each route has a cost."""
+        return self.g is not None and self.alone and self.source.rearranged and not self.rule.is_fallback
+
+
+def record(
+    backend: TapeBackend, inputs: Any, targets: Any, planner: Planner, plans: int = 1
+) -> tuple[list[Reading], list[Plan]]:
+    """Record one forward pass, and one backward pass of activation gradients, as `backend` would.
+
+    Args:
+        backend: with its model and loss.
+        inputs, targets: real tensors or fake ones.
+        planner, plans: makes this many plans: the first by formula, later ones may be timed.
+
+    Returns:
+        The readings, and the plans, with routes in the same order.
+
+    Raises:
+        UnsupportedModel: a parameter without an exact rule.
+    """
+    batch_size = leading_dimension(inputs, targets)
+    parameters = {name: p for name, p in backend.model.named_parameters() if p.requires_grad}
+    tape = Tape(parameters, (inputs, targets), batch_size)
+    gradients: dict[Use, Tensor] = {}
+    with backend.explained(tape):
+        with tape:
+            losses = backend.losses(inputs, targets, batch_size)
+        if problems := tape.problems or unrecorded(losses, tape, parameters):
+            raise UnsupportedModel(backend.name, dict.fromkeys(problems))
+        readings = [  # before the backward pass, which frees the rules
+            Reading(use, source, rule, None, all(tape.counts[name] == 1 for name in source.parameters))
+            for use in tape.uses
+            for source, rule in use.rules
+        ]
+        made = [planner.plan(tape, losses) for _ in range(plans)]
+        tape.backward(losses, gradients.__setitem__, retain_graph=False)
+        for reading in readings:
+            reading.g = gradients.get(reading.use)
+            if reading.rule.is_fallback and reading.g is not None:  # a fallback fails only when it runs
+                reading.rule.instantiate(reading.g, slice(0, reading.rule.samples(reading.g)))
+    return readings, made
+
+
+def _decide(readings: Sequence[Reading], by_ghost: Callable[[Rule], bool]) -> list[str | None]:
+    """The route of each reading, under a backend that prefers Gram matrices where `by_ghost` is true.
+
+    All uses of a parameter share one route: Gram matrices if each use reads the parameter itself and each pair has a
+    cross term; else all are instantiated and added.
+    """
+    found: list[str | None] = []
+    together: defaultdict[str, list[int]] = defaultdict(list)
+    for i, reading in enumerate(readings):
+        rule, source, g = reading.rule, reading.source, reading.g
+        if g is None:
+            found.append(None)
+            continue
+        ghost = source.rearranged and rule.ghosts and by_ghost(rule) and (reading.alone or source.is_parameter)
+        found.append("fallback" if rule.is_fallback else "ghost" if ghost else "instantiate")
+        if not reading.alone:
+            for name in source.parameters:
+                together[name].append(i)
+    for members in together.values():
+        all_ghost = all(found[i] == "ghost" for i in members)
+        if not all_ghost or not _have_cross_terms([readings[i] for i in members]):
+            for i in members:
+                found[i] = "instantiate" if found[i] == "ghost" else found[i]
+    return found
+
+
+def _have_cross_terms(readings: Sequence[Reading]) -> bool:
+    """Whether each pair of these uses of one parameter has an inner product without instantiated gradients.
+
+    Checked once for each two kinds of use, because a recurrent weight may have hundreds of equal uses.
+    """
+    kinds = {_likeness(reading): reading for reading in readings}
+    several = Counter(_likeness(reading) for reading in readings)
+    for this, a in kinds.items():
+        for that, b in kinds.items():
+            if this == that and several[this] == 1:
+                continue
+            assert a.g is not None and b.g is not None
+            if a.rule.inner(a.g, b.rule, b.g) is None and b.rule.inner(b.g, a.rule, a.g) is None:
+                return False
+    return True
+
+
+def _likeness(reading: Reading) -> tuple[type, str]:
+    """Everything about a reading that its costs can depend on: all but the values of tensors."""
+    shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in vars(reading.rule).items()}
+    return type(reading.rule), repr((shapes, None if reading.g is None else tuple(reading.g.shape)))
+
+
+def _cross_terms(readings: Sequence[Reading]) -> dict[Reading, tuple[int, int]]:
+    """(operations, bytes) of each reading's cross terms with later uses of the same parameter."""
+    later: defaultdict[int, Counter[int]] = defaultdict(Counter)  # parameter -> features -> positions
+    found = {}
+    for reading in reversed(readings):
+        rule, after = reading.rule, later[id(reading.rule.parameter)]
+        if reading.alone or reading.g is None:
+            continue
+        mine = _features(rule)
+        # one-hot inputs on either side turn the Gram matrix over them into a look-up
+        operations = sum(2 * rule.positions * count * min(mine, theirs) for theirs, count in after.items())
+        entries = 2 * rule.positions * after.total()
+        found[reading] = operations, entries * norm_dtype(reading.g.dtype).itemsize
+        after[mine] += rule.positions
+    return found
+
+
+def _features(rule: Rule) -> int:
+    """Products that one entry of both Gram matrices takes."""
+    return rule.outputs if isinstance(rule, EmbeddingWeight) else rule.inputs + rule.outputs
+
+
+def _in_words(reading: Reading, route: Route, decided: str | None) -> str | None:
+    """What `bk_mixed` does with a reading: "ghost by pixels, blocks of 16", "kept, grouped", "discarded, unfold"."""
+    rule, g = reading.rule, reading.g
+    if g is None:
+        return None
+    if not reading.alone:
+        return "ghost, with cross terms" if decided == "ghost" else "kept, added up"
+    if not reading.source.rearranged:
+        return "pulled back"
+    way = route.way or rule.best_way(g, ghost=route.ghost)
+    several = len(rule.ghosts if route.ghost else rule.instantiations) > 1
+    words = "ghost" if route.ghost else "kept" if route.kept else "discarded"
+    if several:
+        words += f" by {way}" if route.ghost else f", {way}"
+    blocks = rule.blocks(g, way, route.block)
+    return words if len(blocks) == 1 else f"{words}, blocks of {max(part.stop - part.start for part in blocks)}"
+
 
 STRATEGIES: dict[str, type[TapeBackend]] = {"ghost": Ghost, "instantiate": FastGradClip, "mixed": MixedGhost}
 
@@ -90,8 +241,7 @@ class Row:
         bytes, operations: see the module's docstring.
         routes: strategy -> "ghost", "instantiate" or "fallback"; None if the loss does not depend on this use.
         reason: why "mixed" does not follow the paper's rule, if so.
-        plan: what `bk_mixed` does (`clipping.explain.parameter_use.in_words`); None if the loss does not depend on this
-            use.
+        plan: what `bk_mixed` does ("ghost by pixels, blocks of 16"); None if the loss does not depend on this use.
         predicted, measured: seconds by each route of `bk_mixed`, by formula and on this device; None if there is only
             one route, or nothing was measured.
     """
@@ -106,9 +256,9 @@ class Row:
     operations: Cost
     routes: dict[str, str | None]
     reason: str | None
-    plan: str | None = None
-    predicted: Seconds | None = None
-    measured: Seconds | None = None
+    plan: str | None
+    predicted: Seconds | None
+    measured: Seconds | None
 
     @property
     def paper(self) -> str | None:
@@ -148,31 +298,29 @@ def explain(
     with torch.enable_grad():
         inputs = map_tensors(lambda x: x.detach(), inputs)
         readings, plans = record(mixed, inputs, targets, planner, plans=2 if measure else 1)
-    routes = {name: decide(readings, backend.by_ghost) for name, backend in backends.items()}
-    crossing = cross_terms([r for r, route in zip(readings, routes["ghost"], strict=True) if route == "ghost"])
-    costs = on_this_device(readings, plans[-1]) if measure else {}
+    routes = {name: _decide(readings, backend.by_ghost) for name, backend in backends.items()}
+    crossing = _cross_terms([r for r, route in zip(readings, routes["ghost"], strict=True) if route == "ghost"])
+    costs = _on_this_device(readings, plans[-1]) if measure else {}
     planned = dict(zip((reading.rule for reading in readings), plans[-1].routes, strict=True))
-    decided = decide(readings, lambda rule: planned[rule].ghost)
-    rows = []
+    decided = _decide(readings, lambda rule: planned[rule].ghost)
+    rows: list[Row] = []
     for i, reading in enumerate(readings):
         mine = {name: found[i] for name, found in routes.items()}
         wanted = reading.g is not None and mixed.by_ghost(reading.rule)
-        reason = why(reading, mine["mixed"], mine["ghost"], wanted)
-        words = in_words(reading, plans[-1].routes[i], decided[i])
-        by_formula = seconds(reading, predicted(reading.rule, reading.use.output)) if reading.is_planned else None
-        on_device = seconds(reading, costs[i]) if i in costs else None
-        for row in rows_of(reading, mine, crossing.get(reading, (0, 0)), reason):
-            rows.append(replace(row, plan=words, predicted=by_formula, measured=on_device))
+        rows += _rows_of(
+            reading,
+            mine,
+            crossing.get(reading, (0, 0)),
+            reason=_why(reading, mine["mixed"], mine["ghost"], wanted),
+            plan=_in_words(reading, plans[-1].routes[i], decided[i]),
+            predicted=_seconds(reading, predicted(reading.rule, reading.use.output)) if reading.is_planned else None,
+            measured=_seconds(reading, costs[i]) if i in costs else None,
+        )
     return rows
 
 
-def on_this_device(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]:
-    """Position -> measured costs of each reading with several routes: the plan's, or measured here.
-
-    Args:
-        readings: all uses, with real gradients.
-        plan: of the step with these readings.
-    """
+def _on_this_device(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]:
+    """Position -> measured costs of each reading with several routes: the plan's, or measured here."""
     found = dict(plan.costs)
     others: dict[Hashable, Costs] = {}
     with torch.no_grad():
@@ -185,12 +333,8 @@ def on_this_device(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]:
     return found
 
 
-def seconds(reading: Reading, costs: Costs) -> Seconds:
-    """Seconds of the whole batch, by each route.
-
-    Args:
-        costs: measured or predicted.
-    """
+def _seconds(reading: Reading, costs: Costs) -> Seconds:
+    """Seconds of the whole batch, by each route."""
     count = reading.rule.samples(reading.use.output)
     ghost, instantiated = costs.best(ghost=True), costs.best(ghost=False)
     return {
@@ -200,64 +344,47 @@ def seconds(reading: Reading, costs: Costs) -> Seconds:
     }
 
 
-def rows_of(
-    reading: Reading, routes: dict[str, str | None], crossing: tuple[int, int], reason: str | None
-) -> list[Row]:
+def _rows_of(
+    reading: Reading, routes: dict[str, str | None], crossing: tuple[int, int], **others: Any
+) -> Iterator[Row]:
     """A row for each parameter of the reading's source.
 
     Args:
         routes: strategy -> route.
         crossing: operations and bytes of the cross terms with other uses.
-        reason: why "mixed" does not follow the paper's rule, if so.
+        others: further fields of each row.
     """
     rule, source, g = reading.rule, reading.source, reading.g
     ghost = routes["ghost"] == "ghost"
-    rows = []
+    sizes: tuple[int | None, int | None, int | None, int | None] = (None, None, None, None)
+    if rule.positions:
+        sizes = rule.positions, rule.inputs, rule.outputs, rule.groups
     for position, (name, parameter) in enumerate(source.parameters.items()):
         bytes_, operations = Cost(None, None), Cost(None, None)
         if g is not None:
             pulled_back = not source.is_parameter and not (reading.alone and source.rearranged)
             own = parameter.numel() * g.element_size() if pulled_back else 0
             first = position == 0
-            bytes_ = Cost(
-                workspace(rule, g, ghost=True) + crossing[1] if ghost else None,
-                (workspace(rule, g, ghost=False) if first else 0) + own,
-            )
-            operations = Cost(
-                multiplying(rule, g) + crossing[0] if ghost else None,
-                instantiating(rule, g) if first else 0,
-            )
-        linear = bool(rule.positions)
-        rows.append(
-            Row(
-                parameter=name,
-                operation=reading.use.operation,
-                positions=rule.positions if linear else None,
-                inputs=rule.inputs if linear else None,
-                outputs=rule.outputs if linear else None,
-                groups=rule.groups if linear else None,
-                bytes=bytes_,
-                operations=operations,
-                routes=routes,
-                reason=reason,
-            )
-        )
-    return rows
+            by_ghost = _workspace(rule, g, ghost=True) + crossing[1] if ghost else None
+            bytes_ = Cost(by_ghost, (_workspace(rule, g, ghost=False) if first else 0) + own)
+            by_ghost = _multiplying(rule, g) + crossing[0] if ghost else None
+            operations = Cost(by_ghost, _instantiating(rule, g) if first else 0)
+        yield Row(name, reading.use.operation, *sizes, bytes_, operations, routes, **others)
 
 
-def workspace(rule: Rule, g: Tensor, *, ghost: bool) -> int:
+def _workspace(rule: Rule, g: Tensor, *, ghost: bool) -> int:
     """Bytes of one sample's norm, in the way that the formulas prefer."""
     return int(rule.work(g, rule.best_way(g, ghost=ghost)).workspace)
 
 
-def multiplying(rule: Rule, g: Tensor) -> int:
+def _multiplying(rule: Rule, g: Tensor) -> int:
     """Operations of one sample's norm by Gram matrices, in the way that the formulas prefer."""
     if isinstance(rule, EmbeddingWeight):
         return rule.positions * rule.outputs
     return int(2 * rule.work(g, rule.best_way(g, ghost=True)).multiplications)
 
 
-def instantiating(rule: Rule, g: Tensor) -> int | None:
+def _instantiating(rule: Rule, g: Tensor) -> int | None:
     """Operations of one sample's instantiated gradient."""
     if rule.is_fallback:
         return None
@@ -274,7 +401,7 @@ def instantiating(rule: Rule, g: Tensor) -> int | None:
     return entries * (2 if multiplied else 1)
 
 
-def why(reading: Reading, route: str | None, best: str | None, wanted: bool) -> str | None:
+def _why(reading: Reading, route: str | None, best: str | None, wanted: bool) -> str | None:
     """Why "mixed" deviates from its rule for a single use; None if it does not.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, PerLayer, load_backend
 from clipping.backends.tape import MixedGhost
-from clipping.explain.parameter_use import record
+from clipping.explain.routes import record
 from clipping.planning.planner import Planner
 from clipping.rules.base import Route, Rule
 from dpbench.conformance.cases import CASES
