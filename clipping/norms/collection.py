@@ -138,7 +138,7 @@ class Norms(ABC):
         self._parameters, self._clip = parameters, clip
         self._squares = torch.zeros(losses.shape, dtype=norm_dtype(losses.dtype), device=losses.device)
         self._entries_of_all = sum(map(Tensor.numel, parameters.values()))
-        self._doubt = Doubt(self._squares, self._entries_of_all)
+        self._doubt = Doubt(self._squares, self._entries_of_all, second_pass=self.second_pass)
         self._sums: dict[str, Tensor] = {}
         self._kinds: dict[str, str] = {}
 
@@ -176,8 +176,8 @@ class Norms(ABC):
         """Record that this use's squared norms are not those of the tensor that is summed."""
         source, rule, route, g = term
         reach = reach or (rule.reach(g) if source.rearranged else None) or _unknown(squares)
-        kinds = {"gram": route.ghost, "second_pass": self.second_pass}
-        (doubt or self._doubt).add(reach, rule.features(route), rule.positions, of=g, library=rule.library, **kinds)
+        features, doubt = rule.features(route), doubt or self._doubt
+        doubt.add(reach, features, rule.positions, gram=route.ghost, of=g, library=rule.library)
 
     def _several(self, term: Term) -> None:
         """Handle one of several uses of a parameter."""
@@ -236,8 +236,7 @@ class _WholeNorms(Norms):
         positions = sum(use.rule.positions for use in uses)
         libraries = (use.rule.library for use in uses if use.rule.library and rounds_operands(use.g, use.rule.library))
         library = next(libraries, "")
-        kinds = {"gram": True, "second_pass": self.second_pass}
-        self._doubt.add(reach, features, positions, of=uses[0].g, library=library, **kinds)
+        self._doubt.add(reach, features, positions, gram=True, of=uses[0].g, library=library)
 
     def _pairwise(self, uses: list[Term]) -> tuple[Tensor, list[Reach | None]] | None:
         """Squared norms of the sum of the uses' gradients, and each one's reach if it is found along with them."""

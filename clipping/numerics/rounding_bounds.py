@@ -294,25 +294,16 @@ class Doubt:
         like: [B], any tensor of the norms' dtype.
         parameters: number of entries of a gradient.
         of_layer: True if the gradient is one layer's.
+        second_pass: True if the sum uses tensors of a second backward pass.
     """
 
-    def __init__(self, like: Tensor, parameters: int, *, of_layer: bool = False) -> None:
-        self._like, self._of_layer = like, of_layer
+    def __init__(self, like: Tensor, parameters: int, *, of_layer: bool = False, second_pass: bool = False) -> None:
+        self._like, self._of_layer, self._second_pass = like, of_layer, second_pass
         self._least = math.sqrt(parameters) * smallest(like.dtype)
         self._uses: list[tuple[Reach, float, float, float]] = []
         self._positions = 1
 
-    def add(
-        self,
-        reach: Reach,
-        features: int,
-        positions: int,
-        *,
-        gram: bool,
-        second_pass: bool = False,
-        of: Tensor | None = None,
-        library: str = "",
-    ) -> None:
+    def add(self, reach: Reach, features: int, positions: int, *, gram: bool, of: Tensor, library: str = "") -> None:
         """Add a use whose norm was not computed from the tensor that is summed.
 
         Args:
@@ -323,10 +314,10 @@ class Doubt:
         """
         dtype = self._like.dtype
         of_squares = of_gram(features, dtype) if gram else 0.0
-        of_sums, of_operands = of_product(positions, dtype, second_pass), 0.0
-        if of is not None and library and rounds_operands(of, library):
+        of_sums, of_operands = of_product(positions, dtype, self._second_pass), 0.0
+        if library and rounds_operands(of, library):
             of_operands = OPERANDS * TF32 * (math.sqrt(2) if library == "cudnn" and not gram else 1)
-        elif of is not None and library and of.is_cuda and of.dtype == torch.bfloat16:
+        elif library and of.is_cuda and of.dtype == torch.bfloat16:
             of_sums += HALVES
         self._uses.append((reach, of_squares, of_sums, of_operands))
         self._positions = max(self._positions, positions)

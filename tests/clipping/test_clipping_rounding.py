@@ -156,7 +156,7 @@ def test_the_bound_is_the_norm_where_nothing_cancels_and_the_reach_where_all_doe
     squares = torch.tensor([4.0, 0.0, math.nan, math.inf])
     doubt = Doubt(squares, parameters=10)
     terms = torch.tensor([2.0, 1e6, math.inf, 1.0])
-    doubt.add(Reach(terms, torch.zeros(4), terms.square()), 64, 4, gram=True)
+    doubt.add(Reach(terms, torch.zeros(4), terms.square()), 64, 4, gram=True, of=squares)
     plain_norm, cancelled, overflowed, infinite = doubt.bound(squares).tolist()
     assert plain_norm == pytest.approx(2, rel=1e-5)
     assert cancelled == pytest.approx(1e6 / CAP[0], rel=1e-3)
