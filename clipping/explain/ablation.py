@@ -27,33 +27,16 @@ class Ablated(BkMixed):
             return super().__call__(inputs, targets)
 
 
-class WithoutKernels(Ablated):
-    """Uses torch's own operations in place of the kernels in C."""
-
-    name = "bk_mixed:without_kernels"
-    module: ClassVar[Any] = kernels
-    values: ClassVar[dict[str, Any]] = {"cpu": kernels.Missing()}
+def _without(part: str, module: Any, **values: Any) -> type[Ablated]:
+    name = f"Without{part.capitalize()}"
+    return type(name, (Ablated,), {"name": f"bk_mixed:without_{part}", "module": module, "values": values})
 
 
-class WithoutChunks(Ablated):
-    """Forms a convolution's input gradient at once."""
-
-    name = "bk_mixed:without_chunks"
-    module: ClassVar[Any] = kernels
-    values: ClassVar[dict[str, Any]] = {"chunked_conv": kernels.Missing()}
-
-
-class WithoutOverwriting(Ablated):
-    """Allocates memory for each activation gradient."""
-
-    name = "bk_mixed:without_overwriting"
-    module: ClassVar[Any] = kernels
-    values: ClassVar[dict[str, Any]] = {"overwriting": kernels.Missing()}
-
-
-class WithoutBatching(Ablated):
-    """Sums small gradients parameter by parameter."""
-
-    name = "bk_mixed:without_batching"
-    module: ClassVar[Any] = collection
-    values: ClassVar[dict[str, Any]] = {"SMALL": math.inf}
+WithoutKernels = _without("kernels", kernels, cpu=kernels.Missing())
+"""Uses torch's own operations in place of the kernels in C."""
+WithoutChunks = _without("chunks", kernels, chunked_conv=kernels.Missing())
+"""Forms a convolution's input gradient at once."""
+WithoutOverwriting = _without("overwriting", kernels, overwriting=kernels.Missing())
+"""Allocates memory for each activation gradient."""
+WithoutBatching = _without("batching", collection, SMALL=math.inf)
+"""Sums small gradients parameter by parameter."""
