@@ -11,7 +11,7 @@ from torch import nn
 
 from clipping import load_backend
 from clipping.planning import planner
-from clipping.planning.costs import CostCache, Costs, measured, predicted
+from clipping.planning.costs import CostCache, Costs, measured
 from clipping.rules.base import Spec
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.linear import LinearWeight
@@ -140,7 +140,7 @@ def test_measured_costs_have_a_route_of_each_kind():
     costs = measured(rule, output)
     assert {key[0] for key in costs.norms} == {True, False}
     assert all(1 <= block <= 4 and seconds > 0 for (_, _, block), seconds in costs.norms.items())
-    assert costs.weight_gradient > 0 and costs.kept is not None and costs.kept > 0
+    assert costs.weight_gradient > 0 and costs.reach > 0 and costs.kept is not None and costs.kept > 0
     assert {way for ghost, way, _ in costs.norms if ghost} <= set(rule.ghosts)
     assert {way for ghost, way, _ in costs.norms if not ghost} <= set(rule.instantiations)
 
@@ -151,13 +151,6 @@ def test_what_the_formulas_call_hopeless_is_not_timed(monkeypatch):
     monkeypatch.setattr(type(LinearWeight.ways[0]), "norms", lambda *_: pytest.fail("timed"))
     costs = measured(rule, Spec(torch.Size((64, 2048, 4)), torch.float32))
     assert costs.best(ghost=True) is None and costs.best(ghost=False) is not None
-
-
-def test_formulas_need_no_tensors():
-    rule, output = conv()
-    costs = predicted(rule, output)
-    assert set(costs.norms) == {(True, "pixels", 0), (True, "patches", 0), (False, "unfold", 0), (False, "grouped", 0)}
-    assert all(seconds > 0 for seconds in (*costs.norms.values(), costs.weight_gradient, costs.kept))
 
 
 def uses_timed() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -112,22 +113,13 @@ def test_what_is_timed_draws_none_of_the_caller_s_numbers():
     assert torch.equal(*drawn)
 
 
-@pytest.mark.parametrize("strategy", ["paper", "memory"])
-def test_strategies_without_seconds_time_nothing(monkeypatch, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "mode"), [("paper", nullcontext), ("memory", nullcontext), ("auto", FakeTensorMode)]
+)
+def test_strategies_without_seconds_and_fake_tensors_time_nothing(monkeypatch, strategy, mode):
     monkeypatch.setattr(clipping.planning.planner, "measured", lambda *_: pytest.fail("timed"))
-    planner = Planner(strategy)
-    assert not planned(planner, times=3).timed
-
-
-def test_fake_tensors_are_never_timed(monkeypatch):
-    monkeypatch.setattr(clipping.planning.planner, "measured", lambda *_: pytest.fail("timed"))
-    with FakeTensorMode():
-        model = network()
-        with load_backend("bk_mixed")(model, total, verify=False) as backend:
-            for _ in range(3):
-                backend(*batch())
-            (plan,) = backend.planner._plans.values()
-    assert not plan.timed
+    with mode():
+        assert not planned(Planner(strategy), times=3).timed
 
 
 def test_batches_of_about_the_same_size_share_a_plan(monkeypatch):
