@@ -93,14 +93,6 @@ class Convolution(NamedTuple):
         kept = self._bytes(self.x) if of_input else 0
         return max(first, kept + self.weight_gradient()) if of_weight else first
 
-    def results(self, of_input: bool, of_weight: bool) -> int:
-        """Bytes of the gradients themselves.
-
-        Args:
-            of_input, of_weight: which of them are formed.
-        """
-        return (self._bytes(self.x) if of_input else 0) + (self._bytes(self.weight) if of_weight else 0)
-
     def _is_blocked(self) -> bool:
         """True if ATen chooses oneDNN."""
         if self.dtype == torch.float64 or not torch.backends.mkldnn.is_available():

@@ -279,7 +279,7 @@ class Rule(ABC):
     def squares_and_reach(self, g: Tensor, route: Route) -> tuple[Tensor, Reach | None]:
         """`squared_norms`, and the reach if it is computed along with them."""
         way = route.way or self.best_way(g, ghost=route.ghost)
-        parts = each(functools.partial(self.norms, g, way=way), self.blocks(g, way, route.block))
+        parts = each(lambda samples: self.norms(g, samples, way), self.blocks(g, way, route.block))
         squares, *found = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
         return squares, Reach(*found) if found else None
 
