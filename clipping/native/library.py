@@ -8,7 +8,6 @@ compilation leaves a whole file or none. A file that other users could have writ
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -19,7 +18,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +32,6 @@ SECONDS = 60
 """Seconds after which to stop waiting for the compiler."""
 _MARK = b"\ndpbench "
 _DIGITS = 64
-_ASIDE = ".compile-"
 
 
 class NoLibrary(Exception):
@@ -180,11 +177,7 @@ def _compile(compiler: list[str], arguments: list[str], path: Path) -> None:
     version = subprocess.run([*compiler, "--version"], **quietly).stdout
     said = version.decode(errors="replace").strip().splitlines() or compiler
     label = " ".join([said[0], *compiler[1:]])  # a flag in CC makes another library
-    for left in path.parent.glob(f"{_ASIDE}*"):  # left by a killed process
-        with contextlib.suppress(FileNotFoundError):  # or one that has just ended
-            if time.time() - left.lstat().st_mtime > 3 * SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_ASIDE) as aside:
+    with tempfile.TemporaryDirectory() as aside:
         partial = Path(aside) / path.name
         subprocess.run([*compiler, *arguments, "-o", str(partial)], check=True, **quietly)
         data = partial.read_bytes() + _MARK + json.dumps(label).encode()

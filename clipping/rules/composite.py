@@ -53,7 +53,7 @@ def multi_head_attention_forward(
         biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True))  # type: ignore[arg-type]
     q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
-    mask = _merged_mask(attn_mask, key_padding_mask, q, k)
+    mask = _merged_mask(attn_mask, key_padding_mask, q)
     if need_weights:
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
         weights_out = torch.softmax(scores if mask is None else scores + mask, dim=-1)
@@ -68,7 +68,7 @@ def multi_head_attention_forward(
     return out.transpose(0, 1).contiguous(), attention  # in torch's layout: dropout draws in memory order
 
 
-def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
     """Merge a float or boolean attention mask and a padding mask [B, S] to an additive [B or 1, heads or 1, T, S]."""
     merged = None
     if attn_mask is not None:

@@ -172,14 +172,3 @@ def test_the_environment_says_what_was_loaded(made: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("CC", compiler)
         forget()
         assert expected in str(environment.torch_facts(environment.TorchFacts(device="cpu"))["kernels"])
-
-
-def test_what_a_killed_compilation_left_is_removed_after_a_while(made: Path):
-    made.unlink()
-    old, young = made.parent / ".compile-old", made.parent / ".compile-young"
-    for left in (old, young):
-        left.mkdir()
-        (left / "half.so").touch()
-    os.utime(old, (0, 0))
-    library.load("float")
-    assert not old.exists() and young.exists() and library._whole(made) is not None
