@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -196,11 +197,7 @@ def known_backends() -> list[str]:
 def is_backend(name: str) -> bool:
     """Whether `load_backend` takes this name."""
     family, _, size = name.partition(":")
-    return name in BACKENDS or name in VARIANTS or (family in FAMILIES and _is_size(size))
-
-
-def _is_size(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and not text.startswith("0")
+    return name in BACKENDS or name in VARIANTS or (family in FAMILIES and bool(re.fullmatch("[1-9][0-9]*", size)))
 
 
 def load_backend(name: str) -> type[Backend]:
