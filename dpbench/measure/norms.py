@@ -29,12 +29,11 @@ from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.core.dtypes import norm_dtype
 from clipping.rules.base import Route, Rule, made
 from clipping.rules.contraction import einsum
-from clipping.rules.convolution import convolution
+from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.handlers import Handler
 from clipping.rules.linear import linear, matmul
 from clipping.rules.norm import layer_norm, rms_norm
-from clipping.rules.convolution import transposed_convolution
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.trials.evidence import NormsTrial
