@@ -129,9 +129,7 @@ def _table(
         privacy.under(scheme["sampling"], scheme["adjacency"]),
         *more,
     ]
-    values = [_text(row[unknown], unknown) for row in rows]
+    found = [row[unknown] for row in rows]
+    whole = unknown == "steps"
+    values = [f"{each:,}" if whole and each is not None else privacy.rounded(each, _UP[unknown]) for each in found]
     return privacy.table(heading, rows, unknown.replace("_", " "), values)
-
-
-def _text(value: float | None, unknown: str) -> str:
-    return f"{value:,}" if unknown == "steps" and value is not None else privacy.rounded(value, _UP[unknown])

@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
     """The lines of the table: a title, the rows, totals, and the meaning of the columns."""
+    inputs = ", ".join("×".join(map(str, shape)) for shape in summary["inputs"])
     reasons = list(dict.fromkeys(row["reason"] for row in rows if row["reason"]))
     measured = any(row["measured_seconds"] for row in rows)
     routes = (f"measured: {_ROUTES[0]}", *_ROUTES[1:]) if measured else ()
@@ -100,7 +101,7 @@ def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]
     cells = [header, *(_cells(row, reasons, measured) for row in rows)]
     right = {*_NUMBERS, *range(len(_HEADER), len(header) - 1)} - {header.index(_PLAN[0])}
     return [
-        f"{model}: {summary['parameters']:,} trainable parameters, {_inputs(summary['inputs'])}",
+        f"{model}: {summary['parameters']:,} trainable parameters, inputs {inputs}",
         "",
         *aligned(cells, right),
         "",
@@ -132,10 +133,6 @@ def _of_plan(row: Row) -> float | None:
     """Predicted seconds of the planned route, named by its first word."""
     words = (row["plan"] or "").replace(",", " ").split()
     return (row["predicted_seconds"] or {}).get(words[0]) if words else None
-
-
-def _inputs(shapes: Sequence[Sequence[int]]) -> str:
-    return "inputs " + ", ".join("×".join(map(str, shape)) for shape in shapes)
 
 
 def _totals(summary: dict[str, Any]) -> list[str]:

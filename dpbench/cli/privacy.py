@@ -264,7 +264,8 @@ def table(heading: Sequence[str], rows: Sequence[Row], name: str = "", values: S
 
 def _how(detail: Mapping[str, Any]) -> str:
     """The accountant's further details, in a few words; the reason last."""
-    shown = [f"{name}={_value(value)}" for name, value in detail.items() if name not in _ELSEWHERE]
+    told = {name: value for name, value in detail.items() if name not in _ELSEWHERE}
+    shown = [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in told.items()]
     return ", ".join([*shown, *([detail["reason"]] if "reason" in detail else [])])
 
 
@@ -300,7 +301,3 @@ def rounded(value: float | None, up: bool | None = None) -> str:
 
 def _whole(value: float) -> float:
     return int(value) if value.is_integer() and abs(value) >= 1 else value
-
-
-def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

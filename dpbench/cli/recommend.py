@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -208,7 +209,7 @@ def _cells(found: Finding) -> tuple[str, ...]:
     largest = "-" if found.largest is None else f"{'≥ ' if found.largest_ended == 'time' else ''}{found.largest}"
     notes = [_rounds(found), found.reason, found.largest_note if found.status == "ok" else ""]
     error = "-" if not errors else f"{max(map(float, errors)):.0e}"
-    note = _short("; ".join(filter(None, notes)))
+    note = textwrap.shorten("; ".join(filter(None, notes)), 100, placeholder="…")
     return found.backend, found.status, error, coverage or "-", _time(found), memory, largest, note
 
 
@@ -228,8 +229,3 @@ def _rounds(found: Finding) -> str:
         return ""
     few = f"{count} round{'s' * (count > 1)}" if count < ROUNDS else ""
     return ", ".join(filter(None, [few, f"of {found.smaller} samples" if found.smaller else ""]))
-
-
-def _short(text: str, most: int = 100) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= most else words[: most - 1] + "…"

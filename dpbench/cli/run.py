@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from pathlib import Path
 
 from dpbench.cli import streams
@@ -115,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     done = run_request(request, Progress())
     if done.outcomes:
         where = done.paths[0] if len(done.paths) == 1 else f"{len(done.paths)} files of {request.folder}"
-        streams.say(f"recorded {done.outcomes.total() - done.unrecorded} trials ({_counts(done.outcomes)}) in {where}")
+        counts = ", ".join(f"{count} {name}" for name, count in done.outcomes.most_common())
+        streams.say(f"recorded {done.outcomes.total() - done.unrecorded} trials ({counts}) in {where}")
     if done.signum is not None:
         streams.say("stopped; everything that ended is recorded, and the same command continues from there")
         return 128 + done.signum
@@ -144,7 +144,3 @@ def _say_devices(folder: Path) -> None:
     if len(devices) > 1:
         each = "; ".join(f"{name} ({', '.join(sorted(nodes))})" for name, nodes in devices.items())
         streams.say(f"{len(devices)} devices differ and are not pooled, each has figures of its own: {each}")
-
-
-def _counts(outcomes: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in outcomes.most_common())
