@@ -31,20 +31,8 @@ from typing import Any, TypeVar
 from dpbench.errors import UsageError, nearest, one_of
 from dpbench.trials import Trial, canonical_json
 from dpbench.trials.line_shapes import flaw_of_trial
-from dpbench.trials.max_batch import MaxBatch, Probe
+from dpbench.trials.max_batch import MaxBatch
 from dpbench.trials.reference import load_module
-
-__all__ = [
-    "Cell",
-    "Excerpt",
-    "Experiment",
-    "MaxBatch",
-    "Probe",
-    "experiment_names",
-    "grid",
-    "load_experiment",
-    "ratios",
-]
 
 #: Models that several experiments measure; texts need a number of tokens, such as @128.
 VIT = "timm:vit_tiny_patch16_224?patch_size=4"

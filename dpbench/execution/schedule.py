@@ -21,10 +21,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpbench.experiment import Cell, MaxBatch, Probe
+from dpbench.experiment import Cell, MaxBatch
 from dpbench.trials import LargestTrial, Trial, canonical_json
 from dpbench.trials.expected import expected_seconds
-from dpbench.trials.max_batch import probes_of
+from dpbench.trials.max_batch import Probe, probes_of
 from dpbench.trials.outcome import DOES_NOT_FIT, FINAL, Outcome
 
 Record = Mapping[str, Any]

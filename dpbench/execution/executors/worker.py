@@ -115,10 +115,7 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
     facts = _node.facts
     return {
         "outcome": str(answer.outcome),
-        "evidence": answer.evidence,
-        "result": answer.result,
-        "seconds": answer.seconds,
-        "stolen": answer.stolen,
+        **{name: getattr(answer, name) for name in ("evidence", "result", "seconds", "stolen")},
         "name": f"{node} {visible}",
         "environment": facts | {"node": node},
         "fingerprint": environment.seal(job.sources, versions, facts["device_name"], facts["host"]),
