@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpbench.experiment import Experiment
+from dpbench.experiment import Experiment, grid
 from dpbench.trials import SchemeTrial
 
-RECORDS, BATCH, EPOCHS, DELTA = 60_000, 256, 60, 1e-5
+RECORDS, BATCH = 60_000, 256
+RUN: dict[str, Any] = {"sample_rate": BATCH / RECORDS, "steps": 60 * (RECORDS // BATCH), "delta": 1e-5}
 SIGMA, SIGMAS = 1.1, [0.6, 0.75, 0.9, 1.1, 1.4, 1.8, 2.4, 3.2, 4.5, 6.0, 8.0]
-BATCHES_AN_EPOCH = RECORDS // BATCH
 #: The mean of a Poisson sample's size is 256, its standard deviation 16.
 CAPS = {"truncated at the mean": 256, "truncated at +2 sd": 288, "truncated at +6 sd": 352}
 
@@ -52,19 +52,8 @@ def _trials(sigmas: list[float]) -> list[SchemeTrial]:
                     asked += ["without_replacement"]
                 if scheme == "shuffled":
                     asked += ["shuffled"]
-                found += [
-                    SchemeTrial(
-                        accountant=accountant,
-                        scheme=scheme,
-                        adjacency=adjacency,
-                        sample_rate=BATCH / RECORDS,
-                        noise_multiplier=sigma,
-                        steps=EPOCHS * BATCHES_AN_EPOCH,
-                        delta=DELTA,
-                        **drawn,
-                    )
-                    for accountant in asked
-                ]
+                run = {"noise_multiplier": sigma, "adjacency": adjacency, "scheme": scheme} | RUN | drawn
+                found += grid(SchemeTrial, accountant=asked, **run)
     return found
 
 
