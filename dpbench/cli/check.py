@@ -27,6 +27,7 @@ from dpbench.conformance.scorecard import RESULTS, as_row, count, scorecard
 from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.conformance.sensitivity import scorecard as sensitivity
 from dpbench.errors import UsageError, last_line
+from dpbench.experiment import grid
 from dpbench.models.references import BUILTIN, validate_reference
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Answer, Isolation
@@ -119,20 +120,11 @@ def _wanted(args: argparse.Namespace) -> list[CheckOf]:
         return [SensitivityTrial(backend=name, dtype=args.dtype or "float32", device=device) for name in clipping]
     if conforming and args.dtype not in (None, "float64"):
         raise UsageError("no --dtype with the conformance cases, which have precisions of their own", args.dtype)
-    return [
-        *(
-            CheckTrial(
-                model=model,
-                backend=backend,
-                dtype=args.dtype or "float64",
-                device=device,
-                batch_size=SMALLER.get(model, BATCH_SIZE),
-            )
-            for model in args.model or BUILTIN
-            for backend in on_models
-        ),
-        *(ConformanceTrial(backend=backend, device=device) for backend in conforming if backend != "nonprivate"),
-    ]
+    found: list[CheckOf] = []
+    for model in args.model or BUILTIN:
+        options = {"dtype": args.dtype or "float64", "device": device, "batch_size": SMALLER.get(model, BATCH_SIZE)}
+        found += grid(CheckTrial, model=model, backend=on_models, **options)
+    return found + [ConformanceTrial(backend=name, device=device) for name in conforming if name != "nonprivate"]
 
 
 def _refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
@@ -191,35 +183,17 @@ def _room() -> int:
 def _rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
     """Rows of the result; errors and coverage are None if nothing was compared."""
     result = answer.result or {}
-    if isinstance(trial, SensitivityTrial):
-        return _moved(trial, answer)
-    if "rows" in result and isinstance(trial, ConformanceTrial):
-        return [as_row(trial.backend, row) for row in result["rows"]]
-    status = _STATUS.get(answer.outcome, "error")
-    reason = answer.evidence
+    status, reason = _STATUS.get(answer.outcome, "error"), answer.evidence
     if status == "error":  # the last line of a traceback
         reason = f"{answer.outcome}: {last_line(answer.evidence)}"
-    row = {
-        "model": _model(trial),
-        "backend": trial.backend,
-        "status": status,
-        "max_norm_error": result.get("max_norm_error"),
-        "max_grad_error": result.get("max_grad_error"),
-        "coverage": result.get("coverage"),
-        "reason": reason,
-    }
-    return [row]
-
-
-def _moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
-    """Rows of `--sensitivity`, one a case; a single row if the trial did not finish."""
-    found = (answer.result or {}).get("rows")
-    if found is None:
-        supported = answer.outcome is not Outcome.UNSUPPORTED
-        said = last_line(answer.evidence)
-        reason = f"{answer.outcome}: {said}" if supported else answer.evidence
-        found = [{"case": "all", "outcome": "error" if supported else "unsupported", "reason": reason}]
-    return [sensitivity.as_row(trial.backend, trial.dtype, row) for row in found]
+    if isinstance(trial, SensitivityTrial):
+        found = result.get("rows", [{"case": "all", "outcome": status, "reason": reason}])
+        return [sensitivity.as_row(trial.backend, trial.dtype, row) for row in found]
+    if "rows" in result and isinstance(trial, ConformanceTrial):
+        return [as_row(trial.backend, row) for row in result["rows"]]
+    row = {"model": _model(trial), "backend": trial.backend, "status": status}
+    row |= {name: result.get(name) for name in ("max_norm_error", "max_grad_error", "coverage")}
+    return [row | {"reason": reason}]
 
 
 def _tables(rows: list[Row], models: set[str]) -> str:
