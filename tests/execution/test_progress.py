@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pty
 import struct
@@ -30,64 +31,28 @@ OK = {"outcome": "ok", "seconds": 6.42, "evidence": None}
 ERROR = {"outcome": "error", "seconds": 0.5, "evidence": "Traceback\n  a line\nKeyError: 'no such thing'\n"}
 
 
-class Terminal:
-    """A pseudo-terminal and what it shows; `columns` 0: it does not know its size, and is 80 wide."""
+def shown(text: str) -> list[str]:
+    """The rows of a terminal to which this was written, if all after a "\\r" wipes what was there."""
+    return [row.rpartition("\r")[2].replace("\x1b[K", "").rstrip() for row in text.split("\n")]
 
-    def __init__(self, columns: int) -> None:
-        self.master, self.slave = pty.openpty()
-        self.stream = os.fdopen(self.slave, "w", encoding="utf-8", buffering=1)
-        os.set_blocking(self.master, False)
-        self.resize(columns)
-        self.rows, self.row, self.column = [""], 0, 0
-        self.unseen, self.text = b"", ""
 
-    def resize(self, columns: int) -> None:
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
-        self.columns = columns or 80
+class Terminal(io.StringIO):
+    """A terminal without a size of its own: COLUMNS says its width."""
 
-    def read(self) -> None:
-        """Take what was written: while nobody does, no more than a few thousand characters can be."""
-        with contextlib.suppress(OSError):  # nothing more now; nobody writes to it any more
-            while True:
-                self.unseen += os.read(self.master, 1 << 16)
+    encoding = "utf-8"
 
-    def take(self) -> list[str]:
-        """The rows it shows after all that was written."""
-        self.read()
-        text, self.unseen = self.unseen.decode(), b""
-        self.text += text
-        place = 0
-        while place < len(text):
-            character = text[place]
-            place += 1
-            if character == "\x1b":
-                assert text.startswith("[K", place), f"this terminal does not know {text[place : place + 5]!r}"
-                place += 2
-                self.rows[self.row] = self.rows[self.row][: self.column]
-            elif character == "\r":
-                self.column = 0
-            elif character == "\n":
-                self._down()
-            else:
-                if self.column == self.columns:
-                    self.column = 0
-                    self._down()
-                line = self.rows[self.row].ljust(self.column)
-                self.rows[self.row] = line[: self.column] + character + line[self.column + 1 :]
-                self.column += 1
-        return [row.rstrip() for row in self.rows]
+    def isatty(self) -> bool:
+        return True
 
-    def _down(self) -> None:
-        self.row += 1
-        self.rows += [""] * (self.row == len(self.rows))
+    @property
+    def rows(self) -> list[str]:
+        return shown(self.getvalue())
 
 
 @pytest.fixture
-def terminal(request):
-    opened = Terminal(getattr(request, "param", 120))
-    yield opened
-    opened.stream.close()
-    os.close(opened.master)
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    return Terminal()
 
 
 @pytest.fixture
@@ -103,79 +68,61 @@ def seconds(monkeypatch):
 
 
 def test_a_bar_with_trials_time_left_and_what_runs(terminal, seconds):
-    progress = Progress(terminal.stream)
+    progress = Progress(terminal)
     progress.now([FIRST], 12, 45.2, None)
-    assert terminal.take() == [
+    assert terminal.rows == [
         "[12/57]  21%|███▏           | time left not known yet: step resnet18 ghost 16, round 1 (0 s)"
     ]
     seconds(8)
     progress.now([FIRST, SECOND], 12, 45.2, 200.0)
     running = "step resnet18 ghost 16, round 1 (8 s), step resnet18 vmap 16, round 2 (0 s)"
-    assert terminal.take() == [f"[12/57]  21%|███▏           | about 3 min 20 s left: {running}"[:119]]
+    assert terminal.rows == [f"[12/57]  21%|███▏           | about 3 min 20 s left: {running}"[:119]]
 
 
 def test_what_stays_is_whole_and_above_the_bar(terminal, seconds):
-    progress = Progress(terminal.stream)
+    progress = Progress(terminal)
     progress.say("before there is a bar")
     progress.now([FIRST, SECOND], 0, 4, 60.0)
     seconds(2)
     progress.say("a line")
     lines = ["before there is a bar", "a line"]
-    assert terminal.take()[:-1] == lines and terminal.rows[-1].startswith("[0/4]   0%|  ")
+    assert terminal.rows[:-1] == lines and terminal.rows[-1].startswith("[0/4]   0%|  ")
     progress.ended(FIRST, OK, 1, 3, 30.0)
     lines.append("[1/4] step resnet18 ghost 16, round 1: ok in 6.4 s; about 30 s left")
     bar = "[1/4]  25%|███▊           | about 30 s left: step resnet18 vmap 16, round 2 (2 s)"
-    assert terminal.take() == [*lines, bar], "the bar is that of the line above it"
+    assert terminal.rows == [*lines, bar], "the bar is that of the line above it"
     progress.ended(SECOND, ERROR, 2, 0, 0.0)
     lines += ["[2/2] step resnet18 vmap 16, round 2: error in 0.5 s", "    KeyError: 'no such thing'"]
-    assert terminal.take() == [*lines, f"[2/2] 100%|{'█' * 15}| about 0 s left"]
+    assert terminal.rows == [*lines, f"[2/2] 100%|{'█' * 15}| about 0 s left"]
     progress.close()
-    assert terminal.take() == [*lines, ""] and terminal.column == 0
+    assert terminal.rows == [*lines, ""]
     progress.say("after it")
-    assert terminal.take() == [*lines, "after it", ""]
+    assert terminal.rows == [*lines, "after it", ""]
 
 
-@pytest.mark.parametrize(
-    ("terminal", "shown"),
-    [
+def test_the_bar_is_cut_to_the_width_of_the_terminal_which_may_change(terminal, seconds, monkeypatch):
+    progress = Progress(terminal)
+    for columns, bar in [
+        (80, "[12/57]  21%|██        | about 3 min 20 s left: step resnet18 ghost 16, round 1 "),
         (40, "[12/57]  21%|█    | about 3 min 20 s le"),
-        (0, "[12/57]  21%|██        | about 3 min 20 s left: step resnet18 ghost 16, round 1 "),
         (5, "[12/"),
         (1, "["),
-    ],
-    indirect=["terminal"],
-)
-def test_the_bar_is_cut_to_the_width_of_the_terminal(terminal, shown, seconds, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")  # asked for where the terminal does not say
-    progress = Progress(terminal.stream)
-    for passed in (0, 100):
-        seconds(passed)
+    ]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        seconds(100)
         progress.now([FIRST, SECOND], 12, 45, 200.0)
-        assert terminal.take() == [shown.rstrip()]
+        assert terminal.rows == [bar.rstrip()]
     progress.close()
-    assert terminal.take() == [""]
-
-
-def test_the_terminal_becomes_narrower(terminal):
-    progress = Progress(terminal.stream)
-    progress.now([FIRST, SECOND], 12, 45, 200.0)
-    terminal.take()
-    terminal.rows, terminal.column = [""], 0  # as terminals do it, which differ: what was there is gone
-    terminal.resize(40)
-    progress.now([FIRST, SECOND], 12, 45, 200.0)
-    progress.say("a line")
-    progress.close()
-    assert terminal.take() == ["a line", ""]
+    assert terminal.rows == [""]
 
 
 def test_nothing_is_painted_or_done_between_the_calls(terminal):
     threads = threading.active_count()
-    progress = Progress(terminal.stream)
-    assert terminal.take() == [""] and terminal.text == ""
+    progress = Progress(terminal)
+    assert terminal.getvalue() == ""
     for count in range(1, 4):
         progress.now([FIRST], 0, 4, 60.0)
-        terminal.take()
-        assert terminal.text.count("\r") == count
+        assert terminal.getvalue().count("\r") == count
     assert threading.active_count() == threads
 
 
@@ -203,19 +150,32 @@ print(sorted({"tqdm", "tqdm.std"} & set(sys.modules)))
     )
 
 
-def test_a_run_in_a_terminal(terminal, tmp_path):
+def test_a_run_in_a_terminal(tmp_path):
     fake = Fake(tmp_path, sleepers(2, 0.5))
     command = [sys.executable, "-m", "dpbench", "run", str(fake.file), "--device", "cpu", "--output", str(fake.output)]
     environ = {**os.environ, "COLUMNS": "300"}  # not that of this terminal
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=terminal.slave) as process:
-        until(lambda: terminal.read() or process.poll() is not None, "the end of the run")
-    *lines, last = terminal.take()
-    assert process.returncode == 0 and last == "", terminal.text
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    os.set_blocking(ours, False)
+    text = b""
+
+    def ended() -> bool:
+        nonlocal text
+        over = process.poll() is not None
+        with contextlib.suppress(OSError):  # nothing more now
+            while True:  # while nobody reads, a few thousand characters alone can be written
+                text += os.read(ours, 1 << 16)
+        return over
+
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        until(ended, "the end of the run")
+    *lines, last = shown(text.decode().replace("\r\n", "\n"))
+    assert process.returncode == 0 and last == "", text
     assert not [line for line in lines if "%|" in line], "nothing is left of the bar"
     for begin, end in (("[1/2] act, round 1: ok in ", " s left"), ("[2/2] act, round 1: ok in ", " s")):
         assert [line for line in lines if line.startswith(begin) and line.endswith(end)], lines
     assert [line for line in lines if line.startswith("dpbench: recorded 2 trials (2 ok) in ")], lines
-    bars = [line.split("\x1b")[0] for line in terminal.text.split("\r") if "%|" in line]
+    bars = [line.split("\x1b")[0] for line in text.decode().split("\r") if "%|" in line]
     assert any(bar.startswith("[0/2]   0%|") and "left not known yet: act, round 1 (0 s)" in bar for bar in bars), bars
     assert any(bar.startswith("[1/2]  50%|███████▌       | about ") and " s left: act" in bar for bar in bars), bars
-    assert max(map(len, bars)) < terminal.columns
+    assert max(map(len, bars)) < 120
