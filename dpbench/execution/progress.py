@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TextIO
 
 from dpbench.errors import printable, telling_line
 from dpbench.execution.schedule import Record, Run
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 
 def duration(seconds: float) -> str:
@@ -46,24 +42,29 @@ class Progress:
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = stream or sys.stderr
         self._stream = getattr(stream, "terminal", stream)  # a bar moves the cursor; lines are escaped here
-        # imported now: when the bar is first shown a trial is timed, and an import would disturb it
-        self._open = _opener(self._stream) if self._stream.isatty() else None
-        self._bar: tqdm | None = None
+        self._meter: Callable[..., str] | None = None
+        if self._stream.isatty():
+            # imported now: when the bar is first shown a trial is timed, and an import would disturb it
+            from tqdm import tqdm
+
+            self._meter = tqdm.format_meter
+        self._shown = False
+        self._state: tuple[int, float, float | None] = 0, 0.0, None
         self._started: dict[Run, float] = {}
 
     def say(self, line: str) -> None:
         """Write one permanent line."""
-        line = printable(line)
-        if self._bar is not None:
-            self._bar.write(line, file=self._stream)
-            return
-        self._stream.write(line + "\n")
+        self._write(f"{printable(line)}\n")
+
+    def _write(self, text: str = "") -> None:
+        """Write above the bar, and paint the bar anew."""
+        self._stream.write((f"\r\x1b[K{text}" if self._shown and text else text) + self._bar())
         self._stream.flush()
 
     def ended(self, run: Run, record: Record, done: int, left: float, seconds: float | None) -> None:
         """Report a finished trial."""
         self._started.pop(run, None)
-        self._set(done, left, seconds)
+        self._state = done, left, seconds
         remaining = f"; {_about(seconds)}" if left else ""
         line = (
             f"[{done}/{round(done + left)}] {_words(run)}: {record['outcome']} in {record['seconds']:.1f} s{remaining}"
@@ -82,62 +83,34 @@ class Progress:
         clock = time.monotonic()
         for run in running:
             self._started.setdefault(run, clock)
-        if self._open is None:
-            return
-        if self._bar is None:
-            self._bar = self._open()
-        self._set(done, left, seconds)
-        self._bar.refresh()
+        self._shown, self._state = self._meter is not None, (done, left, seconds)
+        if self._shown:
+            self._write()
 
     def close(self) -> None:
         """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._shown:
+            self._shown = False
+            self._write("\r\x1b[K")
 
-    def _set(self, done: int, left: float, seconds: float | None) -> None:
-        """Set the bar's text for its next refresh."""
-        if self._bar is None:
-            return
-        clock = time.monotonic()
-        shown = ", ".join(f"{_words(run)} ({duration(clock - since)})" for run, since in self._started.items())
-        self._bar.n, self._bar.total = done, round(done + left)
-        self._bar.set_description_str(
-            printable(f"{_about(seconds)}: {shown}" if shown else _about(seconds)), refresh=False
+    def _bar(self) -> str:
+        """The bar as the last line, cut to the width of the terminal; "" without one."""
+        if self._meter is None or not self._shown:
+            return ""
+        done, left, seconds = self._state
+        clock, columns = time.monotonic(), _columns(self._stream)
+        running = ", ".join(f"{_words(run)} ({duration(clock - since)})" for run, since in self._started.items())
+        line = self._meter(
+            done,
+            round(done + left),
+            elapsed=0,
+            ncols=max(1, columns - 1),
+            prefix=printable(f"{_about(seconds)}: {running}" if running else _about(seconds)),
+            ascii=not (self._stream.encoding or "").lower().startswith("utf"),
+            # the bar has an eighth of the line, because long texts would leave it a width of 1
+            bar_format=f"[{{n_fmt}}/{{total_fmt}}] {{percentage:3.0f}}%|{{bar:{columns // 8}}}| {{desc}}",
         )
-
-
-def _opener(stream: TextIO) -> Callable[[], tqdm]:
-    """Import tqdm; return a function that opens a bar as the last line of `stream`, painted only on request."""
-    from tqdm import tqdm
-
-    class Bar(tqdm):
-        monitor_interval = 0  # no thread: this process is idle while trials are timed
-        _lock = threading.RLock()  # tqdm's own lock uses multiprocessing, which is not used here
-
-        def __init__(self) -> None:
-            # delayed, so that it is not painted before its text is set; but close() does not wipe a delayed bar
-            super().__init__(file=stream, total=0, leave=False, position=0, nrows=20, mininterval=0, delay=1)
-            self.delay = 0
-
-        @staticmethod
-        def status_printer(file: Any) -> Callable[[str], None]:
-            def paint(text: str) -> None:
-                # tqdm overwrites longer text with spaces, which wrap on a terminal that became narrower
-                file.write(f"\r{text}\x1b[K")
-                file.flush()
-
-            return paint
-
-        def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            # dynamic_ncols shows nothing on a terminal of unknown size
-            columns = _columns(stream)
-            self.ncols = max(1, columns - 1)
-            # an eighth of the line, because long texts would leave the bar a width of 1
-            self.bar_format = f"[{{n_fmt}}/{{total_fmt}}] {{percentage:3.0f}}%|{{bar:{columns // 8}}}| {{desc}}"
-            super().display(msg, pos)
-
-    return Bar
+        return f"\r{line}\x1b[K"
 
 
 def _columns(stream: TextIO) -> int:
