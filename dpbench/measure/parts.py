@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipping.core.batches import forward
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.engine import engine as engine_module
+from dpbench.engine.release import Sums
 from dpbench.measure.bench import device_of, open_workload, parameter_count
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.traces import traced, within
@@ -170,7 +171,7 @@ def _told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer)
         stack.callback(engine.detach)
         for owner, name, part in (
             (engine._recorder, "finish", "clip"),
-            (engine_module, "require_finite", "finite"),
+            (Sums, "require_finite", "finite"),
             (engine_module, "release_gradients", "noise"),
         ):
             own = getattr(owner, name)

@@ -15,6 +15,7 @@ from waiting import PATIENCE
 
 from clipping.rules import linear
 from dpbench.engine import engine as engine_module
+from dpbench.engine.release import Sums
 from dpbench.experiment import MaxBatch, load_experiment
 from dpbench.measure import device, norms, parts, profile
 from dpbench.measure.traces import Trace
@@ -120,9 +121,9 @@ def test_tf32_is_unsupported_on_a_cpu_with_the_reason():
 
 
 def test_parts_add_up_to_the_step_and_leave_the_engine_as_it_was():
-    before = engine_module.require_finite, engine_module.release_gradients
+    before = Sums.require_finite, engine_module.release_gradients
     found = parts.run(PartsTrial(model="cnn", batch_size=2, steps=2))
-    assert (engine_module.require_finite, engine_module.release_gradients) == before
+    assert (Sums.require_finite, engine_module.release_gradients) == before
     assert found["counted"] == "operations that torch dispatches" and found["tensors"] == 16
     for name, entry in found["steps"].items():
         assert tuple(entry["parts"]) == parts.PARTS[name]
