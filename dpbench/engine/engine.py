@@ -398,7 +398,8 @@ class PrivacyEngine(State):
     def _accumulate(self, losses: Any, drawn: tuple[int, int] | None) -> None:
         """Add the clipped gradients of a physical batch; `drawn`: the (real, padded) samples of the loader's batch."""
         require_accounted(self._attached().optimizer, self.steps)
-        result = self._recorder.finish(losses, drawn)
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode, losses keep their graph
+            result = self._recorder.finish(losses, drawn)
         if result is None:
             return
         sums = gathered(result.grads, self._recorder.backend.members(), counted=self._recorder.counted)

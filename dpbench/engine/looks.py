@@ -34,6 +34,11 @@ KEEP_NOTHING = (
     "keep nothing of the records for a later step: pass it as an input, initialise from public data before the first "
     "step, or freeze the layer in eval mode; register a buffer that no step reads with persistent=False"
 )
+HIDDEN = "its output is {}, in which no tensors are found, so that operations on them cannot be followed"
+SHOW = (
+    "return tensors, or tuples, lists, mappings or dataclasses of them, and make an object of them in the loop; or "
+    "take engine.make_step(loss_fn), which reruns the whole step"
+)
 
 
 class Looks:
@@ -66,7 +71,12 @@ class Looks:
         self._calls.append((args, kwargs))
         if self._known is None:
             output = self._trace.passed(self._forward, args, kwargs, output)
-            self._outputs += [x for x in tensors_of(output) if x.is_floating_point()]
+            outputs = [x for x in tensors_of(output) if x.is_floating_point()]
+            if not outputs:
+                raise UnsupportedModel(
+                    self._backend.name, [Problem("model", HIDDEN.format(type(output).__name__), SHOW)]
+                )
+            self._outputs += outputs
         return output
 
     def follow(self, losses: Tensor) -> None:

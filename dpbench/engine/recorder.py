@@ -308,7 +308,11 @@ class Recorder:
                 self._watches = False
                 warnings.warn(BUFFER.format(min(written)[0]), PrivacyWarning, stacklevel=2)
             if self._looks is not None and output is not None:
-                return self._looks.passed(*self._called, output)
+                try:
+                    return self._looks.passed(*self._called, output)
+                except UnsupportedModel:
+                    self.drop()
+                    raise
             if self._recording.batch_size == 0:
                 return no_rows(output)
         return None

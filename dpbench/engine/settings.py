@@ -351,7 +351,7 @@ def correlation_of(noise: str, sampling: str | None = None, group_size: int = 1)
 
 
 def require_usable(model: nn.Module) -> None:
-    """Raise an UnsupportedModel if the model mixes samples, scales parameters, is TorchScript or on "meta"."""
+    """Raise an UnsupportedModel if the model mixes samples, scales parameters, is TorchScript, lazy or on "meta"."""
     problem = batch_norm_problem(batch_norms(model))
     bounded = [
         name or "model" for name, module in model.named_modules() if getattr(module, "max_norm", None) is not None
@@ -368,6 +368,8 @@ def require_usable(model: nn.Module) -> None:
         )
     elif any(p.is_meta for p in model.parameters()):
         problem = Problem("model", "is on the meta device", "model.to_empty(device=...), and initialise it")
+    elif any(map(torch.nn.parameter.is_lazy, model.parameters())):
+        problem = Problem("model", "has lazy layers without parameters", "run it once, on numbers that are no records")
     if problem is not None:
         raise UnsupportedModel("PrivacyEngine", [problem])
 

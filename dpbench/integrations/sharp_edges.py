@@ -62,10 +62,11 @@
 | a record with NaN | named by its position; the step is not taken | `test_a_record_that_is_not_a_number_is_named_and_the_model_is_not_blamed` |
 | an empty batch | an ordinary step, of noise alone | `test_empty_batches_move_the_parameters_and_count` |
 
-**Not detected in your own loop**, or in accelerate's: losses divided by their number or by a sum over the batch's labels,
-losses that use numbers of an earlier step (`make_step` refuses them), records mixed between the loader and the model,
-and data that reach the model by an attribute. The engine sees only the model's arguments and the operations on its
-outputs. Opacus' loops are not checked for padding, which a recurrent model sees if its last position is read.
+**Not detected in your own loop**, or in accelerate's, and refused by `make_step`: losses divided by their number or by a
+sum over the batch's labels; weights or scales that are computed of losses outside of torch (`losses.tolist()`, NumPy);
+statistics of activations that the loss takes from a hook or an attribute of the model, in place of its outputs; numbers
+of an earlier step. Nor are records found that mix between the loader and the model, or data that reach the model by an
+attribute: the engine sees only the model's arguments and the operations on its outputs. Opacus' loops are not checked for padding, which a recurrent model sees if its last position is read.
 
 **Never detected.** Hyperparameters chosen by the private data, early stopping by their loss, published training accuracy,
 the order of records in logs: none of it passes the engine, and none of it is in ε.

@@ -180,6 +180,18 @@ def test_a_compiled_loss_passes():
     assert engine.steps == 2
 
 
+def test_an_output_without_tensors_is_refused_unless_the_loss_is_known():
+    class Distribution(nn.Linear):
+        def forward(self, x):
+            return torch.distributions.Normal(super().forward(x)[:, 0], 1.0)
+
+    model, optimizer, engine = made(Distribution(20, 1))
+    with pytest.raises(UnsupportedModel, match=r"output is Normal, in which no tensors are found.*make_step"):
+        optimizer.step(loss=-model(X).log_prob(Y))
+    engine.make_step(lambda output, y: -output.log_prob(y), compile=False)(X, Y)
+    assert engine.steps == 1
+
+
 def test_tensors_of_the_callers_own_are_changed_once():
     model, optimizer, _ = made()
     total, history = torch.zeros(()), []

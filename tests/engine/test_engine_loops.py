@@ -108,6 +108,19 @@ def test_what_is_thawed_after_the_forward_pass_is_refused_and_before_it_is_train
     require_sum(model, lambda m, i: m(x[i]).square().sum())
 
 
+@each
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_the_ordinary_one(mode, backend):
+    """The losses keep their graph, in the step that is looked at and in later ones."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double(), torch.randn(B, 4).double()
+    _, optimizer = private(model, backend=backend)
+    for _ in range(2):
+        losses = model(x).square().sum(1)
+        with mode():
+            optimizer.step(loss=losses)
+        require_sum(model, lambda m, i: m(x[i]).square().sum())
+
+
 class Draws(nn.Module):
     """Drops by a generator of its own."""
 

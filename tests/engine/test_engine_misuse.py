@@ -249,6 +249,8 @@ def test_a_model_without_numbers_or_without_python_is_refused():
         nowhere = nn.Linear(3, 2)
     with says(UnsupportedModel, r"is on the meta device .remedy: model.to_empty"):
         engine_of(nowhere)
+    with says(UnsupportedModel, "has lazy layers without parameters .remedy: run it once"):
+        engine_of(nn.Sequential(nn.LazyLinear(2)))
     with says(UnsupportedModel, r"is TorchScript, whose operations cannot be recorded"):
         engine_of(torch.jit.trace(nn.Linear(3, 2), torch.zeros(2, 3)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,12 +101,19 @@ def trimmed(outputs, targets):
     return losses * (losses.detach() <= losses.detach().median())
 
 
+def weighted_by_numpy(outputs, targets):
+    losses = each(outputs, targets)
+    weights = np.exp(losses.detach().numpy())
+    return losses * torch.from_numpy(weights / weights.sum())
+
+
 #: Losses [B] -> are they seen where the caller computes them?
 LOSSES = {
     "their detached mean": (lambda o, y: each(o, y) / each(o, y).detach().mean(), True),
     "trimmed": (trimmed, True),
     "their number": (lambda o, y: each(o, y) / len(o), False),
     "labels that are counted": (counted, False),
+    "weights of NumPy's": (weighted_by_numpy, False),
 }
 
 
