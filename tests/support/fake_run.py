@@ -37,6 +37,13 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
         raise
 
 
+def ended(process: subprocess.Popen[str], code: int = 0) -> str:
+    """Wait for the process to end with this exit code and no traceback; returns its standard error."""
+    _, err = finish(process)
+    assert process.returncode == code and "Traceback" not in err, err
+    return err
+
+
 class Fake:
     """An experiment of fake trials, run from the command line in its own process."""
 
