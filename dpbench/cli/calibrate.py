@@ -35,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="noise-multiplier",
         help=f"{', '.join(name.replace('_', '-') for name in UNKNOWNS)} (default: %(default)s); the others are given",
     )
-    parser.add_argument("--noise-multiplier", metavar="S", help="σ, in units of the clipping norm")
-    privacy.add_length(parser)
     privacy.add_arguments(parser)
 
 

@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="phases of different steps: a [[phase]] each, with noise_multiplier, sample_rate, steps, or other options",
     )
-    parser.add_argument("--noise-multiplier", metavar="S", help="σ, in units of the clipping norm")
     parser.add_argument(
         "--risk",
         action="store_true",
@@ -56,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", help="with --risk: the trade-off curve as a figure (.png, .svg, .pdf)"
     )
-    privacy.add_length(parser)
     privacy.add_arguments(parser)
 
 

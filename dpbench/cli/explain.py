@@ -14,7 +14,7 @@ from typing import Any
 
 from dpbench.cli import streams
 from dpbench.cli.columns import aligned
-from dpbench.cli.model import add_model, add_sizes, validate_model
+from dpbench.cli.options import add_model, add_sizes, validate_model
 from dpbench.errors import UsageError, last_line
 from dpbench.process.parent import Isolation
 from dpbench.records.environment import DEVICES, resolve_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dpbench.cli import streams
-from dpbench.cli.values import folder, writing
+from dpbench.cli.options import folder, writing
 from dpbench.errors import UsageError
 from dpbench.records.reader import locate
 

@@ -48,16 +48,6 @@ CANNOT = (NoAnswer, ImportError, MemoryError)
 _ELSEWHERE = ("sampling", "adjacency", "seconds", "reason", "evaluations")
 
 
-def add_length(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the sampling of records and the number of steps."""
-    parser.add_argument(
-        "--sample-rate", metavar="Q", help="probability that a record is in a batch: a number, or 256/60000"
-    )
-    parser.add_argument("--batch-size", metavar="B", help="with --dataset-size, in place of --sample-rate: B/N")
-    parser.add_argument("--steps", metavar="T", help="number of steps")
-    parser.add_argument("--epochs", metavar="E", help="in place of --steps: passes over the data, rounded up to a step")
-
-
 def length(args: argparse.Namespace) -> dict[str, str | None]:
     """Sample rate and steps as typed, or computed from batch size, data set and epochs; None for neither."""
     rate, steps = args.sample_rate, args.steps
@@ -83,6 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of both commands."""
     # -1e-5 is a value to refuse, not an unknown option (as for argparse before 3.14).
     parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
+    parser.add_argument("--noise-multiplier", metavar="S", help="σ, in units of the clipping norm")
+    parser.add_argument(
+        "--sample-rate", metavar="Q", help="probability that a record is in a batch: a number, or 256/60000"
+    )
+    parser.add_argument("--batch-size", metavar="B", help="with --dataset-size, in place of --sample-rate: B/N")
+    parser.add_argument("--steps", metavar="T", help="number of steps")
+    parser.add_argument("--epochs", metavar="E", help="in place of --steps: passes over the data, rounded up to a step")
     parser.add_argument("--delta", metavar="D", help="δ")
     parser.add_argument("--sampling", metavar="NAME", default="poisson", help=f"{', '.join(SAMPLINGS)}")
     proved = "; ".join(f"{sampling}: {', '.join(names)}" for sampling, names in PROVED.items())

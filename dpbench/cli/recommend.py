@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpbench.cli.columns import aligned
-from dpbench.cli.model import add_model, add_sizes, validate_model
+from dpbench.cli.options import add_model, add_sizes, validate_model
 from dpbench.cli.streams import say, tell
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import UNUSED, Agenda, Question

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from dpbench.cli import streams
-from dpbench.cli.values import folder, writing
+from dpbench.cli.options import folder, writing
 from dpbench.errors import UsageError, nearest
 from dpbench.experiment import experiment_names, is_reference, load_experiment
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from dpbench.cli import streams
-from dpbench.cli.values import folder
+from dpbench.cli.options import folder
 from dpbench.errors import UsageError, going_on
 from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster
 from dpbench.execution.runner import Request

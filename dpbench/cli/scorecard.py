@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from dpbench.cli import streams
-from dpbench.cli.values import folder, writing
+from dpbench.cli.options import folder, writing
 from dpbench.errors import UsageError
 
 

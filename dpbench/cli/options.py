@@ -1,8 +1,11 @@
-"""Options shared by `explain` and `recommend`: the model, and the size of its images and classes."""
+"""What several commands share: a model and its sizes, folders, and files that cannot be written."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 
 from dpbench.errors import UsageError
 from dpbench.models.references import validate_reference
@@ -10,6 +13,27 @@ from dpbench.trials.packages import refuse_missing
 
 #: The largest size of a tensor's dimension, on any device.
 _MOST = 2**31 - 1
+
+
+def folder(text: str) -> Path:
+    """A folder's path, as after --output."""
+    if not text:  # as "$OUT" is if OUT is not set: it would mean the current folder
+        raise UsageError("a folder after --output", text)
+    return Path(text)
+
+
+@contextlib.contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """Turn an error of writing to `path` into one line.
+
+    Args:
+        what: the kind of place, "a folder".
+        path: the place.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{what} that can be written to", f"{error.filename or path}: {error.strerror}") from error
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
