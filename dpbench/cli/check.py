@@ -191,7 +191,7 @@ def _rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
         return [sensitivity.as_row(trial.backend, trial.dtype, row) for row in found]
     if "rows" in result and isinstance(trial, ConformanceTrial):
         return [as_row(trial.backend, row) for row in result["rows"]]
-    row = {"model": _model(trial), "backend": trial.backend, "status": status}
+    row: Row = {"model": _model(trial), "backend": trial.backend, "status": status}
     row |= {name: result.get(name) for name in ("max_norm_error", "max_grad_error", "coverage")}
     return [row | {"reason": reason}]
 
