@@ -1,6 +1,7 @@
-"""Rows that are not the batch's, and weights in products of any layout: each pattern in a module of a few lines.
+"""Rows that are not the batch's, weights in products of any layout, and odd things that models do with parameters.
 
-Against the definition in float64, in every backend of the tape.
+Each pattern is a module of a few lines, held against the definition in float64, in every backend of the tape; or
+refused by name.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import name_of
-from oddities import B, Case, D, Odd, T
+from oddities import EXACT, REFUSED, B, Case, D, Odd, T
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from clipping import Flat, PerLayer, compare, load_backend
+from clipping import Flat, PerLayer, UnsupportedModel, compare, load_backend
+from clipping.core.reference import definition
 from clipping.tape.record import Tape
 
 P, E = 3, 3
@@ -165,15 +167,6 @@ EXPERTS = [
 # Rows of other orders
 
 
-def jagged(m: Any, x: Tensor) -> Tensor:
-    """Sequences of different lengths end to end, one of which is empty."""
-    inside = x[..., 0] > 0
-    flat = m.layer(m.norm(x[inside])) * m.p
-    samples = inside.nonzero()[:, 0]
-    sums = flat.new_zeros(len(x), 3).index_add(0, samples, flat)
-    return m.head(sums)
-
-
 def graphs(m: Any, x: Tensor) -> Tensor:
     """Graphs end to end, as torch_geometric's layers have them: messages along edges, and the largest node of each."""
     count, nodes, _ = x.shape
@@ -208,11 +201,6 @@ def tokens_one_by_one(m: Any, x: Tensor) -> Tensor:
 def positions_first(m: Any, x: Tensor) -> Tensor:
     rows = m.layer(x.transpose(0, 1).reshape(-1, D))
     return rows.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
-
-
-def two_views(m: Any, x: Tensor) -> Tensor:
-    one, other = m.layer(torch.cat([x, -x])).chunk(2)
-    return one * other
 
 
 def reversed_rows(m: Any, x: Tensor) -> Tensor:
@@ -327,7 +315,7 @@ def probe(m: Any, x: Tensor) -> Tensor:
     return m.attention(queries, x, x)[0]
 
 
-def positions_first(m: Any, x: Tensor) -> Tensor:
+def as_xlnet(m: Any, x: Tensor) -> Tensor:
     """XLNet's."""
     h = torch.einsum("ibh,hnd->ibnd", x.transpose(0, 1), m.w)
     scores = torch.einsum("ibnd,jnd->bnij", h + m.p, m.r)
@@ -367,7 +355,7 @@ LAYOUTS = [
         lambda m, x: torch.einsum("btd,bde->bte", x, m.w.expand(len(x), D, 3)),
         shaped(w=(D, 3)),
     ),
-    Case("positions first", positions_first, shaped(**W)),
+    Case("positions first", as_xlnet, shaped(**W)),
 ]
 
 CASES = [*EXPERTS, *ROWS, *LAYOUTS]
@@ -427,3 +415,40 @@ def test_a_recurrent_weight_is_one_use_over_all_steps(kind: type[nn.RNNBase]) ->
     with tape:
         layer(x)
     assert set(tape.counts) == set(dict(layer.named_parameters())) and set(tape.counts.values()) == {1}
+
+
+BACKENDS = ("ghost", "bk_mixed", "fastgradclip")
+CLIP = Flat(max_grad_norm=0.5)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.flatten(1) - targets[:, None]).square().mean(1)
+
+
+def made(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = Odd(case.forward, **case.parts()).double()
+    return model, torch.randn(B, *case.shape, dtype=torch.float64), torch.randn(B, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("case", EXACT, ids=name_of)
+def test_exact_oddities(case: Case):
+    model, x, y = made(case)
+    expected = definition(model, squared_error, x, y, clip=CLIP)
+    assert expected.norms is not None and expected.norms.min() > CLIP.max_grad_norm / 100
+    assert any(g.any() for g in expected.grads.values())
+    for backend in BACKENDS:
+        with load_backend(backend)(model, squared_error, clip=CLIP, verify=backend == "bk_mixed") as b:
+            assert compare(b(x, y), expected).within(1e-9), backend
+
+
+def test_refused_by_name():
+    for case, said in REFUSED:
+        model, x, y = made(case)
+        for backend in BACKENDS:
+            with (
+                pytest.raises(UnsupportedModel, match=said) as error,
+                load_backend(backend)(model, squared_error, clip=CLIP, verify=False) as b,
+            ):
+                b(x, y)
+            assert "remedy: " in str(error.value) and "\n" not in str(error.value)

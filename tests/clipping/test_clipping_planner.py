@@ -1,10 +1,12 @@
-"""The planner: what it chooses, within what memory, and when it times."""
+"""The planner: what it chooses, within what memory, when it times; and the file that costs are kept in."""
 
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import clipping.planning.planner
 from clipping import compare, load_backend
-from clipping.planning.costs import Costs
+from clipping.planning.costs import CostCache, Costs, measured
 from clipping.planning.planner import Choice, Plan, Planner
-from clipping.rules.base import Bias, Route
+from clipping.rules.base import Bias, Route, Spec
+from clipping.rules.convolution import ConvolutionWeight
+from clipping.rules.linear import LinearWeight
 from clipping.tape.record import Tape
 
 
@@ -176,3 +180,166 @@ def test_a_plan_keeps_nothing_of_the_step_alive():
         assert out.norms is not None
         gc.collect()
         assert len(activations) >= 6 and [alive() for alive in activations] == [None] * len(activations)
+
+
+CPU = torch.device("cpu")
+COSTS = Costs({(True, "pixels", 8): 1e-3, (True, "patches", 0): 3e-3, (False, "grouped", 4): 2e-3}, 5e-4, None)
+OTHER = Costs({(False, "direct", 1): 2e-3}, 5e-4, 1e-5)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def the_file(folder: Path) -> Path:
+    (file,) = folder.iterdir()
+    return file
+
+
+def conv(batch: int = 4) -> tuple[ConvolutionWeight, Spec]:
+    weight, x = torch.randn(6, 4, 3, 3), torch.randn(batch, 4, 8, 8)
+    rule = ConvolutionWeight(weight, x, torch.Size((8, 8)), [1, 1], [1, 1], [1, 1], 1)
+    return rule, Spec(torch.Size((batch, 6, 8, 8)), torch.float32)
+
+
+def test_what_is_written_down_is_read_again(folder):
+    cache = CostCache(CPU)
+    assert cache.get("a") is None
+    cache.add({"a": COSTS})
+    cache.add({"b": OTHER})
+    again = CostCache(CPU)
+    assert (again.get("a"), again.get("b"), again.get("c")) == (COSTS, OTHER, None)
+    assert the_file(folder).name.startswith("routes-cpu-") and set(json.loads(the_file(folder).read_text())) == {
+        "a",
+        "b",
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": {"norms": [[true, "pixels"',
+        "[1, 2]",
+        '{"a": {"norms": [[1, 2]], "kept": null}}',
+        "\x00",
+        "[" * 100_000,
+    ],
+    ids=["torn", "a list", "other fields", "binary", "brackets"],
+)
+def test_a_torn_or_foreign_file_is_measured_again(folder, text):
+    CostCache(CPU).add({"a": COSTS})
+    the_file(folder).write_text(text)
+    cache = CostCache(CPU)
+    assert cache.get("a") is None
+    cache.add({"b": OTHER})
+    assert (CostCache(CPU).get("a"), CostCache(CPU).get("b")) == (None, OTHER)
+
+
+WRONG = [
+    {"norms": norms, "weight_gradient": 1e-3, "kept": None, "reach": 0.0}
+    for norms in (
+        [],
+        [[True, "pixels", 8, float("nan")]],
+        [[True, "pixels", -0.5, 1e-3]],
+        [[True, "nobody's", 0, 1e-9]],
+    )
+]
+
+
+def test_a_step_goes_on_whatever_stands_in_the_file(folder):
+    """Each entry is wrong in a way of its own; the norms are those of a step without a file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    x, y = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
+    loss_fn = lambda out, y: nn.functional.cross_entropy(out, y, reduction="none")  # noqa: E731
+
+    def norms() -> torch.Tensor:
+        with load_backend("bk_mixed")(model, loss_fn) as backend:
+            return [backend(x, y).norms for _ in range(3)][-1]  # a second step times what is not on record
+
+    expected = norms()
+    entries = json.loads(the_file(folder).read_text())
+    assert entries
+    for wrong in WRONG:
+        the_file(folder).write_text(json.dumps(dict.fromkeys(entries, wrong)))
+        torch.testing.assert_close(norms(), expected)
+
+
+def test_what_others_could_have_written_is_not_used_and_said(folder):
+    CostCache(CPU).add({"a": COSTS})
+    the_file(folder).chmod(0o777)
+    with pytest.warns(UserWarning, match="timed routes are not kept: .*others may write to"):
+        cache = CostCache(CPU)
+    before = the_file(folder).read_text()
+    cache.add({"b": OTHER})
+    assert cache.get("a") is None and cache.get("b") == OTHER and the_file(folder).read_text() == before
+
+
+def test_off_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("HOME", str(tmp_path)), ("XDG_CACHE_HOME", str(tmp_path)), ("DPBENCH_CACHE", "off")):
+        monkeypatch.setenv(name, value)
+    cache = CostCache(CPU)
+    cache.add({"a": COSTS})
+    assert cache.get("a") == COSTS and not list(tmp_path.iterdir())
+    assert CostCache(CPU).get("a") is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "where"),
+    [({"XDG_CACHE_HOME": "xdg"}, "xdg/dpbench"), ({}, ".cache/dpbench"), ({"DPBENCH_CACHE": ""}, ".cache/dpbench")],
+)
+def test_where_the_file_lies_by_default(tmp_path, monkeypatch, variables, where):
+    for name in ("DPBENCH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / value) if value else "")
+    CostCache(CPU).add({"a": COSTS})
+    assert len(list((tmp_path / where).glob("routes-cpu-*.json"))) == 1
+
+
+def test_measured_costs_have_a_route_of_each_kind():
+    rule, output = conv()
+    costs = measured(rule, output)
+    assert {key[0] for key in costs.norms} == {True, False}
+    assert all(1 <= block <= 4 and seconds > 0 for (_, _, block), seconds in costs.norms.items())
+    assert costs.weight_gradient > 0 and costs.reach > 0 and costs.kept is not None and costs.kept > 0
+    assert {way for ghost, way, _ in costs.norms if ghost} <= set(rule.ghosts)
+    assert {way for ghost, way, _ in costs.norms if not ghost} <= set(rule.instantiations)
+
+
+def test_what_the_formulas_call_hopeless_is_not_timed(monkeypatch):
+    """2T²(p + d) against 2Tpd, with T = 2048 and a tiny weight: minutes by Gram matrices in the worst case."""
+    rule = LinearWeight(torch.randn(4, 4), torch.randn(64, 2048, 4))
+    monkeypatch.setattr(type(LinearWeight.ways[0]), "norms", lambda *_: pytest.fail("timed"))
+    costs = measured(rule, Spec(torch.Size((64, 2048, 4)), torch.float32))
+    assert costs.best(ghost=True) is None and costs.best(ghost=False) is not None
+
+
+def uses_timed() -> int:
+    """How many uses of a parameter a training times."""
+    calls = []
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clipping.planning.planner, "measured", lambda *given: calls.append(1) or measured(*given))
+        with load_backend("bk_mixed")(model, lambda out, y: out.square().sum(1), verify=False) as backend:
+            for _ in range(3):
+                backend(torch.randn(4, 3, 6, 6), torch.zeros(4))
+    return len(calls)
+
+
+def test_the_next_run_times_nothing_again(folder):
+    assert (uses_timed(), uses_timed()) == (2, 0)
+
+
+def test_training_needs_no_folder(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "file" / "cache"))
+    model = nn.Linear(4, 3)
+    with load_backend("bk_mixed")(model, lambda out, y: out.square().sum(1), verify=False) as backend:
+        for _ in range(2):
+            out = backend(torch.randn(5, 4), torch.zeros(5))
+    assert out.norms is not None
