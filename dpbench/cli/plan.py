@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -155,9 +155,8 @@ def _table(rows: Sequence[_Row]) -> list[str]:
     return aligned([head, *cells], range(3, 8))
 
 
-def _summary(plan: Plan, rows: Iterable[_Row], minutes: float | None = None) -> str:
+def _summary(plan: Plan, rows: Sequence[_Row], minutes: float | None = None) -> str:
     """A line with what is done and left, and with `minutes`, how many runs of that length remain."""
-    rows = list(rows)
     done, left, pruned, failed = (sum(getattr(row, n) for row in rows) for n in ("done", "left", "pruned", "failed"))
     text = f"done {done}, remaining {left}, pruned {pruned}, failed {failed}"
     if not left:

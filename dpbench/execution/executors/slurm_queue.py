@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpbench.errors import UsageError
+from dpbench.errors import UsageError, last_line
 from dpbench.execution.executors import Cluster
 from dpbench.process.parent import our_path
 from dpbench.records.host import host_name
@@ -85,7 +85,7 @@ class Queue:
             with _ignoring(signal.SIGINT):  # Ctrl-C is for this process, which then ends the jobs in order
                 jobs = executor.map_array(self._job, specs)
         except (self._submitit.core.utils.FailedJobError, subprocess.SubprocessError, ValueError) as error:
-            raise UsageError("jobs that SLURM takes", _told(str(error))) from error
+            raise UsageError("jobs that SLURM takes", last_line(str(error))) from error
         finally:
             os.environ["PYTHONPATH"] = before or ""
         self._jobs += jobs
@@ -118,7 +118,7 @@ class Queue:
                 continue
             self._jobs.remove(job)
             raised = job.exception()
-            error = job.result()["error"] if raised is None else _told(str(raised))
+            error = job.result()["error"] if raised is None else last_line(str(raised))
             if error:
                 self._failed = True
                 say(f"dpbench: job {job.job_id} ended early: {error}; what it had measured is recorded")
@@ -213,11 +213,4 @@ def _cluster_name() -> str:
     for line in done.stdout.splitlines():
         if line.startswith("ClusterName"):
             return line.partition("=")[2].strip()
-    raise UsageError("a SLURM controller that answers", _told(done.stderr))
-
-
-def _told(text: str) -> str:
-    """The line of a traceback or of standard error that names the error."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = [line for line in lines if "rror: " in line]
-    return (said or lines or ["nothing"])[-1]
+    raise UsageError("a SLURM controller that answers", last_line(done.stderr))
