@@ -1,9 +1,9 @@
 """``run --executor slurm``: the plan as a job array, submitted through submitit; SLURM queues and places it.
 
 Each job takes a part of the plan that belongs together (`dpbench.execution.schedule.Block`), and runs it on its node
-as a single machine would (`run_blocks`), into its own file in the results folder, which all nodes
-must share. Jobs continue and record even if the driver is killed; the next run waits for them, then submits the rest.
-Unfinished work of a job that ended (time limit, lost node) is submitted again, as long as that brings new records.
+as a single machine would, into its own file in the results folder, which all nodes must share. Jobs continue and record
+even if the driver is killed; the next run waits for them, then submits the rest. Unfinished work of a job that ended
+(time limit, lost node) is submitted again, as long as that brings new records.
 """
 
 from __future__ import annotations
