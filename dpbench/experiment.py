@@ -14,8 +14,6 @@ Functions take:
     device: "cpu" or "cuda".
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools

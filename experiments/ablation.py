@@ -3,8 +3,6 @@
 One trial a model, in which all variants take turns in one process. Most of these optimisations run on a CPU only.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import CONVNEXT, GPT2, VIT, Excerpt, Experiment, grid
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OWN_VARIANTS

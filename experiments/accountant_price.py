@@ -3,8 +3,6 @@
 Steps at σ = 4, noise at T = 10⁴, δ = 1e-5, as in Abadi et al. 2016, where ε is 1.26.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import CalibrationTrial
 

@@ -5,8 +5,6 @@ valid bounds are `strong` and `simple` with exact amplification, `strong:exact` 
 the later accountants. The Gaussian limit is an estimate, and the lower bound is certified.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import EpsilonTrial
 

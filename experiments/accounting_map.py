@@ -1,7 +1,5 @@
 """Every accountant over a grid of (q, σ, T, δ): time, failures, distance from the lower bound."""
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import MapTrial
 

@@ -1,7 +1,5 @@
 """ε along each of σ, q and δ, with the rest as in Abadi et al. 2016: q = 0.01, σ = 4, T = 10⁴, δ = 1e-5."""
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import SweepTrial
 

@@ -6,8 +6,6 @@ a momentum of 0.9. Every optimizer has five learning rates, a factor of two apar
 is not accounted. AdamBC has its own floor, and for the linear models also two fixed ones, as in the paper.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid
 from dpbench.training import AdamTrial
 

@@ -9,8 +9,6 @@ noise: they give enough records to tell 0.95 of the noise from all of it. ε is 
 say little.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from dpbench.experiment import Experiment, grid

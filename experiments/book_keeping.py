@@ -5,8 +5,6 @@ the time ratio of GPT-2 is measured at a small batch; the experiment `resolution
 Sequences have 100 tokens, the padded length of E2E; the figure does not give it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from dpbench.experiment import Cell, Experiment, MaxBatch, grid

@@ -6,8 +6,6 @@ differ where an encoder-decoder classifies. Mixtures of experts run in one kerne
 that `torch.compile` takes. A loop over the experts that have tokens is no program of any kind.
 """
 
-from __future__ import annotations
-
 from dpbench.conformance.coverage import COMPILED, LOOP, CoverageTrial, models
 from dpbench.experiment import Excerpt, Experiment
 

@@ -4,8 +4,6 @@ This does not measure speed: float64 and lower, small models, one round. It also
 sum. A peer that cannot be imported is left out, with its reason.
 """
 
-from __future__ import annotations
-
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.experiment import Excerpt, Experiment, grid

@@ -6,8 +6,6 @@ kind of noise; this choice is not accounted. A BLT takes batches in the same ord
 DP-SGD baseline does too: there is no amplification, and the adjacency differs.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.training import CorrelatedTrial
 

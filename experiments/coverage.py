@@ -4,8 +4,6 @@ Small models in float64 and train mode; one trial a model, with every backend in
 lists the models.
 """
 
-from __future__ import annotations
-
 from dpbench.conformance.coverage import CoverageTrial, models
 from dpbench.experiment import Excerpt, Experiment
 

@@ -4,8 +4,6 @@ By the papers' rule and by ours. Nothing is computed: the step runs under fake t
 T, d and p. arXiv:2205.10683 has such a table for VGG11 at 224 pixels.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import VIT, Experiment
 from dpbench.trials import ExplainTrial
 

@@ -4,8 +4,6 @@ Weak scaling: the samples of a process stay the same. On a CPU a process has one
 processes than CPUs are marked as oversubscribed. On CUDA a process has a GPU; more processes than GPUs are an error.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import GPT2, VIT, Excerpt, Experiment, grid
 from dpbench.training.scale import DistributedTrial
 

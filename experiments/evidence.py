@@ -16,8 +16,6 @@ Run it with ``--minutes``; the same command resumes. At most 100 trials, in stag
 CPU all of it runs in miniature, as a check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ The models and batches are those of the experiment `evidence`, which times them 
 launches is not counted; `evidence` and `overhead` measure it.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import TINY_GPT2, Excerpt, Experiment
 from dpbench.trials.evidence import LaunchesTrial
 

@@ -5,8 +5,6 @@ A small GPT-2 that was trained on public prose is adapted to private code by LoR
 ordinary fine-tuning and at each ε. The code is `dpbench/integrations/tutorials/memorisation.py`.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.training import MemorisationTrial
 

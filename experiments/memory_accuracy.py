@@ -4,8 +4,6 @@ The stress test shows simulated peaks where there is no device, and searches for
 their accuracy matters. Batches are small, so that activations do not hide an error and all ends in minutes.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import PeakTrial
 from dpbench.trials.backends import OURS, PEERS

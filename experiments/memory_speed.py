@@ -4,8 +4,6 @@ At batch 256 on CUDA, as in the paper. On a CPU at a smaller batch, the same for
 the experiment ends within twenty minutes on two cores.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.trials import StepTrial
 

@@ -6,8 +6,6 @@ least three (see `OverheadTrial`). At 1024 tokens only backends that end in reas
 longer ones.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, VIT, Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OURS, PEERS

@@ -6,8 +6,6 @@ grow with the fourth power of the edge in pixels: backends that always need them
 only those that end in reasonable time.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 

@@ -7,8 +7,6 @@ sampling reports too little. The adjacency is that of the sampling: zero-out in 
 remove elsewhere. Under Poisson sampling both cost the same, so it can be compared with all.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from dpbench.experiment import Experiment, grid

@@ -3,8 +3,6 @@
 This does not measure speed: small models, one round. A peer that cannot be imported is left out, with its reason.
 """
 
-from __future__ import annotations
-
 from dpbench.conformance.sensitivity import DTYPES, SensitivityTrial
 from dpbench.experiment import Excerpt, Experiment, grid
 from dpbench.trials.backends import OURS, PEERS

@@ -5,8 +5,6 @@ that always form Gram matrices are left out, so that the experiment ends in a qu
 it is the model of the overhead experiment (6 layers, 384 wide).
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import GPT2, TINY_GPT2, Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 

@@ -9,8 +9,6 @@ RoBERTa-base and ViT-B/16 are searched only. All ends within ten minutes on a GP
 where a real step still takes seconds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from dpbench.experiment import Cell, Excerpt, Experiment, grid

@@ -4,8 +4,6 @@ All backends run at each batch size in one process. In a small batch, reading th
 weigh more, so ratios to ordinary training hold for one batch size only.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 

@@ -11,8 +11,6 @@ its best; on a CPU each in its best, of transformers and small steps. Models of 
 it takes half an hour; `--minutes` divides it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

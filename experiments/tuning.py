@@ -5,8 +5,6 @@ first, from each of three distributions (`accounting.tuned`); its mean is along 
 tuning.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import TunedTrial
 

@@ -7,8 +7,6 @@ folder that holds cifar-10-batches-py, the same grid is also trained on CIFAR-10
 1024), with settings that were not tuned.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Experiment, grid
 from dpbench.training import UtilityTrial, cifar10_root
 

@@ -4,8 +4,6 @@ The paper's models, at 224 pixels (CrossViT at 240) with 100 classes. On a CPU m
 all, and time is measured for the four models that end within a few minutes on two cores; on CUDA both are measured.
 """
 
-from __future__ import annotations
-
 from dpbench.experiment import Cell, Experiment, grid
 from dpbench.trials import OverheadTrial, PeakTrial
 

@@ -1,7 +1,5 @@
 """``dpbench calibrate``: noise, steps, epochs or sample rate for a target ε, by each accountant."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

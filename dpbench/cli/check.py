@@ -10,8 +10,6 @@ Functions take:
     rows: as printed with ``--format json``.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Lines of text in columns."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 

@@ -5,8 +5,6 @@ of standard output has gone. Only the chosen command's module is imported, so th
 start at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """``dpbench compare``: compare two runs, with a verdict for each cell and an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping, Sequence

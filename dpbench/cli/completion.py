@@ -1,7 +1,5 @@
 """``dpbench --print-completion SHELL``: a shell script that completes commands, options, names and files."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -16,8 +16,6 @@ Successive steps of different noise, sample rate, sampling or number are phases 
     steps = 500
 """
 
-from __future__ import annotations
-
 import argparse
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Common questions and examples of every command, for help texts. A test parses each of them."""
 
-from __future__ import annotations
-
 #: question -> the command line for it, without "dpbench"
 QUESTIONS = (
     ("Which clipping should I take for this model, on this machine?", "recommend resnet18 --batch-size 32"),

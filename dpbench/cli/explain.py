@@ -6,8 +6,6 @@ Functions take:
     rows, summary: of the trial's result.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """``dpbench history``: draw an experiment's times and memory over versions of the code, with the steps found."""
 
-from __future__ import annotations
-
 import argparse
 
 from dpbench.cli import streams

@@ -1,7 +1,5 @@
 """``dpbench list``: all names, each with a description."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

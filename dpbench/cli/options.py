@@ -1,7 +1,5 @@
 """What several commands share: a model and its sizes, folders, and files that cannot be written."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``dpbench plan``: what an experiment has done, pruned and left, and how long the rest will take."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -5,8 +5,6 @@ Functions take:
     plan: of one device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -8,8 +8,6 @@ Functions take:
     value: a number, infinity or None.
 """
 
-from __future__ import annotations
-
 import argparse
 import decimal
 import math

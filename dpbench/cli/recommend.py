@@ -10,8 +10,6 @@ Functions take:
     advice: the recommended backend, and why.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import textwrap

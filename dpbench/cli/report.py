@@ -1,7 +1,5 @@
 """``dpbench report``: make figures, tables and one page from records."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import shlex

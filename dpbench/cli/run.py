@@ -1,7 +1,5 @@
 """``dpbench run``: measure the rest of an experiment, then draw its figures."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

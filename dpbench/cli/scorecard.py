@@ -1,7 +1,5 @@
 """``dpbench scorecard``: one page of every backend and every claim, from all records."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``dpbench template FILE``: write a model file for `recommend`, `explain`, `check` and experiments."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -6,8 +6,6 @@ of the trial. A line of type "cut" records how long it ran. The next run then st
 or reports that it does not fit, and continues with the others.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field

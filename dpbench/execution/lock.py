@@ -5,8 +5,6 @@ for people, and on the folder itself, because people may remove the file. Jobs o
 side and take no lock.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Show a run's progress on standard error: what was found, what runs now, how long it will take."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

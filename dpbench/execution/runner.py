@@ -1,7 +1,5 @@
 """Plan and run a request: what remains of it, and where it is measured."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

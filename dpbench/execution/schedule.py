@@ -13,8 +13,6 @@ Functions take:
     search: the declaration of a search.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Select a part of an experiment by the fields of its trials: ``--only field=a,b``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The record files of a run, one for each node; readers merge the files of a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a person types: answers at once, and one line for everything that is wrong."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """``dpbench check``: rows, exit codes, and what is said of what cannot be."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``dpbench explain``: the paper's example, the rows and the table, and one line for what cannot be explained."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `clipping.explain.routes` says: figures computed by hand, and decisions that are those of the backends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

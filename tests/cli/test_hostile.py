@@ -1,7 +1,5 @@
 """What a person's files, paths and numbers may hold: one line says what is wrong, and nothing is written elsewhere."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The minutes of a run: what still starts, what is cut off and runs again, what never fits, and what is said of it."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

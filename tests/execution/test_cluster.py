@@ -1,7 +1,5 @@
 """A cluster from five lines: schedules, costs, the communication model, and its check against published points."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

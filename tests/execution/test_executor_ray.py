@@ -1,7 +1,5 @@
 """The same on a Ray cluster of two nodes, which the tests start on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The same as a job array: by submitit's local executor, and by SLURM itself where there is one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Wherever trials go: what stays together, whose records count, and a disk that is full. No cluster here."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """``import dpbench`` as a library: lazy, tidy frames, runs of experiments, of objects and of lists of trials."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

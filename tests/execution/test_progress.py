@@ -1,7 +1,5 @@
 """What a person sees of a run: a bar below the lines on a terminal, and nothing but the lines anywhere else."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io

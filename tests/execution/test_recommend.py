@@ -1,7 +1,5 @@
 """`dpbench recommend`: a race by a clock of our own, the verdict on findings of our own, the agenda in its time."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a process of `dpbench recommend` measures and searches, and the whole of it on a person's own model."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A run that is signalled, or whose folder, disk, streams or engine are taken away: nothing is lost or pretended."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

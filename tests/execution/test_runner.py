@@ -1,7 +1,5 @@
 """A run as a person sees it: records, interruptions of every kind, continuation; and no process left over."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """What runs next, and what does not: order, resume, pruning, searches, time left. Nothing is run here."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

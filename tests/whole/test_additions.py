@@ -3,8 +3,6 @@
 Each is added to a copy of the project, and listed, run and drawn there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The step by hand at the end of CONTRIBUTING.md is what the backends compute."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The definition stands on the ground, the mathematics on it, and hardware on the mathematics."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

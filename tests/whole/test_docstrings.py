@@ -6,8 +6,6 @@ overrides has said. What stands in for a function of torch's takes that one's ar
 arguments of a Triton program are pointers, sizes and strides.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The experiment `evidence`: what a GPU is to give, in its order, and all of it in miniature on a CPU."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

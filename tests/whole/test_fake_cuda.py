@@ -3,8 +3,6 @@
 What the fake cannot show is written there; the tests marked `gpu` are for a real one (`make gpu-test`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The documentation: its pages say what is true of the code, and the site is whole without a network."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

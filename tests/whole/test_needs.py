@@ -4,8 +4,6 @@ Each test has a virtual environment of its own that holds links to what is allow
 is as absent as on a machine that never had it, in every process that a run starts.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import json

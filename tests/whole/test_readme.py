@@ -1,7 +1,5 @@
 """The README's programs run as they stand there, and its numbers are in the records."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

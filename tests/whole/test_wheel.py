@@ -1,7 +1,5 @@
 """What is built has all that is needed, and runs without the checkout beside it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Plan, records and resume are the same on all. Ray or SLURM schedules, queues and
 `dpbench.process.parent` runs a trial as on a single machine. Only their executors import `ray` and `submitit`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dpbench.errors import UsageError, one_of

@@ -9,8 +9,6 @@ Functions take:
     nodes: the resources of each.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

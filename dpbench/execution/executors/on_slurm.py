@@ -6,8 +6,6 @@ even if the driver is killed; the next run waits for them, then submits the rest
 (time limit, lost node) is submitted again, as long as that brings new records.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

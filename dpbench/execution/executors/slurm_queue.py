@@ -6,8 +6,6 @@ Functions take:
     say: receives a line for the person.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A Ray task calls `run_trial`. Ray keeps the process for the next task, and with 
 so a trial costs a fork, not an ``import torch``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

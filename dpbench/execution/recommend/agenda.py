@@ -8,8 +8,6 @@ The process of the race writes its results to a file as it goes (`RecommendTrial
 others race again without that one; if its time is up, the results so far count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile

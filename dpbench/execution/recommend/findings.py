@@ -8,8 +8,6 @@ Functions take:
     outcome, evidence: of the trial.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ Functions take:
     batch_size: as requested.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
