@@ -9,12 +9,11 @@ Functions take:
     outcome, evidence: how a trial ended; lines on it, such as a traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from typing import Self
 
 #: Control characters, but for the end of a line and the tabulator; and what turns the direction of a text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -32,7 +31,7 @@ class UsageError(Exception):
         super().__init__(complaint(expected, came, nearest, known))
 
     @classmethod
-    def of(cls, line: str) -> UsageError:
+    def of(cls, line: str) -> Self:
         """The error with this message, such as another process gave.
 
         Args:

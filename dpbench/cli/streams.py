@@ -8,8 +8,6 @@ Functions take:
     text: any.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -19,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 from dpbench.errors import printable
 
@@ -94,9 +92,9 @@ class _Shown:
         self._stream, self._patient, self._escapes = stream, patient, escapes
 
     @property
-    def terminal(self) -> _Shown:
+    def terminal(self) -> Self:
         """The same without escapes, for code that moves the cursor."""
-        return _Shown(self._stream, self._patient, escapes=False)
+        return type(self)(self._stream, self._patient, escapes=False)
 
     def write(self, text: str) -> int:
         """Write all of it."""

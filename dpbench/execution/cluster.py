@@ -35,8 +35,6 @@ Functions take:
     cluster: see the text above.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Sequence
@@ -48,6 +46,20 @@ from dpbench.errors import UsageError, one_of
 _BACKWARD, _BUCKET = 2 / 3, 25 * 2**20
 _WHOLE, _MAY_BE_ZERO = ("nodes", "gpus_per_node"), ("price_per_gpu_hour", "latency")
 _NEEDED = (*_WHOLE, *_MAY_BE_ZERO, "bandwidth")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A recorded step of a model: ordinary `seconds`, private `ratio` times that; `size` in bytes."""
+
+    model: str
+    backend: str
+    batch_size: int
+    seconds: float
+    ratio: float
+    size: int
+    device: str
+    rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,20 +107,6 @@ class Cluster:
         """One, powers of two, and all of the GPUs."""
         found = [2**i for i in range(math.floor(math.log2(self.gpus)) + 1)]
         return found if found[-1] == self.gpus else [*found, self.gpus]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A recorded step of a model: ordinary `seconds`, private `ratio` times that; `size` in bytes."""
-
-    model: str
-    backend: str
-    batch_size: int
-    seconds: float
-    ratio: float
-    size: int
-    device: str
-    rounds: int
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The loop of a run, on any executor: start what can start, wait for a trial to end, record it, repeat."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from dpbench.errors import going_on
 from dpbench.execution.allowance import Allowance
@@ -85,6 +83,32 @@ class Report:
     device: str = "cpu"
     unrecorded: int = 0
     left: Sequence[str] = ()
+
+
+class Interruption:
+    """Inside, SIGINT, SIGTERM and SIGHUP only set `signum`, so that records stay whole and processes end in order.
+
+    Signals that this process was started to ignore (`nohup`, or in the background of a script) stay ignored.
+    """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._before: Mapping[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers
+            heard = [signum for signum in self._SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+            self._before = {signum: signal.signal(signum, self._note) for signum in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum
 
 
 @dataclass
@@ -204,29 +228,3 @@ def make_record(
         said = f"what came back ({answer.outcome}) is no record: {why}"
         record |= {"outcome": str(Outcome.ERROR), "evidence": said, "result": None}
     return record
-
-
-class Interruption:
-    """Inside, SIGINT, SIGTERM and SIGHUP only set `signum`, so that records stay whole and processes end in order.
-
-    Signals that this process was started to ignore (`nohup`, or in the background of a script) stay ignored.
-    """
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        self._before: Mapping[int, Any] = {}
-
-    def __enter__(self) -> Interruption:
-        if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers
-            heard = [signum for signum in self._SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
-            self._before = {signum: signal.signal(signum, self._note) for signum in heard}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum

@@ -9,15 +9,13 @@ A sweep over a cluster is one measurement on many machines. There a record count
 it (driven from here, or of the same cluster), with today's sources and the same library versions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from dpbench.records import environment
 from dpbench.records.environment import device_name, libraries_of, seal, sources_of, version_of
@@ -41,10 +39,10 @@ class Machine:
     versions: tuple[tuple[str, str | None], ...] = ()
     folder: str | None = None
 
-    @staticmethod
-    def of(where: Mapping[str, Any]) -> Machine:
+    @classmethod
+    def of(cls, where: Mapping[str, Any]) -> Self:
         """The machine of a run's environment."""
-        return Machine(where["host"], where["device_name"], tuple(sorted((where.get("libraries") or {}).items())))
+        return cls(where["host"], where["device_name"], tuple(sorted((where.get("libraries") or {}).items())))
 
     def fingerprint(self, trial: Trial) -> str:
         """16 hex digits that identify a measurement of this trial, as on this machine.
