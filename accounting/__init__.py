@@ -12,6 +12,9 @@ Functions take:
     mechanism: the `SubsampledGaussian` of each step.
     steps, delta: T, and δ in (0, 1).
     sigma, q: the noise multiplier σ > 0, in units of the sensitivity, and the sample rate in (0, 1].
+    log_delta, log_mass: ln δ, and ln of a probability, < 0.
+    interval: between neighbouring losses of a grid, > 0.
+    regimes: of a step, in one direction.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ relative to the weight off that atom (for a million steps of a small rate nearly
 Functions take:
     theta: the tilt θ.
     upper: an upper bound; else a lower one.
+    parts: (losses of a step, number of steps) for each kind, on grids of one interval.
 """
 
 from __future__ import annotations
@@ -106,11 +107,7 @@ class Tilted:
         return sum(steps * tilt.log_moment(theta) for tilt, steps in self.parts)
 
     def best(self, log_delta: float) -> float:
-        """θ that minimises Chernoff's ε = (ΣTK(θ) − ln δ)/θ, which is unimodal in θ.
-
-        Args:
-            log_delta: ln δ.
-        """
+        """θ that minimises Chernoff's ε = (ΣTK(θ) − ln δ)/θ, which is unimodal in θ."""
 
         def bound(log_theta: float) -> float:
             theta = math.exp(log_theta)
@@ -150,7 +147,6 @@ def epsilon_of_parts(
     """(ε ≥ 0 at δ after all steps, the tilt θ): an upper or lower bound; ∞ if the w_∞ alone exceed δ.
 
     Args:
-        parts: (losses of a step, number of steps) for each kind, on grids of one interval.
         theta: the initial tilt; by default the best by Chernoff's bound, which is nearly optimal.
 
     Raises:
@@ -175,9 +171,6 @@ def epsilon_of_parts(
 
 def deltas_of(parts: Sequence[Part], upper: bool = True) -> tuple[Array, Array]:
     """(ε, δ(ε)), both [n], at all losses where δ has a kink, of either sign.
-
-    Args:
-        parts: as for `epsilon_of_parts`.
 
     Raises:
         NoAnswer: the window has more than `LONGEST` points.

@@ -15,6 +15,10 @@ Per step the grids differ from the truth by variances of h²/6 and −h²/3, whe
 same mean of L. So ε moves by a multiple of Th²; rounding up or down would move it by Th, and matching means (Gopi, Lee
 and Wutschitz 2021) proves h√T. Masses are sums over Gauss-Legendre nodes, so that no digits are lost to differences of
 tails.
+
+Functions take:
+    step: one Poisson step.
+    losses: y, of any shape.
 """
 
 from __future__ import annotations
@@ -60,11 +64,7 @@ class Step:
         return low, high
 
     def outcome(self, losses: Array) -> Array:
-        """z with y(z) = `losses`, clipped to `outcomes`.
-
-        Args:
-            losses: y, of any shape.
-        """
+        """z with y(z) = `losses`, clipped to `outcomes`."""
         return np.clip(self.sigma * unmixed(losses, self.q) + 0.5 / self.sigma, *self.outcomes)
 
     def nodes(self, cuts: Array) -> tuple[Array, Array, np.ndarray]:
@@ -92,12 +92,7 @@ class Step:
 
 
 def worse(step: Step, interval: float) -> Losses:
-    """The pessimistic grid, for both directions.
-
-    Args:
-        step: one Poisson step.
-        interval: between neighbouring losses of the grid, > 0.
-    """
+    """The pessimistic grid, for both directions."""
     low, high = step.reach
     first = math.floor(low / interval)
     at = interval * np.arange(first, max(math.ceil(high / interval), first + 1) + 1)
@@ -113,7 +108,6 @@ def cells(step: Step, cuts: Array, low: Array, high: Array) -> tuple[Array, Arra
     """P, P − Qe^low and Qe^high − P of each cell, [n], as sums of positive terms.
 
     Args:
-        step: one Poisson step.
         cuts: edges of the cells in z, rising, [n + 1].
         low, high: the losses at each cell's ends, [n].
     """

@@ -50,11 +50,7 @@ class Pair:
     inverse: Callable[[Array], Array]
 
     def reach(self, log_mass: float) -> tuple[float, float]:
-        """Losses between which all but e^log_mass of P lies, on each side.
-
-        Args:
-            log_mass: the logarithm of a probability, < 0.
-        """
+        """Losses between which all but e^log_mass of P lies, on each side."""
         each = log_mass - math.log(len(self.p))
         ends = [  # rarer parts may lie outside
             (mean, self.sigma * math.sqrt(2.0 * (math.log(share) - each)))
@@ -176,12 +172,7 @@ def both_ways(pair: Pair) -> list[list[Regime]]:
 
 
 def reach(regimes: list[Regime], log_mass: float) -> tuple[float, float]:
-    """Losses between which all but e^log_mass of each regime lies, on each side.
-
-    Args:
-        regimes: of one direction.
-        log_mass: the logarithm of a probability, < 0.
-    """
+    """Losses between which all but e^log_mass of each regime lies, on each side."""
     ends = [pair.reach(log_mass) for _, pair, _ in regimes]
     return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -190,9 +181,7 @@ def on_grid(regimes: list[Regime], first: int, last: int, interval: float) -> Lo
     """The pessimistic grid at `first` to `last` (whole numbers, first ≤ 0 ≤ last, first < last) times `interval`.
 
     Args:
-        regimes: of one direction.
         first, last: the ends of the grid, in intervals.
-        interval: between neighbouring losses, > 0.
     """
     edges = np.arange(first, last + 1, dtype=np.float64) * interval
     weights, infinite = np.zeros(edges.size), 0.0

@@ -50,7 +50,6 @@ def better(step: Step, interval: float, theta: float, tolerance: float) -> Losse
 
     Args:
         step: one step of the mechanism.
-        interval: between two losses of the grid.
         theta: the tilt e^{θy} under which it should be close.
         tolerance: the acceptable loss of accuracy per step.
     """

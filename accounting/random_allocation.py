@@ -61,11 +61,7 @@ class Epoch:
     adds: bool
 
     def reach(self, log_mass: float) -> tuple[float, float]:
-        """Losses between which all but e^log_mass lies: no W_i is above, and the mean of ln W_i is below ln W.
-
-        Args:
-            log_mass: the logarithm of a probability, < 0.
-        """
+        """Losses between which all but e^log_mass lies: no W_i is above, and the mean of ln W_i is below ln W."""
         sigma, t = min(self.sigma, _MOST_NOISE), self.batches
         far = math.sqrt(2.0 * (math.log(t) - log_mass + 1.0)) / sigma
         low = -0.5 / sigma**2 - far / math.sqrt(t)
@@ -76,9 +72,6 @@ class Epoch:
 
     def on_grid(self, interval: float) -> Losses:
         """A pessimistic grid.
-
-        Args:
-            interval: between neighbouring losses, > 0.
 
         Raises:
             NoAnswer: the grid needs more than `_MOST` pairs of losses.

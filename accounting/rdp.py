@@ -39,7 +39,6 @@ def to_epsilon(lambdas: Array, log_moment: Array, log_delta: float, conversion: 
     Args:
         lambdas: λ > 0, [n].
         log_moment: of all steps, [n].
-        log_delta: ln δ.
         conversion: "classic" or "improved".
     """
     if conversion == "classic":

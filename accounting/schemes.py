@@ -7,6 +7,9 @@ A grid of losses h apart raises the variance of a step by about h²/6. So ln of 
 in two or three passes on finer and finer grids, and further until a finer grid changes nothing (the formula fails for
 rare losses). If that takes more than `_MOST` losses, the result is a looser upper bound; if no grid spans the losses of
 T steps, it is T times the largest loss of one step, apart from rare ones.
+
+Functions take:
+    parts: (mechanism, number of steps); at least one, with σ > 0, q > 0 and steps >= 1 each.
 """
 
 from __future__ import annotations
@@ -51,9 +54,6 @@ def epsilon_of_mechanisms(
 ) -> tuple[float, dict[str, Any]]:
     """(ε, detail) for steps of several kinds, under one adjacency.
 
-    Args:
-        parts: (mechanism, number of steps); at least one, with σ > 0, q > 0 and steps >= 1 each.
-
     Raises:
         NoAnswer: there is almost no noise.
     """
@@ -70,9 +70,6 @@ def epsilon_of_mechanisms(
 
 def gaussian(parts: Sequence[tuple[SubsampledGaussian, float]]) -> tuple[float | None, float]:
     """(μ, epochs) if all parts are Gaussian steps on all records, or one an epoch: together exactly μ-GDP.
-
-    Args:
-        parts: as for `epsilon_of_mechanisms`.
 
     Raises:
         NoAnswer: there is almost no noise.
@@ -111,9 +108,6 @@ Phase = tuple[list[Regime] | Epoch, float]
 
 def phases_of(parts: Sequence[tuple[SubsampledGaussian, float]]) -> list[list[Phase]]:
     """The regimes of each part's steps, in each direction.
-
-    Args:
-        parts: as for `epsilon_of_mechanisms`.
 
     Raises:
         NoAnswer: there is almost no noise.
@@ -176,7 +170,6 @@ def reach(losses: list[Regime] | Epoch, log_mass: float) -> tuple[float, float]:
 
     Args:
         losses: of one direction.
-        log_mass: the logarithm of a probability, < 0.
     """
     return losses.reach(log_mass) if isinstance(losses, Epoch) else reach_of_regimes(losses, log_mass)
 
@@ -196,7 +189,6 @@ def on_grids(phases: Sequence[Phase], ends: Sequence[tuple[float, float]], inter
     Args:
         phases: of one direction.
         ends: the smallest and the largest loss of a step of each.
-        interval: between neighbouring losses, > 0.
 
     Raises:
         NoAnswer: an epoch of balls and bins needs too many losses.
