@@ -15,25 +15,24 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import numpy as np
+
 from accounting.base import Accountant
 from accounting.mechanism import SubsampledGaussian
+from accounting.rdp import to_epsilon
 from accounting.sampling import Scheme
 
-_ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512)
+_ORDERS = np.array([*range(2, 65), 80, 96, 128, 192, 256, 384, 512])
 
 
-def rdp(order: int, sigma: float, q: float) -> float:
-    """ρ' of one step at a whole order; ∞ on overflow.
-
-    Args:
-        order: a whole number, at least 2.
-    """
+def _log_moment(order: int, sigma: float, q: float) -> float:
+    """(a − 1)ρ' of one step at a whole order a; ∞ on overflow."""
 
     def rho(j: int) -> float:
         return 2.0 * j / sigma / sigma
 
     if q == 1.0:
-        return rho(order)
+        return (order - 1) * rho(order)
     second = rho(2)
     least = math.log(2.0) + second  # ln of the minimum
     if second < math.log(2.0):
@@ -48,8 +47,7 @@ def rdp(order: int, sigma: float, q: float) -> float:
     if top == math.inf:
         return math.inf
     log_sum = top + math.log(math.fsum(math.exp(term - top) for term in log_terms))
-    total = log_sum + math.log1p(math.exp(-log_sum)) if log_sum > 0 else math.log1p(math.exp(log_sum))
-    return min(total / (order - 1), rho(order))
+    return min(float(np.logaddexp(0.0, log_sum)), (order - 1) * rho(order))
 
 
 class WithoutReplacement(Accountant):
@@ -58,13 +56,9 @@ class WithoutReplacement(Accountant):
     supports: ClassVar[frozenset[Scheme]] = frozenset({("without_replacement", "replace_one")})
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        epsilon, order = min(
-            (
-                steps * rdp(a, mechanism.noise_multiplier, mechanism.sample_rate)
-                + math.log1p(-1.0 / a)
-                - (math.log(delta) + math.log(a)) / (a - 1),
-                a,
-            )
-            for a in _ORDERS
-        )
-        return max(0.0, epsilon), {"order": order}
+        sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
+        with np.errstate(over="ignore"):
+            moments = steps * np.array([_log_moment(int(order), sigma, q) for order in _ORDERS])
+            found = to_epsilon(_ORDERS - 1.0, moments, math.log(delta), "improved")
+        place = int(found.argmin())
+        return float(found[place]), {"order": int(_ORDERS[place])}
