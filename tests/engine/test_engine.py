@@ -100,18 +100,13 @@ def run(steps, model, optimizer, engine, data):
 
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
-@pytest.mark.filterwarnings("ignore:the noise comes from a generator")
 def test_resumed_training_is_the_uninterrupted_bit_for_bit(sampling, seeded):
     data = torch.utils.data.TensorDataset(*images(50))
 
     def fresh():
-        model = small_cnn()
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         generator = torch.Generator().manual_seed(5) if seeded else None
         settings = {"sample_size": 50, "noise_multiplier": 1.0, "sampling": sampling, "generator": generator}
-        engine = engine_of(model, **settings)
-        engine.attach(optimizer)
-        return model, optimizer, engine
+        return made(kind=torch.optim.Adam, lr=1e-2, **settings)
 
     model, optimizer, engine = fresh()
     run(9, model, optimizer, engine, data)  # in the middle of an epoch of 7, or of 6
@@ -171,14 +166,9 @@ def test_detaching_leaves_nothing():
 
 
 def test_evaluation_copies_and_failed_forward_passes_do_not_count():
-    model, (x, y) = small_cnn(), images(4)
-    plain = small_cnn()
-    ends = []
+    (x, y), ends = images(4), []
     for disturbed in (False, True):
-        model = copy.deepcopy(plain)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        engine = engine_of(model)
-        engine.attach(optimizer)
+        model, optimizer, _ = made()
         for _ in range(2):
             if disturbed:
                 with pytest.raises(RuntimeError):
@@ -232,10 +222,7 @@ def test_an_interrupted_forward_pass_leaves_nothing_behind(again):
             return x
 
     interrupted = Interrupted()
-    model, (x, y) = nn.Sequential(*small_cnn(), interrupted), images(4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = engine_of(model)
-    engine.attach(optimizer)
+    (model, optimizer, _), (x, y) = made(nn.Sequential(*small_cnn(), interrupted)), images(4)
     before = parameters(model)
     optimizer.step(loss=loss_of(model, x, y))
     wanted = parameters(model) - before
@@ -257,11 +244,8 @@ def test_one_record_more_moves_the_sum_by_the_sensitivity_at_most(clip):
     """What the noise is scaled by; a mean over the realised batch, or clipping part by part, would not pass."""
     moved = []
     for samples in (slice(0, 6), slice(0, 7)):
-        model, (x, y) = small_cnn(), images(7)
+        (model, optimizer, _), (x, y) = made(clip=clip, max_grad_norm=0.3), images(7)
         x[6] *= 50
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        engine = engine_of(model, clip=clip, max_grad_norm=0.3)
-        engine.attach(optimizer)
         before = parameters(model)
         for xs, ys in zip(x[samples].split(2), y[samples].split(2), strict=True):
             optimizer.virtual_step(loss=1000 * loss_of(model, xs, ys))  # every gradient is above the threshold

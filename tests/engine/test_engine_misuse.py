@@ -45,13 +45,13 @@ def test_backward_by_hand(backend):
 
 
 def test_step_without_a_loss_or_with_a_closure(loop):
-    _, optimizer, _ = loop
-    with says(Misuse, r"expected optimizer.step\(loss=losses\) with per-sample losses, got no loss"):
-        optimizer.step()
-    with says(Misuse, "got a closure"):
-        optimizer.step(lambda: None)
-    with says(Misuse, r"a tensor \[B\], got float"):
-        optimizer.step(loss=0.3)
+    for given, options, said in [
+        ((), {}, r"expected optimizer.step\(loss=losses\) with per-sample losses, got no loss"),
+        ((lambda: None,), {}, "got a closure"),
+        ((), {"loss": 0.3}, r"a tensor \[B\], got float"),
+    ]:
+        with says(Misuse, said):
+            loop[1].step(*given, **options)
 
 
 def test_scalar_loss(loop):
@@ -262,10 +262,8 @@ def test_an_embedding_that_scales_the_rows_of_a_batch_is_refused():
 
 
 def test_batches_that_are_kept_and_used_again_are_refused_or_told():
-    model, data = nn.Linear(3, 1), torch.utils.data.TensorDataset(torch.randn(400, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = engine_of(model, batch_size=4, sample_size=400)
-    engine.attach(optimizer)
+    model, optimizer, engine = made(nn.Linear(3, 1), batch_size=4, sample_size=400)
+    data = torch.utils.data.TensorDataset(torch.randn(400, 3))
     kept = list(engine.data_loader(data))
     for (x,) in kept:
         optimizer.step(loss=model(x)[:, 0])

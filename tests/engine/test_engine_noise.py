@@ -34,6 +34,12 @@ def no_library(monkeypatch):
     monkeypatch.setattr(cpu, "_library", lambda dtype: None)
 
 
+@pytest.fixture(params=[True, False], ids=["compiled", "by torch"])
+def either_way(request):
+    if not request.param:
+        request.getfixturevalue("no_library")
+
+
 @pytest.fixture
 def seen_devices():
     class Seen(TorchDispatchMode):
@@ -170,22 +176,16 @@ def test_without_a_compiler_draws_are_normal(dtype, no_library):
     assert_normal(noise_of().added(total, 1.0, AT).double())
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_coordinate_s_noise_depends_on_its_index_alone(compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(cpu, "_library", lambda dtype: None)
-        monkeypatch.setattr("clipping.noise.chacha._CHUNK", 2**9)
+def test_a_coordinate_s_noise_depends_on_its_index_alone(either_way, monkeypatch):
+    monkeypatch.setattr("clipping.noise.chacha._CHUNK", 2**9)
     longest = drawn(1500)
     for count in (1, 127, 128, 129, 1024, 1499):
         assert torch.equal(drawn(count), longest[:count])
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_every_number_is_a_multiple_of_one_grid(compiled, monkeypatch):
+def test_every_number_is_a_multiple_of_one_grid(either_way):
     for dtype in [torch.float32, torch.float64, torch.bfloat16, torch.float16]:
         for deviation in [1.5, 1.0, 3e-7, 1e3]:
-            if not compiled:
-                monkeypatch.setattr(cpu, "_library", lambda dtype: None)
             total = (torch.linspace(-40, 40, 999, dtype=torch.float64) * deviation).to(dtype)
             given = total.clone()
             found = noise_of().added(total, deviation, AT)
@@ -193,16 +193,11 @@ def test_every_number_is_a_multiple_of_one_grid(compiled, monkeypatch):
             grid = 2.0 ** (math.floor(math.log2(deviation)) - 20)
             multiples = found.double() / grid
             assert torch.equal(multiples, multiples.round()) and len(multiples.unique()) > 990
-            noise = drawn(999) * deviation
-            assert (
-                found.double() - total.double() - noise
-            ).abs().max() < 4e-6 * deviation  # 2^-19, and float32 beyond 16
+            left = found.double() - total.double() - drawn(999) * deviation
+            assert left.abs().max() < 4e-6 * deviation  # 2^-19, and float32 beyond 16
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_strides_sizes_and_no_deviation(compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(cpu, "_library", lambda dtype: None)
+def test_strides_sizes_and_no_deviation(either_way):
     total = torch.randn(7, 33, 20).permute(2, 0, 1)[::2]
     assert torch.equal(noise_of().added(total, 1.0, AT), noise_of().added(total.contiguous(), 1.0, AT))
     one = torch.randn(1, 1).expand(5, 300)

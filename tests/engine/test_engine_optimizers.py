@@ -24,10 +24,6 @@ def small():
     return nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False))  # Muon takes matrices
 
 
-def test_torch_has_as_many_as_we_know():
-    assert {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Rprop"} <= set(NAMES)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_optimizer_s_own_step_with_the_clipped_gradient(name):
     batches = [(torch.randn(6, 5), torch.randint(0, 3, (6,))) for _ in range(3)]
