@@ -12,6 +12,7 @@ from dpbench.records.comparison import Row, compare_records, counts
 from dpbench.records.conditions import differences, pooled, warnings
 from dpbench.records.reader import LeftOut, locate, read
 from dpbench.records.statistics import CONFIDENCE, FEWEST_FOR_BOOTSTRAP, MIN_EFFECT
+from dpbench.records.store import uncollected
 from dpbench.trials.json_text import to_json
 
 _CALLABLE = ("slower", "faster", "larger", "smaller", "inconclusive", "failed")
@@ -54,6 +55,7 @@ def _fails(row: Row, limits: Mapping[str, float]) -> bool:
     return least is not None and (row.ratio is None or not least or max(row.ratio, 1 / row.ratio) >= 1 + least)
 
 
+@uncollected()
 def run(args: argparse.Namespace) -> int:
     """Print the comparison; 1 if a verdict fails, else 0."""
     limits = _parse_limits(args.fail_on)

@@ -23,7 +23,7 @@ from dpbench.experiment import Cell, Experiment, MaxBatch, load_experiment
 from dpbench.records.environment import DEVICES
 from dpbench.records.reader import LeftOut, Record, entries, locate, newest, read
 from dpbench.trials import Trial
-from dpbench.trials.shapes import COUNT, NUMBER, SECONDS, TEXT, WHOLE, Or, Shape, flaw
+from dpbench.trials.shapes import COUNT, NUMBER, SECONDS, TEXT, WHOLE, check, either, flaw
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -153,12 +153,14 @@ def _only(given: Mapping[str, object] | None) -> dict[str, list[str]]:
 
 
 #: The parts of a result that have columns of their own, in the form of our records.
-_READ: Shape = {
-    "memory?": Or({"source": TEXT, "peak_bytes": WHOLE}, None),
-    "epsilon?": Or(NUMBER, None),
-    "turns?": Or([{"round": COUNT, "step_seconds": [SECONDS]}], None),
-    "step_seconds?": Or([SECONDS], None),
-}
+_READ = check(
+    {
+        "memory?": either({"source": TEXT, "peak_bytes": WHOLE}, None),
+        "epsilon?": either(NUMBER, None),
+        "turns?": either([{"round": COUNT, "step_seconds": [SECONDS]}], None),
+        "step_seconds?": either([SECONDS], None),
+    }
+)
 #: Fields of a result, and of those parts, that are columns as they are.
 _TAKEN = (
     *("warmup_seconds", "compute_seconds", "loss", "parameters", "peak_bytes", "baseline_bytes", "reserved_bytes"),

@@ -185,11 +185,11 @@ def _logs(series: Series) -> Array:
 
 def _medians(side: int, series: Series, base: Series | None = None) -> Array:
     """Bootstrapped medians of the rounds' log medians, or of their log ratios to `base`. [_RESAMPLES]"""
-    rounds, own, other = _indices(len(series), base is not None, side)
-    values = _pools(series)[rounds, own]
+    own, other = _indices(len(series), base is not None, side)
+    values = _pools(series).take(own)
     if base is not None:
-        values = values - _pools(base)[rounds, other]
-    return np.median(values, axis=1)
+        values -= _pools(base).take(other)
+    return np.median(values, axis=1, overwrite_input=True)
 
 
 def _pool(rounds: int) -> int:
@@ -216,15 +216,16 @@ def _draws(count: int) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _indices(rounds: int, paired: bool, side: int) -> tuple[Any, Any, Any]:
-    """Indices of the rounds, and of their resampled medians, for each resample. [_RESAMPLES, rounds] each
+def _indices(rounds: int, paired: bool, side: int) -> tuple[Any, Any]:
+    """Indices of resampled rounds' medians in flat pools, for a series and for its base. [_RESAMPLES, rounds] each
 
     The seed is fixed: the same records give the same verdicts. The sides differ, or equal ones would cancel.
     """
     generator = np.random.default_rng([rounds, paired, side])
     shape = (_RESAMPLES, rounds)
     own, other = (generator.integers(_pool(rounds), size=shape) for _ in range(2))
-    return generator.integers(rounds, size=shape), own, other
+    first = _pool(rounds) * generator.integers(rounds, size=shape)
+    return first + own, first + other
 
 
 def outliers(series: Series) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import gc
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ from dpbench.records.host import host_name
 from dpbench.trials.json_text import to_json
 from dpbench.trials.line_shapes import LINES, flaw_of_line
 from dpbench.trials.precision import with_profile
+from dpbench.trials.shapes import DEPTH, too_deep
 from dpbench.trials.steps import with_way
 
 # The schema of a line, and its history:
@@ -269,6 +271,19 @@ def _say(warning: str) -> None:
     print(f"dpbench: {warning}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Suspend the cyclic garbage collector: it would visit all records again and again, and they have no cycles."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+@uncollected()
 def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
     """All runs of a folder, in the order of their files' names (which begin with the time); or of one file.
 
@@ -276,9 +291,10 @@ def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
     and line.
     """
     runs = []
+    trials: dict[str, Any] = {}
     for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
         run, homeless = None, 0
-        for number, line in _lines(path, warn):
+        for number, line in _lines(path, trials, warn):
             if line["type"] == "environment" and run is None:
                 run = Run(path, line["environment"])
                 runs.append(run)
@@ -298,7 +314,7 @@ def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]
     return [record for run in read_runs(folder, warn) for record in run.records]
 
 
-def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]]:
+def _lines(path: Path, trials: dict[str, Any], warn: Callable[[str], None]) -> Iterator[tuple[int, Line]]:
     try:
         raw = content_of(path).split(b"\n")
     except OSError as error:
@@ -309,7 +325,7 @@ def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]
         if not text.strip():
             continue
         try:
-            line = _whole(text)
+            line = _whole(text, trials)
         except (ValueError, RecursionError) as error:
             if number < len(raw):  # a last piece without newline was torn by a kill, as expected
                 bad += 1
@@ -333,21 +349,29 @@ def content_of(path: Path) -> bytes:
         return file.read()
 
 
-def _whole(text: bytes) -> Line:
+def _whole(text: bytes, trials: dict[str, Any]) -> Line:
     """Upgrade a line of any known schema to today's.
+
+    Args:
+        trials: identity -> its trial so far; a trial of many lines is checked once, and one object.
 
     Raises:
         ValueError: it is no complete record; with the reason.
         RecursionError: endlessly nested brackets.
     """
     line = _DECODER.decode(text.decode(errors="surrogatepass"))
+    if text.count(b"[") + text.count(b"{") > DEPTH and too_deep(line):
+        raise ValueError("nested too deeply")
     if b"\\ud" in text.lower():
         line = json.loads(to_json(line))
     if b"\\u" in text or not text.isascii():
         line = _shown(line)
     upgraded = _upgrade(line)
-    if (why := flaw_of_line(upgraded)) is not None:
+    if (why := flaw_of_line(upgraded, trials)) is not None:
         raise ValueError(why)
+    if "trial" in upgraded:
+        trial, known = upgraded["trial"], trials.get(upgraded["id"])
+        trials[upgraded["id"]] = upgraded["trial"] = known if known == trial else trial
     return upgraded
 
 

@@ -28,25 +28,28 @@ from dpbench.trials.shapes import (
     TEXT,
     UTC,
     WHOLE,
-    Each,
-    Is,
-    Or,
+    Check,
     Shape,
-    Some,
+    check,
+    either,
+    every,
     flaw,
+    is_number,
     one_of,
+    some,
+    that,
     too_deep,
 )
 
 OUTCOME = one_of(*map(str, Outcome))
-_TEXT = Or(TEXT, None)
-_NUMBER = Or(NUMBER, None)
-_WHOLE = Or(WHOLE, None)
+_TEXT = either(TEXT, None)
+_NUMBER = either(NUMBER, None)
+_WHOLE = either(WHOLE, None)
 
-_VERSIONS = Each(_TEXT)
-_ANY_RESULT = Each(ANY)
-_WITH_HOST: Shape = {"host": TEXT}
-_WITH_KIND: Shape = {"kind": TEXT}
+_VERSIONS = every(_TEXT)
+_ANY_RESULT = every(ANY)
+_WITH_HOST = check({"host": TEXT})
+_WITH_KIND = check({"kind": TEXT})
 ENVIRONMENT: Shape = {
     "host?": TEXT,
     "device": TEXT,
@@ -54,45 +57,42 @@ ENVIRONMENT: Shape = {
     "torch?": _TEXT,
     "cpu_model?": _TEXT,
     **dict.fromkeys(("threads?", "cpu_count?", "cpus_available?", "memory_total?", "device_memory?"), _WHOLE),
-    "load_average?": Or(SECONDS, None),
+    "load_average?": either(SECONDS, None),
     "packages?": _VERSIONS,
-    "variables?": Each(TEXT),
-    "libraries?": Or(_VERSIONS, None),
-    "executor?": Or({"name": TEXT, "cluster": TEXT, "driver": TEXT, "versions": _VERSIONS}, None),
+    "variables?": every(TEXT),
+    "libraries?": either(_VERSIONS, None),
+    "executor?": either({"name": TEXT, "cluster": TEXT, "driver": TEXT, "versions": _VERSIONS}, None),
     "results_folder?": _TEXT,
-    "gpu_state?": Or(_VERSIONS, None),
-    "gpu_processes?": Or([TEXT], None),
+    "gpu_state?": either(_VERSIONS, None),
+    "gpu_processes?": either([TEXT], None),
 }
-LINES: Mapping[str, Shape] = {
-    "environment": {"environment": ENVIRONMENT},
-    "trial": {
-        "experiment": TEXT,
-        "id": TEXT,
-        "round": COUNT,
-        "fingerprint": TEXT,
-        "version?": _TEXT,
-        "trial": {"kind": TEXT},
-        "outcome": OUTCOME,
-        "evidence?": _TEXT,
-        "seconds": SECONDS,
-        "utc": UTC,
-        "load?": Or(SECONDS, None),
-        "stolen?": Or(SECONDS, None),
-        "result": Or(Each(ANY), None),
-    },
-    "cut": {
-        "id": TEXT,
-        "round": COUNT,
-        "fingerprint": TEXT,
-        "trial": {"kind": TEXT},
-        "seconds": SECONDS,
-        "utc": UTC,
-    },
+_RUN: Shape = {
+    "id": TEXT,
+    "round": COUNT,
+    "fingerprint": TEXT,
+    "trial": {"kind": TEXT},
+    "seconds": SECONDS,
+    "utc": UTC,
+}
+LINES: Mapping[str, Check] = {
+    "environment": check({"environment": ENVIRONMENT}),
+    "trial": check(
+        _RUN
+        | {
+            "experiment": TEXT,
+            "version?": _TEXT,
+            "outcome": OUTCOME,
+            "evidence?": _TEXT,
+            "load?": either(SECONDS, None),
+            "stolen?": either(SECONDS, None),
+            "result": either(every(ANY), None),
+        }
+    ),
+    "cut": check(_RUN),
 }
 
-_TYPE = one_of(*LINES)
 #: A trial's answer.
-ANSWER: Shape = {"outcome": OUTCOME, "evidence": _TEXT, "result": Or(Each(ANY), None)}
+ANSWER = check({"outcome": OUTCOME, "evidence": _TEXT, "result": either(every(ANY), None)})
 
 #: Field of a trial, in any kind -> shape.
 _FIELDS: Mapping[str, Shape] = {
@@ -102,18 +102,20 @@ _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("seed", "canaries", "public_epochs"), WHOLE),
     **dict.fromkeys(("batch_size", "epochs", "processes", "rounds", "runs", "records", "public_records"), POSITIVE),
     **dict.fromkeys(("steps", "threads", "memory_budget"), _WHOLE),
-    **dict.fromkeys(("image_size", "num_classes"), Or(POSITIVE, None)),
+    **dict.fromkeys(("image_size", "num_classes"), either(POSITIVE, None)),
     **dict.fromkeys(("dataset_size", "max_batch_size"), _WHOLE),
     **dict.fromkeys(("sample_rate", "delta", "max_grad_norm", "lr", "max_seconds", "timeout"), FINITE),
-    "noise_multiplier": Or(FINITE, None),
-    "target_epsilon": Or(ABOVE_0, None),
+    "noise_multiplier": either(FINITE, None),
+    "target_epsilon": either(ABOVE_0, None),
     **dict.fromkeys(("simulated", "measure", "small", "compiled"), FLAG),
     "backends": [TEXT],
 }
-_OF_ANY_KIND: Shape = {
-    f"{name}?": _FIELDS[name]
-    for name in ("model", "backend", "backends", "batch_size", "accountant", "device", "precision", "threads")
-}
+_OF_ANY_KIND = check(
+    {
+        f"{name}?": _FIELDS[name]
+        for name in ("model", "backend", "backends", "batch_size", "accountant", "device", "precision", "threads")
+    }
+)
 _STEP = "model backend batch_size device precision image_size num_classes"
 _TURNS = "model backends batch_size device precision image_size num_classes"
 _EPSILON = "accountant sample_rate delta"
@@ -147,22 +149,23 @@ _TRIALS = {
     "launches": "model backends batch_size",
 }
 
-_FILES: Shape = {"files?": Each(FILE_NAME)}
+_FILES: Shape = {"files?": every(FILE_NAME)}
+_HAS_FILES = check(_FILES)
 #: The same before they are written, with their content.
-_CONTENTS: Shape = {"files?": Each(BASE64)}
+_CONTENTS = check({"files?": every(BASE64)})
 _MEMORY: Shape = {
     "source": TEXT,
     "peak_bytes": POSITIVE,
     **dict.fromkeys(("baseline_bytes?", "allocated_bytes?", "reserved_bytes?", "pool_bytes?"), _WHOLE),
-    "phases?": Each(WHOLE),
+    "phases?": every(WHOLE),
 }
 _VERIFICATION: Shape = {"max_norm_error": NUMBER, "max_grad_error": NUMBER, "tolerance": NUMBER}
-_COVERAGE = Each(FINITE)
+_COVERAGE = every(FINITE)
 _TURN: Shape = {
     "round": COUNT,
     "position?": COUNT,
-    "step_seconds": Some(ABOVE_0),
-    "joules_per_step?": Or(FINITE, None),
+    "step_seconds": some(ABOVE_0),
+    "joules_per_step?": either(FINITE, None),
 }
 _ENTRY: Shape = {
     "outcome": OUTCOME,
@@ -176,23 +179,23 @@ _ENTRY: Shape = {
     "model_flops?": WHOLE,
     # of an engine in another framework (`dpbench.measure.jax_peer.entry`)
     "plain?": {"turns": [_TURN], "memory": _MEMORY},
-    "compile_seconds?": Each(SECONDS),
-    "microbatch?": Or(COUNT, None),
-    "versions?": Each(TEXT),
+    "compile_seconds?": every(SECONDS),
+    "microbatch?": either(COUNT, None),
+    "versions?": every(TEXT),
 }
-_MEASURED: Shape = _ENTRY | {"outcome": one_of("ok"), "turns": Some(_TURN), "memory": _MEMORY}
+_MEASURED: Shape = _ENTRY | {"outcome": one_of("ok"), "turns": some(_TURN), "memory": _MEMORY}
 _FAILED: Shape = _ENTRY | {"outcome": one_of(*(str(outcome) for outcome in Outcome if outcome is not Outcome.OK))}
 _PROFILED: Shape = {
     "outcome": one_of("ok"),
-    **dict.fromkeys(("launches", "waits"), Or(FINITE, None)),
+    **dict.fromkeys(("launches", "waits"), either(FINITE, None)),
     **dict.fromkeys(("operations", "device_seconds"), FINITE),
     "top": [{"name": TEXT, "asked_by": _TEXT, "calls": FINITE, "seconds": SECONDS, "share": FINITE}],
 }
 _LAUNCHED = ("launches", "bytes_read", "bytes_written", "flops")
-_PAIRED: Shape = {"backends": Each(Or(_MEASURED, _FAILED)), "parameters?": WHOLE}
-_PART: Shape = {"seconds": Some(SECONDS), "launches": Or(FINITE, None), "waits": Or(FINITE, None)}
-_CLAIM: Shape = {"epsilon": NUMBER, "kind": TEXT, "detail?": Each(ANY)}
-_ERRORS: Shape = {"norm_error": _NUMBER, "grad_error": _NUMBER, "reason": _TEXT, "coverage": Or(_COVERAGE, None)}
+_PAIRED: Shape = {"backends": every(either(_MEASURED, _FAILED)), "parameters?": WHOLE}
+_PART: Shape = {"seconds": some(SECONDS), "launches": either(FINITE, None), "waits": either(FINITE, None)}
+_CLAIM: Shape = {"epsilon": NUMBER, "kind": TEXT, "detail?": every(ANY)}
+_ERRORS: Shape = {"norm_error": _NUMBER, "grad_error": _NUMBER, "reason": _TEXT, "coverage": either(_COVERAGE, None)}
 _ROW: Shape = _ERRORS | {"backend": TEXT, "status": one_of("exact", "refused", "wrong", "crash", "unavailable")}
 _ROWS: Shape = {"rows": [_ROW], "tolerance?": FINITE, "mixes": FLAG, "random": FLAG}
 _COUNTS: Shape = {"ghost": _WHOLE, "instantiate": _WHOLE}
@@ -213,7 +216,7 @@ _EPSILON_FOUND: Shape = _CLAIM | {"compute_seconds": SECONDS, "all_seconds?": [S
 #: kind -> result of a trial that succeeded.
 _RESULTS: Mapping[str, Shape] = {
     "step": {
-        "step_seconds": Some(ABOVE_0),
+        "step_seconds": some(ABOVE_0),
         "memory": _MEMORY,
         "verification?": _VERIFICATION,
         "coverage?": _COVERAGE,
@@ -226,13 +229,13 @@ _RESULTS: Mapping[str, Shape] = {
         "probes?": [{"batch_size": POSITIVE, "fits": FLAG, "peak_bytes": POSITIVE}],
     },
     "confirm": {
-        "probes": [{"batch_size": POSITIVE, "fits": FLAG, "memory?": Or(_MEMORY, None)}],
+        "probes": [{"batch_size": POSITIVE, "fits": FLAG, "memory?": either(_MEMORY, None)}],
         "verification": _VERIFICATION,
     },
     "overhead": _PAIRED,
     "training_step": _PAIRED | {"energy?": TEXT},
     "distributed": {
-        "backends": Each({"memory": Some(_MEMORY), "turns": Some(_TURN)}),
+        "backends": every({"memory": some(_MEMORY), "turns": some(_TURN)}),
         "communication": TEXT,
         "oversubscribed": FLAG,
         "parameters?": WHOLE,
@@ -240,30 +243,30 @@ _RESULTS: Mapping[str, Shape] = {
     },
     **dict.fromkeys(("epsilon", *(f"epsilon_{kind}" for kind in ("sweep", "scheme", "map", "tuned"))), _EPSILON_FOUND),
     "calibration": _CLAIM | {"value": NUMBER, "steps?": WHOLE},
-    "explain": Or(
-        {"rows": [_USE], "summary": {"batch_size": WHOLE, "inputs": Some(Some(WHOLE))}},
+    "explain": either(
+        {"rows": [_USE], "summary": {"batch_size": WHOLE, "inputs": some(some(WHOLE))}},
         {"problems": [{"module": TEXT, "reason": TEXT}]},
         {"usage": TEXT},
     ),
-    "coverage": Or(
-        _ROWS | {"built": Is("true", lambda built: built is True)},
-        {"built": Is("false", lambda built: built is False), "reason": TEXT},
+    "coverage": either(
+        _ROWS | {"built": that("true", lambda built: built is True)},
+        {"built": that("false", lambda built: built is False), "reason": TEXT},
     ),
     "conformance": {"rows": [_ERRORS | {"case": TEXT, "result": one_of("exact", "refuses", "wrong"), "raised": FLAG}]},
     "sensitivity": {
         "rows": [
             {
                 **dict.fromkeys(("case", "outcome"), TEXT),
-                **dict.fromkeys(("excess", "limit"), Or(FINITE, None)),
+                **dict.fromkeys(("excess", "limit"), either(FINITE, None)),
                 "batch_size?": _WHOLE,
-                "counts?": Or(Each(COUNT), None),
+                "counts?": either(every(COUNT), None),
                 **dict.fromkeys(("record?", "reason?"), _TEXT),
             }
         ]
     },
     "device": {
-        "facts": Each(ANY),
-        "versions": Each(ANY),
+        "facts": every(ANY),
+        "versions": every(ANY),
         "bandwidth": [{"what": TEXT, "bytes_per_second": FINITE}],
         "products": [{"size": POSITIVE, "precision": TEXT, "flops_per_second": FINITE}],
         "latency": [{"what": TEXT, "seconds": SECONDS}],
@@ -282,23 +285,23 @@ _RESULTS: Mapping[str, Shape] = {
         "tensors": COUNT,
         "counted": TEXT,
         "steps": {
-            name: {"parts": dict.fromkeys(parts.split(), _PART), "step_seconds": Some(ABOVE_0)}
+            name: {"parts": dict.fromkeys(parts.split(), _PART), "step_seconds": some(ABOVE_0)}
             for name, parts in (
                 ("plain", "forward backward optimizer rest"),
                 ("private", "forward clip finite noise optimizer rest"),
             )
         },
     },
-    "profile": {"counted": TEXT, "backends": Each(Or(_PROFILED, _FAILED))},
-    "launches": {"backends": Each(Or({"outcome": one_of("ok"), **dict.fromkeys(_LAUNCHED, COUNT)}, _FAILED))},
+    "profile": {"counted": TEXT, "backends": every(either(_PROFILED, _FAILED))},
+    "launches": {"backends": every(either({"outcome": one_of("ok"), **dict.fromkeys(_LAUNCHED, COUNT)}, _FAILED))},
     **{
         kind: {
             "accuracy": FINITE,
-            "curve": Some({"accuracy": FINITE, "seconds": SECONDS, "steps": COUNT}),
-            "test_losses": Some(NUMBER),
+            "curve": some({"accuracy": FINITE, "seconds": SECONDS, "steps": COUNT}),
+            "test_losses": some(NUMBER),
             "noise?": TEXT,
             "steps?": COUNT,
-            **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?", "spread?"), Or(FINITE, None)),
+            **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?", "spread?"), either(FINITE, None)),
             "kind_of_epsilon?": _TEXT,
         }
         for kind in ("utility", "correlated", "adam_bias")
@@ -307,19 +310,20 @@ _RESULTS: Mapping[str, Shape] = {
         **dict.fromkeys(("claimed_epsilon", "epsilon_lower_bound"), FINITE),
         **dict.fromkeys((f"{name}?" for name in _BOUNDS), FINITE),
         **dict.fromkeys((f"{name}?" for name in _GUESSES), COUNT),
-        "p_values?": Each(FINITE),
+        "p_values?": every(FINITE),
         "refuted_by?": [TEXT],
         "releases?": COUNT,
         "violated?": FLAG,
     },
     "memorisation": {
-        "exposures": Some({"times": POSITIVE, "bits": SECONDS}),
+        "exposures": some({"times": POSITIVE, "bits": SECONDS}),
         "bits_of_all": ABOVE_0,
         **dict.fromkeys(("bits_per_byte", "bits_per_byte_before"), ABOVE_0),
-        **dict.fromkeys(("epsilon", "delta"), Or(FINITE, None)),
+        **dict.fromkeys(("epsilon", "delta"), either(FINITE, None)),
         "seconds": SECONDS,
     },
 }
+_CHECKS = {kind: check(shape) for kind, shape in _RESULTS.items()}
 
 
 def flaw_of_result(kind: str, result: Any) -> str | None:
@@ -331,7 +335,7 @@ def flaw_of_result(kind: str, result: Any) -> str | None:
     """
     if too_deep(result):
         return "result: nested too deeply"
-    return flaw(result, _RESULTS.get(kind, _ANY_RESULT), "result") or flaw(result, _CONTENTS, "result")
+    return flaw(result, _CHECKS.get(kind, _ANY_RESULT), "result") or flaw(result, _CONTENTS, "result")
 
 
 def flaw_of_record(record: Mapping[str, Any]) -> str | None:
@@ -341,25 +345,26 @@ def flaw_of_record(record: Mapping[str, Any]) -> str | None:
         if (found := flaw(result, _CONTENTS, "result")) is not None:
             return found
         record = {**record, "result": {**result, "files": dict.fromkeys(result["files"], "a name")}}
-    return flaw_of_line({**record, "type": "trial"})
+    line = {**record, "type": "trial"}
+    return "nested too deeply" if too_deep(line) else flaw_of_line(line, {})
 
 
-def flaw_of_line(line: Any) -> str | None:
-    """Why a line is not a whole record of today's schema, in words; None if it is."""
-    if too_deep(line):
-        return "nested too deeply"
-    kind_of_line = line.get("type") if isinstance(line, Mapping) else None
-    if (found := flaw(kind_of_line, _TYPE, "type")) is not None:
-        return found
-    if (found := flaw(line, LINES[str(kind_of_line)])) is not None:
+def flaw_of_line(line: Mapping[str, Any], sound: Mapping[str, Any]) -> str | None:
+    """Why a line is not a whole record of today's schema, in words; None if it is.
+
+    Args:
+        sound: identity -> a trial that is known to be whole, and is not checked again.
+    """
+    kind_of_line = line["type"]
+    if (found := flaw(line, LINES[kind_of_line])) is not None:
         return found
     if kind_of_line == "environment":  # a sweep's records are grouped by machine
         where = line["environment"]
         return flaw(where, _WITH_HOST, "environment") if where.get("executor") else None
     trial = line["trial"]
-    if (found := _flaw_of_trial(trial)) is not None or kind_of_line == "cut":
+    if sound.get(line["id"]) != trial and (found := _flaw_of_trial(trial)) is not None:
         return found
-    return _flaw_of_found(trial["kind"], line)
+    return None if kind_of_line == "cut" else _flaw_of_found(trial["kind"], line)
 
 
 def flaw_of_trial(trial: Any) -> str | None:
@@ -371,43 +376,44 @@ def flaw_of_trial(trial: Any) -> str | None:
 
 def _flaw_of_trial(trial: Mapping[str, Any]) -> str | None:
     kind = trial["kind"]
-    return _too_large(trial) or flaw(trial, _shape_of_trial(kind) if kind in _TRIALS else _OF_ANY_KIND, "trial")
+    return _too_large(trial) or flaw(trial, _fields_of(kind) if kind in _TRIALS else _OF_ANY_KIND, "trial")
 
 
 @functools.cache
-def _shape_of_trial(kind: str) -> Shape:
+def _fields_of(kind: str) -> Check:
     shape: dict[str, Shape] = {f"{name}?": each for name, each in _FIELDS.items()}
     shape |= {name: _FIELDS[name] for name in _TRIALS[kind].split()}
     if kind.startswith("epsilon"):  # only a calibration leaves these open
         shape |= {"noise_multiplier": FINITE, "steps": WHOLE}
     if kind == "calibration":
         shape["target_epsilon"] = ABOVE_0
-    return shape
+    return check(shape)
 
 
 def _too_large(value: Any, where: str = "trial") -> str | None:
     """The first number too large to compute with."""
-    if isinstance(value, (dict, list)):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(each, (int, float, dict, list)) and (found := _too_large(each, f"{where}.{key}")):
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(each, (dict, list)):
+            if (found := _too_large(each, f"{where}.{key}")) is not None:
                 return found
-        return None
-    return None if isinstance(value, bool) or NUMBER.test(value) else flaw(value, NUMBER, where)
+        elif isinstance(each, (int, float)) and not isinstance(each, bool) and not is_number(each):
+            return flaw(each, NUMBER, f"{where}.{key}")
+    return None
 
 
 def _flaw_of_found(kind: str, line: Mapping[str, Any]) -> str | None:
     """The same of a result; that of a failed trial may be partial."""
-    result, shape = line["result"], _RESULTS.get(kind, _ANY_RESULT)
+    result = line["result"]
     if line["outcome"] == Outcome.OK:
-        found = flaw(result, shape, "result") or flaw(result, _FILES, "result")
+        found = flaw(result, _CHECKS.get(kind, _ANY_RESULT), "result") or flaw(result, _HAS_FILES, "result")
         asked = line["trial"]["backends"] if found is None and kind in ("overhead", "training_step") else ()
         missing = [name for name in asked if name not in result["backends"]]
         return f"result.backends: expected {missing[0]}, got none" if missing else found
-    if result is None or not isinstance(shape, dict):
+    if result is None or not isinstance(_RESULTS.get(kind), dict):
         return None
     return flaw(result, _partial_result(kind), "result")
 
 
 @functools.cache
-def _partial_result(kind: str) -> Shape:
-    return {f"{name.removesuffix('?')}?": Or(each, None) for name, each in _RESULTS[kind].items()} | _FILES
+def _partial_result(kind: str) -> Check:
+    return check({f"{name.removesuffix('?')}?": either(each, None) for name, each in _RESULTS[kind].items()} | _FILES)

@@ -2,22 +2,22 @@
 
 A shape is one of
 
-    NUMBER, WHOLE, TEXT, FLAG, ANY, ...    a value that passes a test (`Is`)
+    NUMBER, WHOLE, TEXT, FLAG, ANY, ...    a value that passes a test (`that`)
     None                                   null
-    [shape], Some(shape)                   a list of such values, of any length; of at least one
+    [shape], some(shape)                   a list of such values, of any length; of at least one
     {"a": shape, "b?": shape}              an object with "a", optionally "b", and any other keys
-    Each(shape)                            an object with any keys, all values such
-    Or(shape, shape, ...)                  one of these
+    every(shape)                           an object with any keys, all values such
+    either(shape, shape, ...)              one of these
 
-`flaw` says where a value first differs. A value without a flaw has the expected keys and types.
+`check` makes a function of a shape, which returns where a value first differs, or None. All shapes but null, lists and
+objects are such functions already. A value that does not differ has the expected keys and types.
 """
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -31,45 +31,128 @@ _UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z", re.ASCII)
 _FILE_NAME = re.compile(r"[^/\\\0.][^/\\\0]{0,250}")
 
 Shape = Any
+#: (path to the first value that differs, what is expected there, the value).
+Difference = tuple[str, str, Any]
+Check = Callable[[Any], Difference | None]
 
 
-@dataclass(frozen=True)
-class Is:
-    """A value that passes `test`; `words` describe what is expected."""
+class _Nothing:
+    """Stands for a missing value."""
 
-    words: str
-    test: Callable[[Any], bool]
-
-
-@dataclass(frozen=True)
-class Each:
-    """An object with any keys, and values of one shape."""
-
-    shape: Shape
+    def __repr__(self) -> str:
+        return "none"
 
 
-@dataclass(frozen=True)
-class Some:
-    """A list of at least one value, all of one shape."""
+def that(words: str, test: Callable[[Any], bool]) -> Check:
+    """The shape of a value that passes a test.
 
-    shape: Shape
+    Args:
+        words: what is expected.
+        test: whether a value is such.
+    """
+    return lambda value: None if test(value) else ("", words, value)
 
 
-class Or:
-    """One of several shapes."""
+def either(*shapes: Shape) -> Check:
+    """One of several shapes.
 
-    def __init__(self, *shapes: Shape) -> None:
-        self.shapes = shapes
+    Args:
+        shapes: tried in order.
+    """
+    checks = [check(shape) for shape in shapes]
+
+    def differs(value: Any) -> Difference | None:
+        differences = []
+        for one in checks:
+            if (found := one(value)) is None:
+                return None
+            differences.append(found)
+        # the deepest difference is the most telling
+        return max(differences, key=lambda found: len(found[0]))
+
+    return differs
+
+
+def some(shape: Shape, at_least: int = 1) -> Check:
+    """A list of values of one shape.
+
+    Args:
+        shape: of each value.
+        at_least: 1, or 0 for a list that may be empty.
+    """
+    inner, words = check(shape), "a list that is not empty" if at_least else "a list"
+
+    def differs(value: Any) -> Difference | None:
+        if not isinstance(value, list) or len(value) < at_least:
+            return "", words, value
+        if not any(map(inner, value)):
+            return None
+        return next(
+            (f"[{number}]{found[0]}", *found[1:]) for number, each in enumerate(value) if (found := inner(each))
+        )
+
+    return differs
+
+
+def every(shape: Shape) -> Check:
+    """An object with any keys, and values of one shape.
+
+    Args:
+        shape: of each value.
+    """
+    inner = check(shape)
+
+    def differs(value: Any) -> Difference | None:
+        if not isinstance(value, dict):
+            return "", "an object", value
+        for key, found in zip(value, map(inner, value.values()), strict=True):
+            if found is not None:
+                return f".{key}{found[0]}", *found[1:]
+        return None
+
+    return differs
+
+
+def check(shape: Shape) -> Check:
+    """A function from a value, as read from JSON, to its first difference from a shape, or None.
+
+    Args:
+        shape: the expected one.
+    """
+    if isinstance(shape, list):
+        return some(shape[0], at_least=0)
+    if shape is None:
+        return that("null", lambda value: value is None)
+    if not isinstance(shape, dict):
+        return shape
+    inner = {key.removesuffix("?"): check(each) for key, each in shape.items()}
+    needed = {key for key in shape if not key.endswith("?")}
+
+    def differs(value: Any) -> Difference | None:
+        if not isinstance(value, dict):
+            return "", "an object", value
+        if not needed <= value.keys():
+            return f".{next(key for key in shape if key in needed - value.keys())}", "a value", _Nothing()
+        for key, each in value.items():
+            if key in inner and (found := inner[key](each)) is not None:
+                return f".{key}{found[0]}", *found[1:]
+        return None
+
+    return differs
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, float):
-        return abs(value) < _GREATEST  # axes hold no more, and values that are not finite are text
-    return _is_whole(value) or (isinstance(value, str) and value in ("inf", "-inf", "nan"))
+def _is_finite(value: Any) -> bool:
+    # axes hold no more than this
+    return abs(value) < _GREATEST if isinstance(value, float) else _is_whole(value)
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value of JSON is a number to compute with, or the text of one that is not finite."""
+    return _is_finite(value) or value in ("inf", "-inf", "nan")
 
 
 def _is_utc(value: str) -> bool:
@@ -86,100 +169,50 @@ def _is_base64(value: Any) -> bool:
         return False
 
 
-ANY = Is("anything", lambda value: True)
-FINITE = Is("a finite number", lambda value: not isinstance(value, str) and _is_number(value))
-FLAG = Is("true or false", lambda value: isinstance(value, bool))
-NUMBER = Is('a number (or "inf", "-inf", "nan")', _is_number)
-TEXT = Is("a text", lambda value: isinstance(value, str))
-WHOLE = Is("a whole number", _is_whole)
-BASE64 = Is("the content of a file in base64", _is_base64)
-COUNT = Is("a whole number of at least 0", lambda value: _is_whole(value) and value >= 0)
-SECONDS = Is(
-    "a number of at least 0, and of seconds that pass",
-    lambda value: not isinstance(value, str) and _is_number(value) and 0 <= value < _AGES,
+ANY = that("anything", lambda value: True)
+FINITE = that("a finite number", _is_finite)
+FLAG = that("true or false", lambda value: isinstance(value, bool))
+NUMBER = that('a number (or "inf", "-inf", "nan")', is_number)
+TEXT = that("a text", lambda value: isinstance(value, str))
+WHOLE = that("a whole number", _is_whole)
+BASE64 = that("the content of a file in base64", _is_base64)
+COUNT = that("a whole number of at least 0", lambda value: _is_whole(value) and value >= 0)
+SECONDS = that(
+    "a number of at least 0, and of seconds that pass", lambda value: _is_finite(value) and 0 <= value < _AGES
 )
-POSITIVE = Is("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
-ABOVE_0 = Is("a number above 0", lambda value: FINITE.test(value) and value > 0)
-UTC = Is("a time as 2026-01-31T12:00:00.000000Z", lambda value: isinstance(value, str) and _is_utc(value))
+POSITIVE = that("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
+ABOVE_0 = that("a number above 0", lambda value: _is_finite(value) and value > 0)
+UTC = that("a time as 2026-01-31T12:00:00.000000Z", lambda value: isinstance(value, str) and _is_utc(value))
 #: A file beside the records, never a path to another folder.
-FILE_NAME = Is(
+FILE_NAME = that(
     "the name of a file in this folder",
     lambda value: isinstance(value, str) and _FILE_NAME.fullmatch(value) is not None,
 )
 
 
-def one_of(*names: str) -> Is:
-    """The shape of a text that is one of these.
+def one_of(*names: str) -> Check:
+    """A text that is one of these.
 
     Args:
         names: the texts.
     """
-    return Is(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+    return that(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
 
-def flaw(value: Any, shape: Shape, where: str = "") -> str | None:
-    """Where and how `value` first differs from `shape`, in words; None if it does not.
+def flaw(value: Any, differs: Check, where: str = "") -> str | None:
+    """Where and how `value` first differs from a shape, in words; None if it does not.
 
     Args:
         value: as read from JSON.
-        shape: the expected one.
+        differs: the check of the expected shape.
         where: path to the value, for the words.
     """
-    if (found := _difference(value, shape)) is None:
+    if (found := differs(value)) is None:
         return None
     way, expected, got = found
     shown = repr(got) if not isinstance(got, int) or abs(got) < _LARGEST else "a number of many digits"
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     return f"{(where + way).removeprefix('.') or 'it'}: expected {expected}, got {shown}"
-
-
-class _Nothing:
-    """Stands for a missing value."""
-
-    def __repr__(self) -> str:
-        return "none"
-
-
-def _difference(value: Any, shape: Shape) -> tuple[str, str, Any] | None:
-    """(path to the first value that differs, what is expected there, the value); None if none does.
-
-    The path is built while returning, as most values do not differ.
-    """
-    if isinstance(shape, Is):
-        return None if shape.test(value) else ("", shape.words, value)
-    if shape is None:
-        return None if value is None else ("", "null", value)
-    if isinstance(shape, Or):
-        differences = []
-        for each in shape.shapes:
-            if (found := _difference(value, each)) is None:
-                return None
-            differences.append(found)
-        # the deepest difference is the most telling
-        return max(differences, key=lambda found: len(found[0]))
-    if isinstance(shape, list | Some):
-        inner = shape[0] if isinstance(shape, list) else shape.shape
-        if not isinstance(value, list) or (isinstance(shape, Some) and not value):
-            return "", "a list" if isinstance(shape, list) else "a list that is not empty", value
-        for number, each in enumerate(value):
-            if (found := _difference(each, inner)) is not None:
-                return f"[{number}]{found[0]}", *found[1:]
-        return None
-    if not isinstance(value, Mapping):
-        return "", "an object", value
-    if isinstance(shape, Each):
-        for key, each in value.items():
-            if (found := _difference(each, shape.shape)) is not None:
-                return f".{key}{found[0]}", *found[1:]
-        return None
-    for key, inner in shape.items():
-        name = key[:-1] if key[-1] == "?" else key
-        if name not in value:
-            if name == key:
-                return f".{name}", "a value", _Nothing()
-        elif (found := _difference(value[name], inner)) is not None:
-            return f".{name}{found[0]}", *found[1:]
-    return None
 
 
 def too_deep(value: Any) -> bool:

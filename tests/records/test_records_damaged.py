@@ -156,8 +156,8 @@ def test_records_after_an_environment_that_is_none_are_counted(tmp_path):
 def test_what_a_sweep_says_of_its_machine_is_asked_for():
     sweep = {"name": "n", "cluster": "c", "driver": "d", "versions": {}}
     where = ENVIRONMENT["environment"] | {"executor": sweep}
-    assert "host" in str(flaw_of_line(ENVIRONMENT | {"environment": where}))
-    assert flaw_of_line(ENVIRONMENT | {"environment": where | {"host": "h"}}) is None
+    assert "host" in str(flaw_of_line(ENVIRONMENT | {"environment": where}, {}))
+    assert flaw_of_line(ENVIRONMENT | {"environment": where | {"host": "h"}}, {}) is None
 
 
 @pytest.mark.parametrize("name", ["a pipe", "a folder", "a dangling link", "a link to itself"])
