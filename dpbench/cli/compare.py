@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from dpbench.cli import streams
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
                     "b": str(paths[1]),
                     "differences": [dict(zip(("fact", "a", "b"), item, strict=True)) for item in differ],
                     "warnings": told,
-                    "cells": [row.as_json() for row in rows],
+                    "cells": [asdict(row) for row in rows],
                     "only_in_a": only_a,
                     "only_in_b": only_b,
                     "left_out": {reason: count for reason, count in left_out.items() if count},

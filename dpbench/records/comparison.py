@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clipping import BACKENDS
@@ -57,10 +57,6 @@ class Row:
     rounds: tuple[int, int] = (0, 0)
     outliers: tuple[int, int] = (0, 0)
     setting: Mapping[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Its fields by name."""
-        return asdict(self)
 
 
 @dataclass

@@ -66,14 +66,7 @@ ENVIRONMENT: Shape = {
     "gpu_state?": either(_VERSIONS, None),
     "gpu_processes?": either([TEXT], None),
 }
-_RUN: Shape = {
-    "id": TEXT,
-    "round": COUNT,
-    "fingerprint": TEXT,
-    "trial": {"kind": TEXT},
-    "seconds": SECONDS,
-    "utc": UTC,
-}
+_RUN: Shape = {"id": TEXT, "round": COUNT, "fingerprint": TEXT, "trial": {"kind": TEXT}, "seconds": SECONDS, "utc": UTC}
 LINES: Mapping[str, Check] = {
     "environment": check({"environment": ENVIRONMENT}),
     "trial": check(

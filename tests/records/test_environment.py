@@ -102,8 +102,7 @@ def test_another_machine_device_or_library_is_another_fingerprint(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("told", "recorded"),
-    [("", (None, None)), ("abc123", ("abc123", False)), ("abc123-dirty", ("abc123", True))],
+    ("told", "recorded"), [("", (None, None)), ("abc123", ("abc123", False)), ("abc123-dirty", ("abc123", True))]
 )
 def test_the_commit_is_what_the_environment_says_where_git_does_not(root, monkeypatch, told, recorded):
     monkeypatch.setenv("DPBENCH_COMMIT", told)

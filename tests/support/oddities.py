@@ -105,7 +105,7 @@ VIEWS_AND_COMPLEX = [
         "real and complex in every operation",
         mixed_complex,
         lambda: {**layer_and_vector(), "w": torch.randn(3, 3), "q": torch.randn(())},
-    ),
+    )
 ]
 
 
@@ -370,11 +370,7 @@ REFUSED = [
         "p: prelu: no exact rule for one sample without a batch .remedy: apply it to a batch",
     ),
     (
-        Case(
-            "a diagonal",
-            lambda m, x: torch.einsum("btt,td->btd", x[..., :T], m.p),
-            lambda: {"p": torch.randn(T, D)},
-        ),
+        Case("a diagonal", lambda m, x: torch.einsum("btt,td->btd", x[..., :T], m.p), lambda: {"p": torch.randn(T, D)}),
         "p: einsum: an einsum that takes a diagonal has no rule .remedy: write it as torch.matmul or",
     ),
     (Case("batch_norm by hand", normalised, layer_and_vector), MIXES),

@@ -32,10 +32,7 @@ def everything(run, name="net.py:make"):
         run.epsilon("moments", steps, 1.2586 * steps / 1e4).epsilon("prv", steps, 1.2 * steps / 1e4)
     for size in (32, 64):
         run.overhead(
-            "vgg11",
-            {"nonprivate": [1.0, 1.0], "ghost": [3.0, 3.0]},
-            failed={"vmap": ("oom", name)},
-            image_size=size,
+            "vgg11", {"nonprivate": [1.0, 1.0], "ghost": [3.0, 3.0]}, failed={"vmap": ("oom", name)}, image_size=size
         )
         run.overhead("vgg11", {"nonprivate": [1.0], "ghost": [3.0]}, batch_size=size)
         tokens = {"model": f"transformers:gpt2@{size}", "image_size": None}
