@@ -18,46 +18,19 @@ def refuse(trainer: Any) -> None:
     Args:
         trainer: before training.
     """
-    precision = str(trainer.precision)
-    found = [
-        (
-            not trainer.lightning_module.automatic_optimization,
-            "automatic_optimization=True",
-            "False",
-            "training_step returns the losses, and the strategy steps; for a loop of your own take PrivacyEngine",
-        ),
-        (
-            trainer.accumulate_grad_batches != 1,
-            "accumulate_grad_batches=1",
-            trainer.accumulate_grad_batches,
-            "privacy['batch_size'] is cut into pieces of the loader's batch_size",
-        ),
-        (
-            any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks),
-            "no GradientAccumulationScheduler",
-            "one",
-            "privacy['batch_size'] is cut into pieces of the loader's batch_size",
-        ),
-        (
-            trainer.gradient_clip_val is not None,
-            "gradient_clip_val=None",
-            trainer.gradient_clip_val,
-            "privacy['max_grad_norm'] clips each sample's gradient",
-        ),
-        (
-            precision.startswith("16"),
-            "precision='bf16-mixed'",
-            precision,
-            "losses cannot be scaled and then clipped",
-        ),
-        (
-            bool(trainer.overfit_batches),
-            "overfit_batches=0",
-            trainer.overfit_batches,
-            "batches are drawn from all records",
-        ),
-    ]
-    for wrong, wanted, came, why in found:
+    module, callbacks, precision = trainer.lightning_module, trainer.callbacks, str(trainer.precision)
+    pieces = "privacy['batch_size'] is cut into pieces of the loader's batch_size"
+    steps = "training_step returns the losses, and the strategy steps; for a loop of your own take PrivacyEngine"
+    norm = "privacy['max_grad_norm'] clips each sample's gradient"
+    grows = any(isinstance(each, GradientAccumulationScheduler) for each in callbacks)
+    for wrong, wanted, came, why in (
+        (not module.automatic_optimization, "automatic_optimization=True", "False", steps),
+        (trainer.accumulate_grad_batches != 1, "accumulate_grad_batches=1", trainer.accumulate_grad_batches, pieces),
+        (grows, "no GradientAccumulationScheduler", "one", pieces),
+        (trainer.gradient_clip_val is not None, "gradient_clip_val=None", trainer.gradient_clip_val, norm),
+        (precision.startswith("16"), "precision='bf16-mixed'", precision, "losses cannot be scaled and then clipped"),
+        (trainer.overfit_batches, "overfit_batches=0", trainer.overfit_batches, "batches are drawn from all records"),
+    ):
         if wrong:
             raise ValueError(f"expected {wanted} with a private strategy, got {came}: {why}")
 

@@ -162,18 +162,10 @@ class Look(Trace):
         """
         if batch_size < 2 or not self._inputs:
             return
-        self.done = True
-        draws, read = Draws(), [id(x) for x in self._inputs]
-        was = _run(draws, partial(self._values, read, _copy))
-        for others in map(replaced, separating(batch_size)):
-            now = _run(draws, partial(self._values, read, others.of))
-            if was is None or now is None or any(a.shape != b.shape for a, b in zip(was, now, strict=True)):
-                _unknown(self._by, "operations on a batch before the model cannot be rerun")
-                return
-            sample = differing(was, now, others, coarsest(was, TOLERANCE))
-            if sample is not None:
-                reason = f"samples mix: what the model reads for sample {sample} changes with the other samples"
-                raise UnsupportedModel(self._by, [Problem("batch", reason, ALONE)])
+        sample = self._mixed(self._inputs, batch_size, "operations on a batch before the model cannot be rerun")
+        if sample is not None:
+            reason = f"samples mix: what the model reads for sample {sample} changes with the other samples"
+            raise UnsupportedModel(self._by, [Problem("batch", reason, ALONE)])
 
     def judge_losses(self, losses: Tensor, batch_size: int) -> None:
         """Check that each loss, and the model's inputs, were computed from their own sample alone.
@@ -188,19 +180,11 @@ class Look(Trace):
         self.judge_inputs(batch_size)
         if batch_size < 2 or not isinstance(losses, Traced) or losses.noted_by is not self:
             return
-        self.done = True
-        draws, key = Draws(), id(losses)
-        base = _run(draws, partial(self._values, [key], _copy))
-        for others in map(replaced, separating(batch_size)):
-            now = _run(draws, partial(self._values, [key], others.of))
-            if base is None or now is None:
-                _unknown(self._by, "it cannot be run with other labels")
-                return
-            sample = differing(base, now, others, coarsest(base, TOLERANCE))
-            if sample is not None:
-                reason = f"samples mix: the loss of sample {sample} changes with the other samples"
-                remedy = "let each sample have a loss of its own, divided by nothing that the batch holds"
-                raise UnsupportedModel(self._by, [Problem("losses", reason, remedy)])
+        sample = self._mixed([losses], batch_size, "it cannot be run with other labels")
+        if sample is not None:
+            reason = f"samples mix: the loss of sample {sample} changes with the other samples"
+            remedy = "let each sample have a loss of its own, divided by nothing that the batch holds"
+            raise UnsupportedModel(self._by, [Problem("losses", reason, remedy)])
 
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
         """Check that the gradients at the outputs, [B, ...] each, are the samples' own.
@@ -238,15 +222,10 @@ class Look(Trace):
         if base is None:
             _unknown(self._by, "it cannot be run again")
             return
-        for others in map(replaced, separating(batch_size)):
-            now = gradients(others.of)
-            if now is None:
-                _unknown(self._by, "it cannot be run with other labels")
-                break
-            sample = differing(base, now, others, tolerance)
-            if sample is not None:
-                reason = f"samples mix: the gradient of the loss of sample {sample} changes with the other samples"
-                raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, REMEDY)])
+        sample = self._first_differing(base, gradients, batch_size, tolerance, "it cannot be run with other labels")
+        if sample is not None:
+            reason = f"samples mix: the gradient of the loss of sample {sample} changes with the other samples"
+            raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, REMEDY)])
         twice = gradients(lambda x: _twice(x, batch_size), lambda x: _twice(x, batch_size)) or []
         first, second = [x[:batch_size] for x in twice], [x[batch_size:] for x in twice]
         if not twice or _differ(first, second, everybody, tolerance):
@@ -267,10 +246,40 @@ class Look(Trace):
             return
         raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
 
-    def _values(self, keys: Sequence[int], change: Made) -> list[Tensor]:
-        """The new values of recorded tensors, if `change` is applied to all initial ones."""
-        values = self._again(lambda x: change(plain(x)))
-        return [values[key] for key in keys]
+    def _mixed(self, recorded: Sequence[Tensor], batch_size: int, unknown: str) -> int | None:
+        """The first sample for which these tensors change with the other samples of the batch."""
+        self.done = True
+        draws = Draws()
+
+        def values(change: Made) -> list[Tensor] | None:
+            def again() -> list[Tensor]:
+                found = self._again(lambda x: change(plain(x)))
+                return [found[id(x)] for x in recorded]
+
+            return _run(draws, again)
+
+        base = values(_copy)
+        tolerance = coarsest(base or recorded, TOLERANCE)
+        return self._first_differing(base, values, batch_size, tolerance, unknown)
+
+    def _first_differing(
+        self,
+        base: Sequence[Tensor] | None,
+        again: Callable[[Made], list[Tensor] | None],
+        batch_size: int,
+        tolerance: float,
+        unknown: str,
+    ) -> int | None:
+        """The first sample whose values change with the others; if nothing can be rerun, a warning says so."""
+        for others in map(replaced, separating(batch_size)):
+            now = again(others.of)
+            if base is None or now is None or _shapes(base) != _shapes(now):
+                _unknown(self._by, unknown)
+                return None
+            sample = differing(base, now, others, tolerance)
+            if sample is not None:
+                return sample
+        return None
 
     def _gradients(self, change: Made, fixed: Made) -> list[Tensor]:
         """Gradients of the loss at the outputs, with `change` of the initial tensors and `fixed` of constants."""
@@ -334,9 +343,11 @@ def _run(draws: Draws, again: Callable[[], list[Tensor]]) -> list[Tensor] | None
 
 
 def _differ(one: Sequence[Tensor], other: Sequence[Tensor], everybody: Change, tolerance: float) -> bool:
-    return any(a.shape != b.shape for a, b in zip(one, other, strict=True)) or (
-        differing(one, other, everybody, tolerance) is not None
-    )
+    return _shapes(one) != _shapes(other) or differing(one, other, everybody, tolerance) is not None
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    return [x.shape for x in tensors]
 
 
 def _twice(x: Tensor, batch_size: int) -> Tensor:
