@@ -35,6 +35,7 @@ from clipping.program.graphs import Compile
 from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
+from dpbench.integrations.loader_options import shared_options
 from dpbench.integrations.turns import Steps, Turn, per_sample
 from dpbench.trials.packages import needed
 
@@ -170,14 +171,7 @@ class _Private:
             dataloader.dataset,
             max_physical_batch_size=dataloader.batch_size,
             pad=self._pad,
-            collate_fn=dataloader.collate_fn,
-            num_workers=dataloader.num_workers,
-            pin_memory=dataloader.pin_memory,
-            persistent_workers=dataloader.persistent_workers,
-            prefetch_factor=dataloader.prefetch_factor,
-            worker_init_fn=dataloader.worker_init_fn,
-            timeout=dataloader.timeout,
-            multiprocessing_context=dataloader.multiprocessing_context,
+            **shared_options(dataloader),
         )
         self._steps.begin(loader)
         return _Turns(self.engine.settings.steps_per_epoch)

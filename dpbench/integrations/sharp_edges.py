@@ -13,7 +13,7 @@
 | mixup, or statistics of a batch, in `collate_fn` | refused: "to be its own" | `test_a_collator_that_mixes_records_is_refused` |
 | the same on the device, in Lightning's hooks | refused: "what the model reads for sample" | `test_hooks_of_a_batch_on_its_way_see_the_pieces` |
 | your own sampler, batches by length, `drop_last` | refused by name | `test_what_cannot_be_private_is_refused_by_name` |
-| a stream of records, or Trainer's hyperparameter search on the same records | refused by name | `test_methods_of_ones_own_and_streams_are_refused` |
+| a stream of records, or Trainer's hyperparameter search on the same records | refused by name | `test_what_cannot_be_private_is_refused_by_name` |
 | Opacus' `poisson_sampling=False` | accounted as fixed batches, at a larger ε | `test_batches_that_are_not_sampled_are_accounted_as_what_they_are` |
 | many records of one person | ε protects one record; combine a person's records into one | `test_a_user_is_clipped_as_one_record` |
 | a loss in `make_step`, or a model in any loop, that divides by the number of records | refused: "samples mix" | `test_a_model_that_mixes_is_refused` |
@@ -51,7 +51,7 @@
 | dividing by the sampled batch size | the expected size always divides; the sampled one is private | `test_empty_batches_move_the_parameters_and_count` |
 | a GradScaler, for half precision | refused: every gradient would be above the threshold | `test_a_grad_scaler_is_refused` |
 | a sum over the batch declared as a mean, or a mean as a sum | refused: "the loss is a sum over the batch" | `test_a_sum_is_no_mean_and_a_mean_no_sum` |
-| `max_grad_norm=0`, Trainer's way to turn clipping off | refused: nothing would be learned | `test_lengths_norms_and_privacy_that_do_not_fit_are_refused` |
+| `max_grad_norm=0`, Trainer's way to turn clipping off | refused: nothing would be learned | `test_what_cannot_be_private_is_refused_by_name` |
 | LBFGS, or a closure | refused: a step has one gradient | `test_an_optimizer_of_several_gradients_a_step_is_refused` |
 | a fused optimizer on `channels_last` weights, which reads by memory position | gradients have autograd's memory layout | `test_fused_optimizers_pair_the_right_entries` |
 | torch.compile of the model, or of a function that calls it | refused; `make_step(loss_fn, compile=True)` compiles the step | `test_what_is_compiled_after_the_engine_is_refused_or_exact` |

@@ -16,6 +16,7 @@ from dpbench.integrations.opacus.accountant import Accountant
 from dpbench.integrations.opacus.optimizer import DPOptimizer
 
 KEY = "privacy_engine_state_dict"
+PARTS = ("optimizer_state_dict", "noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
 
 
 def save(
@@ -48,13 +49,9 @@ def save(
     state["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
     state["privacy_accountant_state_dict"] = dict(accountant.state_dict())
     state[KEY] = {"engine": private._engine.state_dict(), "max_grad_norm": private.max_grad_norm}
-    for name, part in (
-        ("optimizer", optimizer),
-        ("noise_scheduler", noise_scheduler),
-        ("grad_clip_scheduler", grad_clip_scheduler),
-    ):
+    for name, part in zip(PARTS, (optimizer, noise_scheduler, grad_clip_scheduler), strict=True):
         if part is not None:
-            state[f"{name}_state_dict"] = part.state_dict()
+            state[name] = part.state_dict()
     torch.save(state, path, **(torch_save_kwargs or {}))
 
 
@@ -96,20 +93,15 @@ def load(
         ) from error
     module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
     if KEY in state:
-        _go_on(
-            private, state, moved=noise_scheduler is not None, norm=grad_clip_scheduler is not None or private.adaptive
-        )
+        moves = grad_clip_scheduler is not None or private.adaptive
+        _go_on(private, state, moved=noise_scheduler is not None, norm=moves)
     else:
         accountant.load_state_dict(state["privacy_accountant_state_dict"])
-    for name, part in (
-        ("optimizer", optimizer),
-        ("noise_scheduler", noise_scheduler),
-        ("grad_clip_scheduler", grad_clip_scheduler),
-    ):
-        held = state.pop(f"{name}_state_dict", None)
+    for name, part in zip(PARTS, (optimizer, noise_scheduler, grad_clip_scheduler), strict=True):
+        held = state.pop(name, None)
         if part is not None and held:
             part.load_state_dict(held)
-        elif name == "optimizer" and (part is None) != (not held):
+        elif name == PARTS[0] and (part is None) != (not held):
             warnings.warn(
                 "expected an optimizer both in the checkpoint and here, or in neither: its state is not restored",
                 stacklevel=3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clipping import Automatic, Flat, PerLayer
 from clipping.core.clip_functions import ClipFunction
 from dpbench.errors import complaint, nearest
-from dpbench.integrations.opacus.quantile import ARGUMENTS, STABILISER, Quantile
+from dpbench.integrations.opacus.quantile import STABILISER, Quantile
 
 NAMES = ("flat", "per_layer", "automatic", "adaptive")
 
@@ -61,7 +61,7 @@ class Clips:
             number gives all layers equal shares.
         optimizer, model: of the parameters.
         noise_multiplier: σ.
-        options: `quantile.ARGUMENTS` of "adaptive"; none of the others.
+        options: those of `Quantile` for "adaptive"; none of the others.
 
     Attributes:
         norm: C.
@@ -83,7 +83,7 @@ class Clips:
         if clipping not in NAMES:
             raise ValueError(complaint("clipping", clipping, nearest(str(clipping), NAMES), NAMES))
         self._clipping = clipping
-        wanted = set(ARGUMENTS) if clipping == "adaptive" else set()
+        wanted = {field.name for field in fields(Quantile)} if clipping == "adaptive" else set()
         if odd := sorted(options.keys() ^ wanted):
             came = f"got {odd[0]!r} beside them" if odd[0] in options else f"got none named {odd[0]!r}"
             raise TypeError(f"expected the arguments of make_private with clipping={clipping!r}, {came}")

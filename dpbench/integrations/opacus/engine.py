@@ -104,7 +104,15 @@ class PrivacyEngine:
         """
         _one_of("grad_sample_mode", grad_sample_mode, MODES)
         _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        _refuse(batch_first, rand_on_empty)
+        if not batch_first:
+            raise ValueError(
+                "expected batch_first=True, got False: let the samples come first in the model's inputs and outputs, "
+                "and transpose inside"
+            )
+        if rand_on_empty:
+            raise ValueError(
+                "expected rand_on_empty=False, got True: a sample of no records is a batch of no records here"
+            )
         if self.engine is not None:
             raise Misuse(
                 "expected one make_private of a PrivacyEngine, got a second one: make a PrivacyEngine for each model, "
@@ -137,7 +145,7 @@ class PrivacyEngine:
             accountant=self.accountant.mechanism(),
             secure=self.secure_mode,
             generator=noise_generator,
-            sampling=_sampling(data_loader, poisson_sampling),
+            sampling=scheme_of(data_loader, poisson_sampling),
         )
         set_rate(engine, 1 / length, length)
         engine.attach(optimizer)
@@ -188,7 +196,7 @@ class PrivacyEngine:
             sample_rate=1 / length,
             steps=steps,
             delta=target_delta,
-            sampling=_sampling(data_loader, poisson_sampling),
+            sampling=scheme_of(data_loader, poisson_sampling),
         )
         found = self.make_private(
             data_loader=data_loader, noise_multiplier=noise_multiplier, poisson_sampling=poisson_sampling, **arguments
@@ -296,22 +304,6 @@ def _batch_size(source: DataLoader[Any]) -> int:
     return size
 
 
-def _sampling(source: DataLoader[Any], poisson: bool) -> str:
-    """The accounted scheme; Poisson samples may only replace uniform ones."""
-    scheme = scheme_of(source, poisson)
-    return "poisson" if poisson else scheme
-
-
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(complaint(name, value, nearest(str(value), known), known))
-
-
-def _refuse(batch_first: bool, rand_on_empty: bool) -> None:
-    if not batch_first:
-        raise ValueError(
-            "expected batch_first=True, got False: let the samples come first in the model's inputs and outputs, and "
-            "transpose inside"
-        )
-    if rand_on_empty:
-        raise ValueError("expected rand_on_empty=False, got True: a sample of no records is a batch of no records here")

@@ -8,7 +8,7 @@ checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -62,14 +62,23 @@ def depends_on(x: Tensor, anchors: set[int]) -> bool:
         x: with or without a graph.
         anchors: identities of tensors without a graph of their own.
     """
-    found, to_go = {x.grad_fn}, [x.grad_fn]
-    while to_go:
-        node = to_go.pop()
+    for number, node in enumerate(nodes(x.grad_fn)):
         variable = getattr(node, "variable", None)
-        if len(found) > MANY or (variable is not None and id(variable) not in anchors):
+        if number >= MANY or (variable is not None and id(variable) not in anchors):
             return False
-        for after, _ in node.next_functions:  # type: ignore[union-attr]
-            if after is not None and after not in found:
-                found.add(after)
-                to_go.append(after)
     return True
+
+
+def nodes(root: Any) -> Iterator[Any]:
+    """Yield the nodes of a graph, each once.
+
+    Args:
+        root: a node of autograd.
+    """
+    found, to_go = {root}, [root]
+    while to_go:
+        yield (node := to_go.pop())
+        after = (each for each, _ in node.next_functions)
+        fresh = dict.fromkeys(each for each in after if each is not None and each not in found)
+        found.update(fresh)
+        to_go += fresh

@@ -10,9 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.adjust import count_batches, drop_parts
-
-KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")
-"""Options of a loader that its private copy shares."""
+from dpbench.integrations.loader_options import shared_options
 
 
 class DPDataLoader(DataLoader[Any]):
@@ -30,7 +28,7 @@ class DPDataLoader(DataLoader[Any]):
     ) -> None:  # not DataLoader's: it loads nothing itself
         self.__dict__.update(source=source, _engine=engine, poisson=poisson, _see=see, _epochs=Epochs(engine))
         self.__dict__["sample_rate"] = engine.settings.mechanism.sample_rate
-        self.__dict__["_inner"] = engine.data_loader(source.dataset, **options(source)) if poisson else source
+        self.__dict__["_inner"] = engine.data_loader(source.dataset, **shared_options(source)) if poisson else source
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return (self._see(batch) for batch in self._epochs.of(self._inner))
@@ -61,7 +59,7 @@ class DPDataLoader(DataLoader[Any]):
         pieces = DPDataLoader.__new__(DPDataLoader)
         pieces.__dict__.update(self.__dict__)
         if self.poisson:
-            found = self._engine.data_loader(self.dataset, max_physical_batch_size=most, **options(self.source))
+            found = self._engine.data_loader(self.dataset, max_physical_batch_size=most, **shared_options(self.source))
         else:
             found = _Split(self.source, most, skip, self._engine)
         pieces.__dict__["_inner"] = found
@@ -100,7 +98,7 @@ class _Split:
 
     def __init__(self, source: DataLoader[Any], most: int, skip: Callable[[bool], None], engine: PrivacyEngine) -> None:
         self._pieces = _Pieces(source.batch_sampler, most)
-        self._loader: DataLoader[Any] = DataLoader(source.dataset, batch_sampler=self._pieces, **options(source))
+        self._loader: DataLoader[Any] = DataLoader(source.dataset, batch_sampler=self._pieces, **shared_options(source))
         self._skip, self._engine = skip, engine
 
     def __len__(self) -> int:
@@ -139,20 +137,8 @@ class _Pieces:
                 yield batch[start : start + self._most]
 
 
-def options(source: DataLoader[Any]) -> dict[str, Any]:
-    """The options that a private copy of a loader shares.
-
-    Args:
-        source: the caller's loader.
-    """
-    found = {name: getattr(source, name) for name in KEPT}
-    if source.num_workers:
-        found["prefetch_factor"] = source.prefetch_factor
-    return {**found, "collate_fn": source.collate_fn}
-
-
 def scheme_of(source: DataLoader[Any], poisson: bool) -> str:
-    """How a loader draws its batches: "shuffled" or "one_pass".
+    """The scheme that batches are accounted by: "poisson", "shuffled" or "one_pass".
 
     Args:
         source: the caller's loader.
@@ -165,9 +151,9 @@ def scheme_of(source: DataLoader[Any], poisson: bool) -> str:
     sampler: Any = getattr(batches, "sampler", None)
     kind = type(sampler) if type(batches) is BatchSampler else None
     if kind is SequentialSampler or (poisson and kind is DistributedSampler):
-        return "one_pass"
+        return "poisson" if poisson else "one_pass"
     if kind is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
-        return "shuffled"
+        return "poisson" if poisson else "shuffled"
     came = type(batches if kind is None else sampler).__name__
     if poisson:
         raise Misuse(

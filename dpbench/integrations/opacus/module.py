@@ -20,6 +20,7 @@ class GradSampleHooks:
     batch_first = True
 
     def __init__(self, model: nn.Module, loss_reduction: str, close: Callable[[], None]) -> None:
+        super().__init__()  # of a wrapper, nn.Module
         self._module, self.loss_reduction, self._close_all = model, loss_reduction, close
 
     def cleanup(self) -> None:
@@ -32,19 +33,14 @@ class GradSampleHooks:
         """Does nothing, as a step always has one backward pass."""
 
 
-class GradSampleModule(nn.Module):
+class GradSampleModule(GradSampleHooks, nn.Module):
     """Returned by `wrap_model=True`: calls the model, and finds its submodules by name.
 
     As in Opacus, the names of its parameters begin with ``_module.``; `to_standard_module()` returns the model alone.
     """
 
-    batch_first = True
-
     def __init__(self, model: nn.Module, loss_reduction: str, close: Callable[[], None]) -> None:
-        super().__init__()
-        self._module = model
-        self.loss_reduction = loss_reduction
-        self._close_all = close
+        super().__init__(model, loss_reduction, close)
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,20 +58,10 @@ class GradSampleModule(nn.Module):
         """A copy has no engine, and an ordinary model."""
         return {**self.__dict__, "_close_all": _nothing}
 
-    def cleanup(self) -> None:
-        """Restore model and optimizer; may be called twice."""
-        self._close_all()
-
-    remove_hooks = cleanup
-
     def to_standard_module(self) -> nn.Module:
         """Return the model itself, without hooks."""
         self.cleanup()
-        model: nn.Module = self._module
-        return model
-
-    def forbid_grad_accumulation(self) -> None:
-        """Does nothing, as a step always has one backward pass."""
+        return self._module
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"

@@ -21,6 +21,18 @@ from dpbench.integrations.opacus.outputs import Outputs
 StepHook = Callable[["DPOptimizer"], None]
 
 
+def _of_original(name: str) -> Any:
+    """An attribute of the underlying optimizer."""
+
+    def get(self: DPOptimizer) -> Any:
+        return getattr(self.original_optimizer, name)
+
+    def put(self: DPOptimizer, value: Any) -> None:
+        setattr(self.original_optimizer, name, value)
+
+    return property(get, put)
+
+
 class DPOptimizer(Optimizer):
     """Passes the losses of `backward()` to the engine, whose step clips, adds noise and runs the optimizer's own step.
 
@@ -106,32 +118,9 @@ class DPOptimizer(Optimizer):
             "summed without being kept; clipping.load_backend('vmap') computes gradients one by one"
         )
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Of the underlying optimizer."""
-        return self.original_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """Of the underlying optimizer."""
-        return self.original_optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.original_optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Of the underlying optimizer."""
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = defaults
+    param_groups = _of_original("param_groups")
+    state = _of_original("state")
+    defaults = _of_original("defaults")
 
     def attach_step_hook(self, fn: StepHook) -> None:
         """Call `fn(optimizer)` before each step of the parameters, with the noisy gradients in `.grad`.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from dpbench.engine import Misuse
 from dpbench.engine.loss_mixing_check import plain
-from dpbench.integrations.opacus.inside import LossInside, depends_on
+from dpbench.integrations.opacus.inside import MANY, LossInside, depends_on, nodes
 from dpbench.integrations.reduction import Look
 from dpbench.integrations.watch import Watch
 
@@ -31,9 +32,6 @@ ACCUMULATION = (
     "expected optimizer.step() after each backward(), got another batch before it: gradients of several batches are "
     "not accumulated; take a larger batch_size, and BatchMemoryManager(max_physical_batch_size=...) for its pieces"
 )
-
-MANY = 256
-"""Largest number of nodes that identify a loss."""
 
 
 class Cut:
@@ -268,20 +266,9 @@ def _running() -> tuple[str, ...]:
     while frame is not None:
         loss = frame.f_locals.get("self")
         if frame.f_code.co_name == "backward" and isinstance(loss, Tensor) and loss.grad_fn is not None:
-            return _names(loss.grad_fn)
+            return tuple(node.name() for node in islice(nodes(loss.grad_fn), MANY))
         frame = frame.f_back
     return ()
-
-
-def _names(node: Any) -> tuple[str, ...]:
-    """Names of the nodes between this one and the models' outputs, each once."""
-    found, to_go = {node: node.name()}, [node]
-    while to_go and len(found) < MANY:
-        for after, _ in to_go.pop().next_functions:
-            if after is not None and after not in found:
-                found[after] = after.name()
-                to_go.append(after)
-    return tuple(found.values())
 
 
 def _barred(shape: list[int], batch_size: int) -> Callable[[Tensor], None]:

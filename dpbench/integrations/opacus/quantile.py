@@ -27,13 +27,6 @@ from dpbench.engine.noise import At
 
 STABILISER = 1e-6
 """Opacus adds it to each norm."""
-ARGUMENTS = (
-    "target_unclipped_quantile",
-    "clipbound_learning_rate",
-    "max_clipbound",
-    "min_clipbound",
-    "unclipped_num_std",
-)
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,7 @@ class BesideCount:
         return Flat(max_grad_norm=self.max_grad_norm, stabiliser=STABILISER).factors(norms)
 
 
+@dataclass(kw_only=True)
 class Quantile:
     """The count of a logical batch, and its update of C, with the arguments of Opacus' AdaClipDPOptimizer.
 
@@ -66,23 +60,20 @@ class Quantile:
         ValueError: an invalid argument.
     """
 
-    def __init__(
-        self,
-        *,
-        target_unclipped_quantile: float,
-        clipbound_learning_rate: float,
-        max_clipbound: float,
-        min_clipbound: float,
-        unclipped_num_std: float,
-    ) -> None:
-        if not 0 <= target_unclipped_quantile <= 1:
-            raise ValueError(f"expected target_unclipped_quantile in [0, 1], got {target_unclipped_quantile!r}")
-        if not 0 < min_clipbound < max_clipbound < math.inf:
-            raise ValueError(f"expected 0 < min_clipbound < max_clipbound, got {min_clipbound!r} and {max_clipbound!r}")
-        if not 0 < clipbound_learning_rate < math.inf:
-            raise ValueError(f"expected clipbound_learning_rate > 0, got {clipbound_learning_rate!r}")
-        self._target, self._rate = target_unclipped_quantile, clipbound_learning_rate
-        self._limits, self._deviation = (min_clipbound, max_clipbound), unclipped_num_std
+    target_unclipped_quantile: float
+    clipbound_learning_rate: float
+    max_clipbound: float
+    min_clipbound: float
+    unclipped_num_std: float
+
+    def __post_init__(self) -> None:
+        gamma, low, high = self.target_unclipped_quantile, self.min_clipbound, self.max_clipbound
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"expected target_unclipped_quantile in [0, 1], got {gamma!r}")
+        if not 0 < low < high < math.inf:
+            raise ValueError(f"expected 0 < min_clipbound < max_clipbound, got {low!r} and {high!r}")
+        if not 0 < self.clipbound_learning_rate < math.inf:
+            raise ValueError(f"expected clipbound_learning_rate > 0, got {self.clipbound_learning_rate!r}")
 
     def clip(self, norm: float, noise_multiplier: float) -> BesideCount:
         """The clipping function at C with noise of σ.
@@ -94,11 +85,12 @@ class Quantile:
         Raises:
             ValueError: σ >= 2 σ_u: the count alone would exceed the accounted ε.
         """
-        part = 1 - (noise_multiplier / (2 * self._deviation)) ** 2 if self._deviation > 0 else 0.0
+        deviation = self.unclipped_num_std
+        part = 1 - (noise_multiplier / (2 * deviation)) ** 2 if deviation > 0 else 0.0
         if part <= 0:
             raise ValueError(
                 f"expected unclipped_num_std > noise_multiplier / 2 = {noise_multiplier / 2:g}, got "
-                f"{self._deviation!r}: the count alone would spend more than is accounted"
+                f"{deviation!r}: the count alone would spend more than is accounted"
             )
         return BesideCount(norm, norm / math.sqrt(part))
 
@@ -120,7 +112,7 @@ class Quantile:
         """
         count = torch.tensor([engine.counted], dtype=torch.float64, device="cpu")
         place = At(engine.steps, 0, sum(1 for _ in engine.model.parameters()))
-        noisy = float(engine.noise.added(count, self._deviation, place))
+        noisy = float(engine.noise.added(count, self.unclipped_num_std, place))
         share = noisy / engine.settings.batch_size + 0.5
-        low, high = self._limits
-        return min(max(norm * math.exp(-self._rate * (share - self._target)), low), high)
+        moved = norm * math.exp(-self.clipbound_learning_rate * (share - self.target_unclipped_quantile))
+        return min(max(moved, self.min_clipbound), self.max_clipbound)
