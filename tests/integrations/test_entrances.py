@@ -7,6 +7,7 @@ divides the losses by their number, or weighs them by labels that are counted, i
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import slow_unless
+from opacus_made import Made
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -158,8 +160,6 @@ def by_backend(model, loss):
 
 
 def by_opacus(model, loss, mode="hooks"):
-    from dpbench.integrations.opacus import PrivacyEngine as Opacus
-
     class Criterion:
         reduction = "mean"
 
@@ -167,20 +167,10 @@ def by_opacus(model, loss, mode="hooks"):
             losses = loss(outputs, targets)
             return losses if self.reduction == "none" else losses.mean()
 
-    made = Opacus().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(*data()), batch_size=B),
-        criterion=Criterion() if mode == "ghost" else None,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        grad_sample_mode=mode,
-    )
-    model, optimizer, *criterion, loader = made
-    for x, y in loader:
-        optimizer.zero_grad()
-        (criterion[0] if criterion else Criterion())(model(x), y).backward()
-        optimizer.step()
+    options = {"grad_sample_mode": mode, **({"criterion": Criterion()} if mode == "ghost" else {})}
+    sgd = partial(torch.optim.SGD, lr=0.1)  # or what a test puts in its place
+    made = Made(model, TensorDataset(*data()), batch_size=B, optimizer=sgd, **options)
+    made.train(made.criterion if mode == "ghost" else Criterion())
 
 
 def by_opacus_ghost(model, loss):
@@ -222,16 +212,10 @@ def by_trainer(model, loss):
 
     x, y = data()
     records = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    quiet = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
     trainer = PrivateTrainer(
         model=Wrapped(),
-        args=transformers.TrainingArguments(
-            per_device_train_batch_size=B,
-            max_steps=2,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
+        args=transformers.TrainingArguments(per_device_train_batch_size=B, max_steps=2, **quiet),
         privacy=PrivacyArguments(max_grad_norm=1.0, noise_multiplier=1.0),
         train_dataset=records,
         optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),

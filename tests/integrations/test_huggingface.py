@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("accelerate", reason="accelerate, which transformers' Trainer needs, is not installed")
-from tiny import RECORDS, Records, by_hand, model_of
+from by_hand import by_hand
+from tiny import RECORDS, Records, loss_of, model_of
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 from dpbench import Misuse, PrivacyEngine
@@ -57,6 +58,15 @@ def trainer_of(folder, kind="gpt2", *, cls=PrivateTrainer, model=None, privacy=N
     )
 
 
+def same_as_by_hand(trainer, key, *, kind="gpt2", model=None):
+    """Check the weights against those of a loop by hand, and return these."""
+    model, data = model_of(kind) if model is None else model, Records(kind)
+    run = {"steps": trainer.engine.steps, "clip": CLIP, "lr": lambda step: LR}
+    wanted = by_hand(model, lambda net, i: loss_of(kind, net, data[i]), trainer.engine.settings, key, **run)
+    assert_same(trainer.model, wanted)
+    return wanted
+
+
 def assert_same(model, wanted, atol=1e-12):
     found = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     assert found.keys() == wanted.keys()
@@ -77,10 +87,9 @@ def test_weights_are_those_of_a_loop_by_hand(kind, pieces, tmp_path):
     key = trainer.engine._sampler.key
     trainer.train()
     assert trainer.state.global_step == trainer.engine.steps == 12
-    wanted = by_hand(kind, trainer.engine.settings, key, steps=12, clip=CLIP, lr=LR)
+    wanted = same_as_by_hand(trainer, key, kind=kind)
     start = dict(model_of(kind).named_parameters())
     assert max(float((p - start[name].detach()).abs().max()) for name, p in wanted.items()) > 1e-2
-    assert_same(trainer.model, wanted)
 
 
 def test_a_batch_of_no_records_is_a_step(tmp_path):
@@ -90,7 +99,7 @@ def test_a_batch_of_no_records_is_a_step(tmp_path):
     key = trainer.engine._sampler.key
     trainer.train()
     assert trainer.engine.steps == trainer.state.global_step == 40
-    assert_same(trainer.model, by_hand("gpt2", trainer.engine.settings, key, steps=40, clip=CLIP, lr=LR))
+    same_as_by_hand(trainer, key)
 
 
 @pytest.mark.parametrize(
@@ -132,15 +141,6 @@ def test_epsilon_is_that_of_the_engine_alone(tmp_path):
     engine.detach()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_losses_are_those_of_transformers_for_each_record_alone(kind):
-    model = model_of(kind, torch.float32)
-    batch = torch.utils.data.default_collate([Records(kind)[i] for i in range(8)])
-    losses, _ = per_sample_losses(model, batch)
-    alone = [model(**{name: x[i : i + 1] for name, x in batch.items()}).loss for i in range(8)]
-    torch.testing.assert_close(losses, torch.stack(alone))
-
-
 def test_padding_counts_in_no_loss_whatever_its_label():
     model = model_of("gpt2")
     record = {name: x[None] for name, x in Records("gpt2")[0].items()}
@@ -174,14 +174,11 @@ def test_lora_moves_the_adapters_alone(tmp_path):
         return model.to(torch.float64)
 
     trainer = trainer_of(tmp_path, model=adapted(), per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    key, before = (
-        trainer.engine._sampler.key,
-        {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
-    )
+    key = trainer.engine._sampler.key
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    wanted = by_hand("gpt2", trainer.engine.settings, key, steps=12, clip=CLIP, lr=LR, model=adapted())
+    wanted = same_as_by_hand(trainer, key, model=adapted())
     assert wanted and all("lora" in name for name in wanted)
-    assert_same(trainer.model, wanted)
     for name, p in trainer.model.named_parameters():
         assert torch.equal(p, before[name]) != ("lora" in name), name
 
@@ -359,9 +356,7 @@ def test_a_checkpoint_of_an_ordinary_trainer_is_refused(tmp_path):
         train_dataset=Records("gpt2"),
     )
     ordinary.train()
-    with pytest.raises(
-        ValueError, match=r"expected privacy_engine_0\.pt in the checkpoint.*not be accounted; go on from"
-    ):
+    with pytest.raises(ValueError, match=r"expected privacy_engine_0\.pt in the checkpoint.*not be accounted; go on"):
         trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
@@ -372,96 +367,70 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
-REFUSED = {
-    "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
-    "dataloader_drop_last": {"dataloader_drop_last": True},
-    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
-    "auto_find_batch_size": {"auto_find_batch_size": True},
-    "optim": {"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]},
-    "gradient_checkpointing_kwargs": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
-    "torch_compile": {"torch_compile": True},
-    "hub_strategy": {"push_to_hub": True, "hub_strategy": "checkpoint"},
-}
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(Records("gpt2"))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_private_is_refused_by_name(name, tmp_path):
-    with pytest.raises(
-        ValueError, match=rf"^expected (activation|gradient)?\w*{name.split('_')[-1]}.* with PrivateTrainer"
-    ) as e:
-        trainer_of(tmp_path, **REFUSED[name])
-    assert "\n" not in str(e.value)
+class Sized(Stream):
+    def __len__(self):
+        return RECORDS
 
 
-def test_fp16_is_refused(tmp_path):
+def overriding(name):
+    return type("Own", (PrivateTrainer,), {name: lambda self, *args: None})
+
+
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+REFUSED = [
+    ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='random'"),
+    ({"dataloader_drop_last": True}, "dataloader_drop_last=False"),
+    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size=False"),
+    ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=None .*got 5\.0: .*longest record"),
+    ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]}, "optim='adamw_torch'"),
+    (REENTRANT, "(activation|gradient)_checkpointing_kwargs="),
+    ({"torch_compile": True}, "torch_compile=False"),
+    ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "hub_strategy='end'"),
+    ({"max_grad_norm": 0.0}, r"max_grad_norm=C > 0 with PrivateTrainer, got 0\.0: "),
+    ({"max_grad_norm": None}, "max_grad_norm=C > 0 with PrivateTrainer, got None: "),
+    ({"cls": overriding("_get_train_sampler")}, "_get_train_sampler=Trainer's own .*, got another one: "),
+    ({"cls": overriding("get_train_dataloader")}, "get_train_dataloader=.*, got another one: "),
+    ({"cls": overriding("training_step")}, "training_step=PrivateTrainer's own .*, got another one: "),
+    ({"data": Stream()}, r"train_dataset=.*, got Stream: batches are drawn as privacy\.sampling says"),
+    ({"data": Sized()}, "train_dataset=.*, got Sized: "),
+    ({"more": {"model_init": lambda: model_of("gpt2")}}, "model_init=None"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda x: x.partition("=")[0] if isinstance(x, str) else "")
+def test_what_cannot_be_private_is_refused_by_name(options, words, tmp_path):
+    with pytest.raises(ValueError, match=f"^expected {words}") as error:
+        trainer_of(tmp_path, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("fp16", True, "fp16=False .*: .* take bf16"), ("fsdp", "full_shard", "fsdp='' .* 'full_shard': .*fully_shard")],
+)
+def test_what_needs_a_gpu_is_refused_by_name(name, value, words, tmp_path):
     args = arguments(tmp_path)
-    args.fp16 = True  # as on a GPU; TrainingArguments refuse it elsewhere
-    with pytest.raises(ValueError, match=r"expected fp16=False with PrivateTrainer, got True: .* take bf16"):
-        PrivateTrainer(
-            model_of("gpt2"), args, train_dataset=Records("gpt2"), privacy=PrivacyArguments(noise_multiplier=1.0)
-        )
+    setattr(args, name, value)  # TrainingArguments refuse it elsewhere
+    with pytest.raises(ValueError, match=f"expected {words}"):
+        PrivateTrainer(model_of("gpt2"), args, train_dataset=Records("gpt2"), privacy=PrivacyArguments())
 
 
-def test_sharding_and_training_without_data_are_refused(tmp_path):
-    args = arguments(tmp_path)
-    args.fsdp = "full_shard"  # as on several GPUs
+def test_what_there_is_to_train_on_and_with_is_asked_for(tmp_path):
     privacy = PrivacyArguments(noise_multiplier=1.0)
-    with pytest.raises(ValueError, match=r"expected fsdp='' with PrivateTrainer, got 'full_shard': .*call fully_shard"):
-        PrivateTrainer(model_of("gpt2"), args, train_dataset=Records("gpt2"), privacy=privacy)
     trainer = PrivateTrainer(model_of("gpt2"), arguments(tmp_path), eval_dataset=Records("gpt2", 8), privacy=privacy)
     assert trainer.engine is None and trainer.evaluate()["eval_loss"] > 0
     with pytest.raises(ValueError, match="expected a train_dataset to train on, got none: give it when"):
         trainer.train()
-
-
-def test_methods_of_ones_own_and_streams_are_refused(tmp_path):
-    class Sampled(PrivateTrainer):
-        def _get_train_sampler(self, *args):
-            return None
-
-    class Loaded(PrivateTrainer):
-        def get_train_dataloader(self):
-            return None
-
-    class Stepped(PrivateTrainer):
-        def training_step(self, *args):
-            return None
-
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(())
-
-    for cls, name in ((Sampled, "_get_train_sampler"), (Loaded, "get_train_dataloader"), (Stepped, "training_step")):
-        with pytest.raises(ValueError, match=f"^expected {name}=.*, got another one: "):
-            trainer_of(tmp_path, cls=cls)
-    with pytest.raises(ValueError, match=r"got Stream: batches are drawn as privacy\.sampling says"):
-        trainer_of(tmp_path, data=Stream())
-    with pytest.raises(ValueError, match="expected model_init=None"):
-        trainer_of(tmp_path, more={"model_init": lambda: model_of("gpt2")})
-    with pytest.raises(Misuse, match="without hyperparameter_search"):
-        trainer_of(tmp_path).hyperparameter_search()
-
-
-def test_lengths_norms_and_privacy_that_do_not_fit_are_refused(tmp_path):
-    class Stream(torch.utils.data.IterableDataset):
-        def __len__(self):
-            return RECORDS
-
-        def __iter__(self):
-            return iter(Records("gpt2"))
-
-    with pytest.raises(ValueError, match=r"^expected neftune_noise_alpha=None .*got 5\.0: .*longest record"):
-        trainer_of(tmp_path, neftune_noise_alpha=5.0)
-    for norm in (0.0, None):
-        with pytest.raises(ValueError, match=rf"^expected max_grad_norm=C > 0 with PrivateTrainer, got {norm}: "):
-            trainer_of(tmp_path, max_grad_norm=norm)
-    with pytest.raises(ValueError, match=r"got Stream: batches are drawn as privacy\.sampling says"):
-        trainer_of(tmp_path, data=Stream())
     with pytest.raises(ValueError, match=r"^expected privacy=PrivacyArguments\(\.\.\.\) .*, got dict: "):
         PrivateTrainer(model_of("gpt2"), arguments(tmp_path), train_dataset=Records("gpt2"), privacy={})
+    with pytest.raises(Misuse, match="without hyperparameter_search"):
+        trainer.hyperparameter_search()
 
 
 @pytest.mark.slow

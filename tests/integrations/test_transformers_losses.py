@@ -27,50 +27,16 @@ def words(*ignored):
     return labels
 
 
-def encoder(name, **options):
+def encoder(name, labels, **options):
     config = transformers.BertConfig(**BERT, **options)
-    return getattr(transformers, f"BertFor{name}")(config), {"input_ids": torch.randint(1, WORDS, (B, T))}
+    inputs = {"input_ids": torch.randint(1, WORDS, (B, T))}
+    inputs |= labels if isinstance(labels, dict) else {"labels": labels}
+    return getattr(transformers, f"BertFor{name}")(config), inputs
 
 
 def causal():
     config = transformers.GPT2Config(vocab_size=WORDS, n_embd=8, n_layer=1, n_head=2, n_positions=T)
     return transformers.GPT2LMHeadModel(config), {"input_ids": torch.randint(1, WORDS, (B, T)), "labels": words()}
-
-
-def masked():
-    model, inputs = encoder("MaskedLM")
-    return model, inputs | {"labels": words()}
-
-
-def token_classes():
-    model, inputs = encoder("TokenClassification", num_labels=WORDS)
-    return model, inputs | {"labels": words()}
-
-
-def classes():
-    model, inputs = encoder("SequenceClassification", num_labels=3)
-    return model, inputs | {"labels": torch.randint(0, 3, (B,))}
-
-
-def several_classes():
-    model, inputs = encoder("SequenceClassification", num_labels=3)
-    return model, inputs | {"labels": torch.randint(0, 2, (B, 3)).double()}
-
-
-def regression():
-    model, inputs = encoder("SequenceClassification", num_labels=1)
-    return model, inputs | {"labels": torch.randn(B, 1, dtype=torch.float64)}
-
-
-def regression_of_several():
-    model, inputs = encoder("SequenceClassification", num_labels=2, problem_type="regression")
-    return model, inputs | {"labels": torch.randn(B, 2, dtype=torch.float64)}
-
-
-def answers():
-    model, inputs = encoder("QuestionAnswering")
-    ends = torch.tensor([1, 3, T - 1, T + 5])  # the last is beyond the sequence: it does not count
-    return model, inputs | {"start_positions": torch.tensor([0, 2, 4, T + 5]), "end_positions": ends}
 
 
 def translation():
@@ -83,20 +49,38 @@ def images():
     return model, {"pixel_values": torch.randn(B, 3, 8, 8, dtype=torch.float64), "labels": torch.randint(0, 3, (B,))}
 
 
-KINDS = (causal, masked, token_classes, classes, several_classes, regression, regression_of_several, answers)
-KINDS += (translation, images)
+def sequence(labels, **options):
+    return encoder("SequenceClassification", labels, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+KINDS = {
+    "causal": causal,
+    "masked": lambda: encoder("MaskedLM", words()),
+    "token classes": lambda: encoder("TokenClassification", words(), num_labels=WORDS),
+    "classes": lambda: sequence(torch.randint(0, 3, (B,)), num_labels=3),
+    "several classes": lambda: sequence(torch.randint(0, 2, (B, 3)).double(), num_labels=3),
+    "regression": lambda: sequence(torch.randn(B, 1).double(), num_labels=1),
+    "regressions": lambda: sequence(torch.randn(B, 2).double(), num_labels=2, problem_type="regression"),
+    # the last is beyond the sequence: it does not count
+    "answers": lambda: encoder(
+        "QuestionAnswering",
+        {"start_positions": torch.tensor([0, 2, 4, T + 5]), "end_positions": torch.tensor([1, 3, T - 1, T + 5])},
+    ),
+    "translation": translation,
+    "images": images,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_loss_is_that_of_transformers_of_the_record_alone(kind):
     torch.manual_seed(0)
-    model, inputs = kind()
+    model, inputs = KINDS[kind]()
     model = model.double().eval()
     losses, _ = per_sample_losses(model, inputs)
     alone = [model(**{name: x[i : i + 1] for name, x in inputs.items()}).loss for i in range(B)]
     # Of records whose every position is beyond the sequence transformers' mean is 0 / 0
     alone = [torch.zeros_like(loss) if loss.isnan() else loss for loss in alone]
-    exact = 1e-6 if kind is causal else 1e-12  # transformers computes causal losses in float32 always
+    exact = 1e-6 if kind == "causal" else 1e-12  # transformers computes causal losses in float32 always
     torch.testing.assert_close(losses, torch.stack(alone).double(), rtol=exact, atol=exact)
     assert losses.requires_grad
     assert losses.shape == (B,)

@@ -1,12 +1,10 @@
-"""Tiny models of transformers, records for them, and DP-SGD written out by hand: one record at a time, no engine."""
+"""Tiny models of transformers, and records for them."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
-
-from dpbench.engine.sampling import Sampler
 
 RECORDS, LENGTH, WORDS = 48, 6, 40
 
@@ -48,23 +46,3 @@ def loss_of(kind, model, record):
     if kind == "gpt2":
         return F.cross_entropy(logits[0, :-1], record["labels"][1:], ignore_index=-100)
     return F.cross_entropy(logits, record["labels"][None])
-
-
-def by_hand(kind, settings, key, *, steps, clip, lr, model=None):
-    """The parameters after DP-SGD without noise: each record's gradient alone, clipped, summed, divided by b."""
-    model = model_of(kind) if model is None else model
-    model.train()
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sampler, data = Sampler(settings, key), Records(kind)
-    for step in range(steps):
-        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        for i in sampler.batch(step).tolist():
-            grads = torch.autograd.grad(loss_of(kind, model, data[i]), parameters.values(), allow_unused=True)
-            grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters.values(), strict=True)]
-            norm = torch.sqrt(sum((g * g).sum() for g in grads))
-            for name, g in zip(parameters, grads, strict=True):
-                total[name] += g * min(1.0, clip / float(norm))
-        with torch.no_grad():
-            for name, p in parameters.items():
-                p -= lr * total[name] / settings.batch_size
-    return {name: p.detach() for name, p in parameters.items()}
