@@ -93,6 +93,9 @@ class Look(Trace):
 
     Attributes:
         done: the batch was checked.
+
+    Methods take:
+        batch_size: B.
     """
 
     done = False
@@ -152,14 +155,7 @@ class Look(Trace):
         self._losses.clear()
 
     def judge_inputs(self, batch_size: int) -> None:
-        """Check that the model's inputs for a sample were computed from that sample alone.
-
-        Args:
-            batch_size: B.
-
-        Raises:
-            UnsupportedModel: they were not.
-        """
+        """Raise an UnsupportedModel unless the model's inputs for a sample were computed from that sample alone."""
         if batch_size < 2 or not self._inputs:
             return
         sample = self._mixed(self._inputs, batch_size, "operations on a batch before the model cannot be rerun")
@@ -168,14 +164,10 @@ class Look(Trace):
             raise UnsupportedModel(self._by, [Problem("batch", reason, ALONE)])
 
     def judge_losses(self, losses: Tensor, batch_size: int) -> None:
-        """Check that each loss, and the model's inputs, were computed from their own sample alone.
+        """Raise an UnsupportedModel unless each loss and input was computed from its own sample alone.
 
         Args:
             losses: the caller's, [B].
-            batch_size: B.
-
-        Raises:
-            UnsupportedModel: they were not.
         """
         self.judge_inputs(batch_size)
         if batch_size < 2 or not isinstance(losses, Traced) or losses.noted_by is not self:
@@ -187,15 +179,11 @@ class Look(Trace):
             raise UnsupportedModel(self._by, [Problem("losses", reason, remedy)])
 
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
-        """Check that the gradients at the outputs, [B, ...] each, are the samples' own.
+        """Raise an UnsupportedModel unless the gradients at the outputs, [B, ...] each, are the samples' own.
 
         Args:
             arrived: gradient at each output given to the caller; None without one.
-            batch_size: B.
             mean: whether the loss is a mean over the batch.
-
-        Raises:
-            UnsupportedModel: they are not.
         """
         self.judge_inputs(batch_size)
         was = [x for x in arrived if x is not None]

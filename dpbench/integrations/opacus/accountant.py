@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from accounting import SubsampledGaussian, load_accountant
+from accounting import load_accountant
 from dpbench.engine import Misuse, PrivacyEngine, PrivacyWarning
 from dpbench.engine.adjust import begin_after
 
@@ -144,14 +145,4 @@ class Accountant:
         if engine.steps and loaded == self.history:
             return
         now = engine.settings.mechanism
-        begin_after(engine, [(_alike(now, sigma, q), steps) for sigma, q, steps in loaded])
-
-
-def _alike(mechanism: SubsampledGaussian, noise_multiplier: float, sample_rate: float) -> SubsampledGaussian:
-    return SubsampledGaussian(
-        noise_multiplier,
-        sample_rate,
-        sampling=mechanism.sampling,
-        adjacency=mechanism.adjacency,
-        dataset_size=mechanism.dataset_size,
-    )
+        begin_after(engine, [(replace(now, noise_multiplier=s, sample_rate=q), steps) for s, q, steps in loaded])

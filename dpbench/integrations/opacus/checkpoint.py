@@ -1,4 +1,11 @@
-"""Save and load checkpoints with Opacus' keys and the engine's own state, so that ε continues and never falls."""
+"""Save and load checkpoints with Opacus' keys and the engine's own state, so that ε continues and never falls.
+
+Functions take:
+    private, accountant: the private optimizer, and the accountant of the same engine.
+    path: a path or a file, as in `torch.save` and `torch.load`.
+    module: its parameters are saved, or replaced.
+    optimizer, noise_scheduler, grad_clip_scheduler: saved or restored if given.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +44,6 @@ def save(
     The file holds the keys of noise and sampling, and is as secret as the data.
 
     Args:
-        private: the private optimizer.
-        accountant: of the same engine.
-        path: a path or a file, as in `torch.save`.
-        module: its parameters are saved.
-        optimizer, noise_scheduler, grad_clip_scheduler: saved if given.
         checkpoint_dict: the caller's own entries.
         module_state_dict_kwargs, torch_save_kwargs: of `module.state_dict` and `torch.save`.
     """
@@ -69,15 +71,10 @@ def load(
 ) -> dict[str, Any]:
     """Load a file of `save` or of Opacus' `save_checkpoint`, account for its steps, and return the rest.
 
-    A given scheduler also restores the noise and the norm that it had set.
+    A given scheduler also restores the noise and the norm that it had set. The file runs no code (`weights_only=True`)
+    unless you trust it by `torch_load_kwargs={"weights_only": False}`.
 
     Args:
-        private: the private optimizer.
-        accountant: of the same engine.
-        path: a path or a file, as in `torch.load`. It runs no code (`weights_only=True`) unless you trust it by
-            `torch_load_kwargs={"weights_only": False}`.
-        module: receives the saved parameters.
-        optimizer, noise_scheduler, grad_clip_scheduler: restored if given.
         module_load_dict_kwargs, torch_load_kwargs: of `module.load_state_dict` and `torch.load`.
 
     Raises:

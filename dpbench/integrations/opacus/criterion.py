@@ -178,12 +178,9 @@ class DPLoss:
             targets = kwargs.get("target", args[1] if len(args) > 1 else None)
             if mean and ignored is not None and targets is not None:
                 count = (targets.view(shape[0], shape[1]) != ignored).sum(1).clamp(min=1)
-                return self._of(losses.sum(1) / count)
+                losses = losses.sum(1) / count
         if losses.dim() > 1:
             losses = losses.flatten(1).mean(1) if mean else losses.flatten(1).sum(1)
-        return self._of(losses)
-
-    def _of(self, losses: Tensor) -> DPTensor:
         return DPTensor(losses, self.loss_reduction, self._backward)
 
     def _unreduced(self, *args: Any, **kwargs: Any) -> Any:

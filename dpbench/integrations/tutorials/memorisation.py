@@ -17,6 +17,12 @@ records and draws the results.
 
 ε-differential privacy bounds any attacker's gain. Under (ε, δ) a secret that appears once comes first of R with
 probability at most e^ε/R + δ, instead of 1/R. A secret that appears n times has n times the ε.
+
+Functions take:
+    seed: of the weights, the order of the data, and the canaries' numbers.
+    epochs, batch_size, lr: passes over the data, b, and the learning rate.
+    public, private: lines to train on, and to adapt to.
+    model, name, number: GPT-2, adapted or not; a canary's name, and its number.
 """
 
 from __future__ import annotations
@@ -58,9 +64,6 @@ def lines(seed: int = 0) -> tuple[list[str], list[str], list[str]]:
 
     Prose, as in docstrings, has no brackets, equals signs or underscores. All code lines of a module are in the same
     part, and no line appears twice.
-
-    Args:
-        seed: of the order.
     """
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     draw = random.Random(seed)
@@ -80,11 +83,7 @@ def lines(seed: int = 0) -> tuple[list[str], list[str], list[str]]:
 
 
 def canaries(seed: int = 0) -> dict[str, tuple[int, int]]:
-    """name -> (its number, how often it appears): four of each of `REPETITIONS`.
-
-    Args:
-        seed: of the numbers.
-    """
+    """name -> (its number, how often it appears): four of each of `REPETITIONS`."""
     draw = random.Random(seed)
     return {
         f"{name}_{times}": (draw.randrange(NUMBERS), times)
@@ -94,11 +93,7 @@ def canaries(seed: int = 0) -> dict[str, tuple[int, int]]:
 
 
 def secret(name: str) -> str:
-    """The beginning of a canary's line; its number follows.
-
-    Args:
-        name: of the canary.
-    """
+    """The beginning of a canary's line; its number follows."""
     return f'pin_of_{name} = "'
 
 
@@ -131,11 +126,7 @@ class Lines(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def network(seed: int = 0) -> GPT2LMHeadModel:
-    """A GPT-2 of 3 layers and 96 features that reads bytes: 0.35 million parameters.
-
-    Args:
-        seed: of the weights.
-    """
+    """A GPT-2 of 3 layers and 96 features that reads bytes: 0.35 million parameters."""
     torch.manual_seed(seed)
     size = {"vocab_size": 128, "n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
     drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -147,10 +138,6 @@ def arguments(folder: str, *, epochs: float, lr: float, batch_size: int, seed: i
 
     Args:
         folder: where nothing is kept.
-        epochs: passes over the data.
-        lr: learning rate.
-        batch_size: b.
-        seed: of the order.
     """
     return TrainingArguments(
         output_dir=folder,
@@ -168,13 +155,7 @@ def arguments(folder: str, *, epochs: float, lr: float, batch_size: int, seed: i
 
 
 def pretrained(public: Sequence[str], *, epochs: float = 2.0, seed: int = 0) -> GPT2LMHeadModel:
-    """Train a model on the public lines.
-
-    Args:
-        public: lines to read.
-        epochs: passes over them.
-        seed: of weights and order.
-    """
+    """Train a model on the public lines."""
     model = network(seed)
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
@@ -192,15 +173,10 @@ def fine_tuned(
     batch_size: int = 256,
     seed: int = 0,
 ) -> tuple[Any, PrivacySpent | None]:
-    """Adapt the model to the private lines by LoRA; return it and its spent privacy, None without `privacy`.
+    """Adapt the model in place to the private lines by LoRA; return it and its spent privacy.
 
     Args:
-        model: trained on the public lines; changed in place.
-        private: lines to adapt it to.
         privacy: None for ordinary fine-tuning.
-        epochs: passes over them.
-        batch_size: b.
-        seed: of weights and order.
     """
     torch.manual_seed(seed)
     rank = LoraConfig(r=16, lora_alpha=32, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
@@ -220,13 +196,7 @@ def fine_tuned(
 
 @torch.no_grad()
 def exposure(model: Any, name: str, number: int) -> float:
-    """Bits of a canary's number that the model gives away: log2 of all numbers, less log2 of its rank among them.
-
-    Args:
-        model: fine-tuned.
-        name: of the canary.
-        number: the canary's.
-    """
+    """Bits of a canary's number that the model gives away: log2 of all numbers, less log2 of its rank among them."""
     model.eval()
     begun = list(secret(name).encode())
     first = torch.tensor([[*begun, *f"{i:03d}".encode()] for i in range(NUMBERS // 10)])
@@ -243,7 +213,6 @@ def bits_per_byte(model: Any, text: Sequence[str]) -> float:
     """The mean of -log2 p of a byte, without the first of each line.
 
     Args:
-        model: reads bytes.
         text: lines.
     """
     model.eval()
@@ -261,7 +230,6 @@ def main(epsilons: Sequence[float | None] = (None, 8.0, 1.0), count: int = 4000,
     Args:
         epsilons: targets; None for ordinary fine-tuning.
         count: private lines.
-        epochs: passes over them.
     """
     warnings.simplefilter("ignore")
     prose, code, held_out = lines()
