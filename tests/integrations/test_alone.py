@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("accelerate", reason="accelerate, which transformers' Trainer needs, is not installed")
+import test_huggingface
 from tiny import LENGTH, WORDS, model_of
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from clipping import UnsupportedModel
 from dpbench import Misuse
 from dpbench.integrations.alone import look
-from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
+from dpbench.integrations.huggingface import PrivateTrainer
 
 RECORDS = 24
 
@@ -46,25 +47,11 @@ def padded(records, *, left=False, length=None):
     }
 
 
-def trainer_of(folder, collate=padded, *, cls=PrivateTrainer, model=None, **options):
-    args = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=6,
-        max_steps=4,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        **options,
-    )
-    return cls(
-        model_of("gpt2") if model is None else model,
-        args,
-        collate,
-        [sentence(i) for i in range(RECORDS)],
-        privacy=PrivacyArguments(noise_multiplier=1.0, generator=torch.Generator().manual_seed(0)),
-    )
+def trainer_of(folder, collate=padded, **options):
+    privacy = {"noise_multiplier": 1.0, "generator": torch.Generator().manual_seed(0)}
+    known = {"data": [sentence(i) for i in range(RECORDS)], "privacy": privacy, "more": {"data_collator": collate}}
+    known |= {"per_device_train_batch_size": 6, "max_steps": 4, "remove_unused_columns": False}
+    return test_huggingface.trainer_of(folder, **known, **options)
 
 
 class PerToken(PrivateTrainer):
