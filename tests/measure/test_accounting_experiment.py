@@ -38,12 +38,9 @@ def test_times_are_not_of_an_answer_remembered(monkeypatch):
     assert len(result["all_seconds"]) == 4
 
 
-def test_what_switching_buys():
-    """The steps at ε = 1.26: by the moments of 2016, and by the tightest bound."""
+def test_a_calibration_of_steps():
     setting = {"unknown": "steps", "target_epsilon": 1.26, "noise_multiplier": 4.0, "sample_rate": 0.01, "delta": 1e-5}
-    steps = {name: calibrate(CalibrationTrial(accountant=name, **setting))["steps"] for name in ("moments", "prv")}
-    assert steps["moments"] == 10_021
-    assert steps["prv"] == pytest.approx(16_841, abs=5)
+    assert calibrate(CalibrationTrial(accountant="moments", **setting))["steps"] == 10_021
 
 
 def test_the_schemes_side_by_side():
@@ -95,11 +92,6 @@ def test_result_can_be_recorded_where_it_is_infinite():
     assert result["epsilon"] == math.inf
     assert json.loads(to_json(result))["epsilon"] == "inf"
     assert quick(result["compute_seconds"], 1) and "seconds" not in result["detail"]
-
-
-def test_a_value_outside_its_domain_is_named():
-    with pytest.raises(ArgumentError, match=r"^expected delta in \[0, 1\], got -1$"):
-        run(EpsilonTrial(accountant="moments", **POINT | {"delta": -1}))
 
 
 def test_tuned_runs_beside_one():

@@ -10,7 +10,6 @@ import torch
 
 from dpbench.measure import gpu, overhead
 from dpbench.measure.bench import Memory
-from dpbench.measure.memory import Pools
 from dpbench.trials import OverheadTrial
 
 CUDA = torch.device("cuda", 0)
@@ -98,17 +97,8 @@ def test_a_turn_on_cuda_says_them_and_asks_when_its_time_is_taken(monkeypatch):
 
 
 def test_what_the_others_hold_is_in_no_peak_of_a_backend():
-    memory = Memory("cuda_allocator", 100, 10, reserved_bytes=160)
-    own = overhead.without(40, Pools(0, 0), memory)
+    own = overhead.without(40, Memory("cuda_allocator", 100, 10, reserved_bytes=160))
     assert own == Memory("cuda_allocator", 60, 10, reserved_bytes=120)
-    assert overhead.without(40, Pools(0, 0), Memory("cuda_allocator", 100, 10)) == Memory("cuda_allocator", 60, 10)
-
-
-def test_nor_are_the_pools_of_the_others_graphs():
-    memory = Memory("cuda_allocator", 100, 10, allocated_bytes=60, pool_bytes=50, reserved_bytes=160)
-    own = overhead.without(15, Pools(all=30, free=25), memory)
-    expected = {"allocated_bytes": 45, "pool_bytes": 20, "reserved_bytes": 120}
-    assert own == Memory("cuda_allocator", 60, 10, **expected)
 
 
 @pytest.mark.gpu

@@ -171,8 +171,7 @@ def test_on_cuda_what_was_reserved_stands_beside_what_was_allocated(monkeypatch,
         books.be(2, 2, 12)
 
     measured = measured_peak(step, [], torch.device("cuda", 0), phases)
-    peaks = {"allocated_bytes": 9 * MIB, "reserved_bytes": 24 * MIB, "pool_bytes": 0}
-    known = Memory("cuda_allocator", 9 * MIB, 0, **peaks)
+    known = Memory("cuda_allocator", 9 * MIB, 0, reserved_bytes=24 * MIB)
     by_part = {FORWARD: 9 * MIB, BACKWARD: 9 * MIB}  # what the forward pass has left is there when backward begins
     assert measured == dataclasses.replace(known, phases=by_part if by_phase else None)
 
@@ -183,7 +182,6 @@ def test_what_a_replay_works_in_is_in_its_peak_though_the_books_call_it_free(mon
     own = [books.segment((0, 1), 2000, 40), books.segment((0, 2), 100, 0), books.segment((0, 1), 7, 7, device=1)]
     books.segments += own
     replay = measured_peak(lambda: books.be(350, 350, 2500), [], torch.device("cuda", 0), Phases())
-    assert (replay.allocated_bytes, replay.pool_bytes) == (350 * MIB, 2100 * MIB)
     assert replay.reserved_bytes == 2500 * MIB
     assert replay.peak_bytes == (350 + 2060) * MIB == max(replay.phases.values())  # 40 of them are in the books
 
@@ -203,8 +201,6 @@ def test_the_peak_of_a_replay_is_that_of_the_same_step_without_a_graph():
     with torch.cuda.graph(graph):
         step()
     replayed = measured_peak(graph.replay, [x], device)
-    assert replayed.pool_bytes >= 64 * MIB and eager.pool_bytes == 0
-    assert replayed.allocated_bytes < eager.allocated_bytes
     assert replayed.peak_bytes == pytest.approx(eager.peak_bytes, rel=0.3)
 
 

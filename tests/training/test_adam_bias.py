@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
+from made_records import made
 
 from dpbench.errors import UsageError
 from dpbench.experiment import load_experiment
@@ -40,13 +40,9 @@ def test_an_optimizer_that_is_none_is_refused():
 
 
 def record(optimizer, lr, seed, loss, epsilon=8.0):
-    trial = {"data": "digits", "network": "linear", "target_epsilon": epsilon, "batch_size": 512, "delta": 1e-5}
     result = {"accuracy": 0.9, "test_losses": [9.0, loss], "epsilon": epsilon and 7.99, "noise_multiplier": 1.0}
     result |= {} if optimizer == "SGD" else {"spread": 2.0}
-    trial |= {"optimizer": optimizer, "lr": lr, "seed": seed}
-    return SimpleNamespace(
-        trial=trial, result=result, outcome="ok", environment={}, run="", fingerprint="", device="cpu"
-    )
+    return made(AdamTrial(network="linear", target_epsilon=epsilon, optimizer=optimizer, lr=lr, seed=seed), result)
 
 
 def test_the_figure_has_every_learning_rate_and_says_the_best():

@@ -7,14 +7,18 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from made_records import made
 from marks import slow_unless
 from scipy.stats import norm
 
 from accounting import refutation
 from accounting.audit import epsilon_lower_bound, epsilon_of_mu, mu_lower_bound, p_value, rate_upper_bound
-from dpbench.records import reader as records_module
+from accounting.blt import Blt
+from dpbench.engine.noise import Secure
+from dpbench.engine.sampling import Sampler
 from dpbench.report.figures import audit
-from dpbench.training import FAULTS, FORMS, TESTS, AuditTrial
+from dpbench.training import FAULTS, FORMS, TESTS, AuditTrial, faults
+from dpbench.training.audit import run
 from dpbench.trials.outcome import Mismatch
 
 
@@ -93,8 +97,6 @@ def test_the_test_of_batches_is_wrong_as_seldom_as_it_says_and_has_power():
 
 
 def attack(fault="", **settings):
-    from dpbench.training.audit import run
-
     return run(AuditTrial(fault=fault, **{"canaries": 2000} | settings))
 
 
@@ -124,12 +126,6 @@ def test_each_test_finds_what_it_is_for(fault, test):
     canaries = 2000 if test in ("one_run", "mu") else 1000  # what guesses about canaries needs more of them
     result = attack(fault, form="padded", canaries=canaries)
     assert test in result["refuted_by"] and result["violated"]
-
-
-@pytest.mark.slow
-def test_the_errors_of_a_test_of_each_release_tell_a_twentieth_less_noise():
-    result = attack("less_noise", sample_rate=0.5, steps=80, target_epsilon=100.0)
-    assert "mu" in result["refuted_by"] and result["mu_lower_bound"] > result["claimed_mu"] > 1
 
 
 @pytest.mark.parametrize(
@@ -162,7 +158,6 @@ def test_faults_of_correlated_noise_are_found(form, fault, test):
 @pytest.mark.slow
 def test_a_blt_whose_passes_are_counted_apart_is_refuted(monkeypatch):
     """‖Σ C[:, ib]‖² is more than Σ ‖C[:, ib]‖²: all passes see the same noise cancelled."""
-    from accounting.blt import Blt
 
     def apart(self, steps):
         return math.sqrt(sum(np.square(self.coefficients(steps - i)).sum() for i in range(0, steps, self.separation)))
@@ -177,8 +172,6 @@ def test_a_blt_whose_passes_are_counted_apart_is_refuted(monkeypatch):
 @pytest.mark.parametrize("form", ["banded", "blt"])
 def test_steps_of_two_turns_are_found(form, monkeypatch):
     """A record in neighbouring steps moves shared rows, which b-min-separation excludes."""
-    from dpbench.engine.sampling import Sampler
-
     batch = Sampler.batch
     monkeypatch.setattr(Sampler, "batch", lambda self, step: batch(self, step + step // 9))
     with pytest.raises(Mismatch, match=r"less private than it says, by .*sampling"):
@@ -197,26 +190,18 @@ def test_the_engine_is_refuted_in_none_of_fifty():
     assert all(not attack(form=forms[seed % len(forms)], seed=100 + seed)["refuted_by"] for seed in range(50))
 
 
-class Record:
-    setting = records_module.Record.setting
-
-    def __init__(self, fault, seed, by=None, backend="bk_mixed", form="whole"):
-        self.node = self.edition = None
-        self.trial = AuditTrial(fault=fault, seed=seed, backend=backend, form=form).describe()
-        self.kind, self.device, self.run, self.environment, self.fingerprint = "audit", "cpu", "", {}, "0"
-        self.utc = ""
-        self.outcome, self.load = "ok", None
-        self.result = {"claimed_epsilon": 1.0, "epsilon_lower_bound": 0.5, "guesses": 500, "correct": 400}
-        self.result |= {"delta": 1e-6}
-        if by is not None:
-            self.result |= {"refuted_by": by, "level": 1e-4, "p_values": {"scale": 0.3}, "sigma_hat": 0.9512}
-            self.result |= {"claimed_mu": 0.75, "mu_lower_bound": 0.7, "sensitivity": 1.0}
+def record(fault, seed, by=None, backend="bk_mixed", form="whole"):
+    result = {"claimed_epsilon": 1.0, "epsilon_lower_bound": 0.5, "guesses": 500, "correct": 400, "delta": 1e-6}
+    if by is not None:
+        result |= {"refuted_by": by, "level": 1e-4, "p_values": {"scale": 0.3}, "sigma_hat": 0.9512}
+        result |= {"claimed_mu": 0.75, "mu_lower_bound": 0.7, "sensitivity": 1.0}
+    return made(AuditTrial(fault=fault, seed=seed, backend=backend, form=form), result)
 
 
 def test_the_figure_says_what_was_found_and_what_was_not():
-    records = [Record("no_noise", seed, ["mu", "scale"][seed > 0 :]) for seed in range(3)]
-    records += [Record("divisor", 0, []), Record("divisor", 1, ["scale"]), Record("", 0, []), Record("", 1, [])]
-    records += [Record("", 0, ["one_run"], "ghost"), Record("", 0, [], form="padded")]
+    records = [record("no_noise", seed, ["mu", "scale"][seed > 0 :]) for seed in range(3)]
+    records += [record("divisor", 0, []), record("divisor", 1, ["scale"]), record("", 0, []), record("", 1, [])]
+    records += [record("", 0, ["one_run"], "ghost"), record("", 0, [], form="padded")]
     left_out = Counter()
     frame = audit.table(records, left_out)
     assert frame.fault.tolist() == ["", "", "", "", "no_noise", "no_noise", "no_noise", "divisor", "divisor"]
@@ -245,9 +230,9 @@ def test_the_figure_says_what_was_found_and_what_was_not():
 
 def test_records_of_the_first_audits_are_read():
     """They had the bound of one run alone, no form of batches, and faults that may have gone since."""
-    records = [Record("no_noise", 0), Record("", 0), Record("", 1), Record("since_gone", 0)]
-    for record in records:
-        del record.trial["form"]
+    records = [record("no_noise", 0), record("", 0), record("", 1), record("since_gone", 0)]
+    for each in records:
+        del each.trial["form"]
     records[0].result["epsilon_lower_bound"] = records[2].result["epsilon_lower_bound"] = 1.5
     frame = audit.table(records, Counter())
     assert frame.verdict.tolist() == ["passes", "REFUTED", "found", "MISSED"]
@@ -257,8 +242,6 @@ def test_records_of_the_first_audits_are_read():
 
 
 def test_a_refuted_engine_is_a_mismatch(monkeypatch):
-    from dpbench.engine.noise import Secure
-
     add = Secure.add_to_flat
     monkeypatch.setattr(Secure, "add_to_flat", lambda self, flat, of, sd, *at: add(self, flat, of, 0.9 * sd, *at))
     with pytest.raises(Mismatch, match=r"^bk_mixed, whole: less private than it says, by scale: .* noise is 0\.(9|89)"):
@@ -266,8 +249,6 @@ def test_a_refuted_engine_is_a_mismatch(monkeypatch):
 
 
 def test_a_fault_that_is_not_found_is_a_mismatch(monkeypatch):
-    from dpbench.training import faults
-
     monkeypatch.setitem(faults.SEEDS, "no_noise", lambda engine: None)
     with pytest.raises(Mismatch, match=r"does not find the fault 'no_noise' \(no noise is added\): certified"):
         attack("no_noise")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
+from made_records import made
 
 from dpbench.experiment import load_experiment
 from dpbench.report.figures import held_out_loss
+from dpbench.training import CorrelatedTrial
 from dpbench.trials.line_shapes import flaw_of_result
 
 
@@ -29,12 +30,9 @@ def test_banded_noise_has_the_same_epsilon_and_less_loss_in_small_batches():
 
 
 def record(noise, lr, seed, loss, accuracy=0.9, batch_size=64):
-    trial = {"data": "digits", "network": "linear", "target_epsilon": 8.0, "batch_size": batch_size, "delta": 1e-5}
     result = {"accuracy": accuracy, "test_losses": [9.0, loss], "epsilon": 7.99, "noise_multiplier": 1.0}
-    trial |= {"noise": noise, "lr": lr, "seed": seed}
-    return SimpleNamespace(
-        trial=trial, result=result, outcome="ok", environment={}, run="", fingerprint="", device="cpu"
-    )
+    trial = CorrelatedTrial(network="linear", target_epsilon=8.0, batch_size=batch_size, noise=noise, lr=lr, seed=seed)
+    return made(trial, result)
 
 
 def test_the_figure_has_each_noise_at_its_best_learning_rate():

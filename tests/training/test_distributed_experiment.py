@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import pytest
+from made_records import made
 from waiting import PATIENCE
 
 from dpbench.experiment import load_experiment
 from dpbench.process.parent import Isolation
-from dpbench.records.reader import LeftOut, Record
+from dpbench.records.reader import LeftOut
 from dpbench.report.figures import distributed
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import Trial
@@ -37,7 +40,7 @@ def test_two_processes_answer_verified(isolation, spread):
         assert [turn["round"] for turn in entry["turns"]] == [0, 1]
         assert all(seconds > 0 for turn in entry["turns"] for seconds in turn["step_seconds"])
         assert len(entry["memory"]) == 2 and all(m["peak_bytes"] > 550_570 * 2 for m in entry["memory"])
-    assert children() - before <= server_of(isolation)
+    assert children() - before <= {isolation._server.pid}
 
 
 @pytest.mark.slow
@@ -54,20 +57,12 @@ def test_a_backend_that_is_refused_ends_with_its_reason(isolation):
 
 
 def children():
-    """Processes whose session is one of ours."""
-    return {int(name) for name in os.listdir("/proc") if name.isdigit() and parent(name) == os.getpid()}
-
-
-def parent(name):
-    try:
-        with open(f"/proc/{name}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def server_of(isolation):
-    return {isolation._server.pid}
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
 
 
 def test_the_trial_is_data_and_refuses_what_is_not_known():
@@ -86,30 +81,18 @@ def test_the_experiment_has_processes_that_double():
     assert {cell.precision for cell in cells} == {"float32", "mixed"} and len(experiment.smoke("cpu")) == 4
 
 
-def record(processes, private, ordinary, outcome="ok", **changes):
+def record(processes, private, ordinary, outcome="ok"):
     def entry(seconds, peak):
         turns = [{"round": i, "position": 0, "step_seconds": [s]} for i, s in enumerate(seconds)]
         return {"turns": turns, "memory": [{"peak_bytes": peak}, {"peak_bytes": peak // 2}][:processes]}
 
-    trial = DistributedTrial(processes=processes, spread="fsdp", **{**FEW, **changes}).describe()
+    trial = DistributedTrial(processes=processes, spread="fsdp", **FEW)
     result = {
         "communication": "gloo",
         "oversubscribed": processes > 2,
         "backends": {"nonprivate": entry(ordinary, 1000), "bk_mixed": entry(private, 1200)},
     }
-    return Record(
-        device="cpu Toy",
-        experiment="distributed",
-        id=str(processes),
-        round=0,
-        fingerprint="f",
-        trial=trial,
-        outcome=outcome,
-        evidence="",
-        result=result if outcome == "ok" else {},
-        utc="2026-01-01T00:00:00Z",
-        environment={},
-    )
+    return made(trial, result if outcome == "ok" else {}, outcome)
 
 
 def test_ratios_are_of_the_same_round_and_scaling_of_one_process():

@@ -6,34 +6,24 @@ import math
 
 import pandas as pd
 import pytest
+from made_records import made
 
 from dpbench.experiment import load_experiment
 from dpbench.report.figures import memorisation
+from dpbench.training import MemorisationTrial
 from dpbench.trials.line_shapes import flaw_of_result
 
 
-class Line:
-    """A record as figures see it."""
-
-    kind, device, run, environment, fingerprint = "memorisation", "cpu", "", {"cpus_available": 2}, ""
-
-    def __init__(self, target, seed, bits, outcome="ok"):
-        self.id, self.outcome = f"{target} {seed}", outcome
-        self.trial = {"target_epsilon": target, "seed": seed, "records": 4000}
-        self.result = {
-            "exposures": [{"times": times, "bits": b} for times, b in bits],
-            "bits_of_all": math.log2(10_000),
-            "bits_per_byte": 3.0 if target is None else 3.3,
-            "bits_per_byte_before": 4.0,
-            "epsilon": target,
-            "delta": None if target is None else 1e-4,
-            "seconds": 1.0,
-        }
+def record(target, seed, bits):
+    result = {"exposures": [{"times": times, "bits": b} for times, b in bits], "bits_of_all": math.log2(10_000)}
+    result |= {"bits_per_byte": 3.0 if target is None else 3.3, "bits_per_byte_before": 4.0, "seconds": 1.0}
+    result |= {"epsilon": target, "delta": None if target is None else 1e-4}
+    return made(MemorisationTrial(target_epsilon=target, seed=seed), result)
 
 
 def test_a_row_for_each_epsilon_and_number_of_repetitions():
-    lines = [Line(8.0, 0, [(1, 1.0), (1, 3.0), (16, 2.0)]), Line(None, 0, [(1, 1.0), (16, 13.0)])]
-    lines += [Line(None, 1, [(1, 2.0), (16, 11.0)])]
+    lines = [record(8.0, 0, [(1, 1.0), (1, 3.0), (16, 2.0)]), record(None, 0, [(1, 1.0), (16, 13.0)])]
+    lines += [record(None, 1, [(1, 2.0), (16, 11.0)])]
     assert all(flaw_of_result("memorisation", line.result) is None for line in lines)
     frame = memorisation.table(lines, {})
     assert [(None if pd.isna(e) else e, t) for e, t in zip(frame.target_epsilon, frame.times, strict=True)] == [
