@@ -79,7 +79,6 @@ class Memory:
     source: "cuda_allocator", "cpu_allocator" or "simulated". They see different things: compare within one source.
     peak_bytes: the most alive at once, including the baseline and, on CUDA, the pools of CUDA graphs.
     baseline_bytes: parameters, buffers and the batch.
-    allocated_bytes, pool_bytes: on CUDA, the allocator's peak of allocated bytes, and the size of graphs' pools.
     reserved_bytes: CUDA's peak of memory reserved from the card.
     phases: the peak of each part of the step (`dpbench.measure.phases`), if recorded.
     """
@@ -87,8 +86,6 @@ class Memory:
     source: str
     peak_bytes: int
     baseline_bytes: int
-    allocated_bytes: int | None = None
-    pool_bytes: int | None = None
     reserved_bytes: int | None = None
     phases: dict[str, int] | None = None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -21,7 +22,7 @@ from clipping import UnsupportedModel
 from clipping.backends.microbatch import NonPrivate
 from clipping.backends.tape import BkMixed
 from clipping.core.batches import tensors_of
-from clipping.explain.routes import STRATEGIES, Cost, Row, explain
+from clipping.explain.routes import STRATEGIES, Row, explain
 from clipping.planning.planner import Planner
 from dpbench.errors import UsageError
 from dpbench.measure import verify
@@ -97,9 +98,7 @@ def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContext
             raise ModelError(f"{trial.model} to have parameters to train", "none")
         shapes = [list(tensor.shape) for tensor in tensors_of(inputs)]
     summary = _summary_of(found, entries) | {"inputs": shapes, "batch_size": trial.batch_size, "real_tensors": None}
-    summary["measured"] = None
-    if trial.measure:
-        summary["measured"] = _steps(workload, inputs, targets, planner)
+    summary["measured"] = _steps(workload, inputs, targets, planner) if trial.measure else None
     return {"rows": [_row_of(row) for row in found], "summary": summary}
 
 
@@ -143,17 +142,13 @@ def _row_of(row: Row) -> dict[str, Any]:
         "p_times_d": row.inputs * row.outputs if linear else None,  # type: ignore[operator]
         "paper_choice": row.paper,
         "choice": row.routes["mixed"],
-        "bytes": _cost(row.bytes),
-        "flops": _cost(row.operations),
+        "bytes": asdict(row.bytes),
+        "flops": asdict(row.operations),
         "reason": row.reason,
         "plan": row.plan,
         "predicted_seconds": row.predicted,
         "measured_seconds": row.measured,
     }
-
-
-def _cost(cost: Cost) -> dict[str, int | None]:
-    return {"ghost": cost.ghost, "instantiate": cost.instantiate}
 
 
 def _summary_of(rows: list[Row], entries: dict[str, int]) -> dict[str, Any]:
@@ -166,7 +161,8 @@ def _summary_of(rows: list[Row], entries: dict[str, int]) -> dict[str, Any]:
     """
     routes: defaultdict[str, set[str]] = defaultdict(set)
     for row in rows:
-        routes[row.parameter] |= {route for route in [row.routes["mixed"]] if route is not None}
+        if (route := row.routes["mixed"]) is not None:
+            routes[row.parameter].add(route)
     total = sum(entries.values())
     share = dict.fromkeys(("ghost", "instantiate", "fallback", "unused"), 0.0)
     for name, count in entries.items():

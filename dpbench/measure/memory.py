@@ -24,20 +24,13 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from clipping import UnsupportedModel
-from dpbench.measure.bench import (
-    Memory,
-    Step,
-    device_of,
-    open_workload,
-    parameter_count,
-    storage_bytes,
-)
+from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count, storage_bytes
 from dpbench.measure.phases import BACKWARD, FORWARD, NAMES, Phases
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.simulate import simulated_device, simulated_peak
@@ -79,7 +72,7 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # or the peak of `reserved` would include earlier steps
     torch.cuda.reset_peak_memory_stats(device)
-    pools = graph_pools(device)
+    free = free_in_pools(device)
     peaks = {FORWARD: 0, BACKWARD: 0}
     reserved, now = 0, FORWARD
 
@@ -99,32 +92,21 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
     entered(BACKWARD)
     return Memory(
         "cuda_allocator",
-        peak_bytes=max(peaks.values()) + pools.free,
+        peak_bytes=max(peaks.values()) + free,
         baseline_bytes=baseline,
-        allocated_bytes=max(peaks.values()),
-        pool_bytes=pools.all,
         reserved_bytes=reserved,
-        phases={part: peak + pools.free for part, peak in peaks.items()} if phases is not None else None,
+        phases={part: peak + free for part, peak in peaks.items()} if phases is not None else None,
     )
 
 
-class Pools(NamedTuple):
-    """Bytes of the private pools of CUDA graphs: all, and those that the allocator counts as free."""
-
-    all: int
-    free: int
-
-
-def graph_pools(device: torch.device) -> Pools:
-    """Bytes of the private pools of CUDA graphs.
+def free_in_pools(device: torch.device) -> int:
+    """Bytes of the private pools of CUDA graphs that the allocator counts as free.
 
     Args:
         device: a CUDA device with its index.
     """
     segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index]
-    own = [s for s in segments if tuple(s["segment_pool_id"]) != (0, 0)]
-    held = sum(s["total_size"] for s in own)
-    return Pools(held, held - sum(s["allocated_size"] for s in own))
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
 def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, int]:

@@ -81,7 +81,7 @@ def _rows(trial: NormsTrial, device: torch.device) -> Iterator[Row]:
         for batch_size in GROUP_NORM_BATCHES:
             yield from _group_norm_rows(trial, batch_size, generator, device)
     else:
-        for case in _cases(trial.family, trial.small):
+        for case in _CASES[trial.family](trial.small):
             yield from _case_rows(case, trial.precision, generator, device)
             gc.collect()
 
@@ -219,16 +219,6 @@ class _Case:
         return [draw(self.inputs), *(draw(shape, 0.05 if len(shape) > 1 else 1.0) for shape in self.parameters)]
 
 
-def _cases(family: str, small: bool) -> list[_Case]:
-    """The cases of a family; the same operations for `small` sizes."""
-    return {
-        "linear": _linear,
-        "convolution": _convolutions,
-        "embedding": _embeddings,
-        "normalisation": _normalisations,
-    }[family](small)
-
-
 def _linear(small: bool) -> list[_Case]:
     sizes = (
         [(3, 17, 20, 33), (2, 1, 5, 7)] if small else [(32, 128, 384, 1536), (4, 1024, 768, 768), (16, 197, 192, 577)]
@@ -241,36 +231,27 @@ def _linear(small: bool) -> list[_Case]:
     n, t, d, p = sizes[0]
     letters = "btd,dp->btp"
     run: Handler = lambda x, w: einsum(letters, x, w)  # noqa: E731
-    found.append(
-        _Case("einsum", f"{n}×{t}, {d} to {p}", (n, t, d), ((d, p),), run, lambda x, w: torch.einsum(letters, x, w))
-    )
+    said = f"{n}×{t}, {d} to {p}"
+    found.append(_Case("einsum", said, (n, t, d), ((d, p),), run, lambda x, w: torch.einsum(letters, x, w)))
     return found
 
 
+#: Name, then n, channels, size, outputs, kernel, stride, padding, groups: in full size, and small.
+_CONVOLUTIONS = (
+    ("convolution", (32, 64, (32, 32), 64, 3, 1, 1, 1), (2, 4, (8, 8), 6, 3, 1, 1, 1)),
+    ("convolution", (32, 512, (4, 4), 512, 3, 1, 1, 1), (3, 20, (2, 2), 17, 3, 1, 1, 1)),
+    ("convolution, stride", (32, 64, (32, 32), 128, 3, 2, 1, 1), (2, 4, (9, 7), 6, 3, 2, 1, 1)),
+    ("convolution, patches", (4, 3, (224, 224), 768, 16, 16, 0, 1), (2, 3, (16, 16), 12, 4, 4, 0, 1)),
+    ("convolution, groups", (16, 128, (16, 16), 128, 3, 1, 1, 32), (2, 8, (6, 6), 8, 3, 1, 1, 4)),
+    ("convolution, depthwise", (16, 96, (28, 28), 96, 7, 1, 3, 96), (2, 6, (9, 9), 6, 5, 1, 2, 6)),
+    ("convolution, pointwise", (32, 256, (16, 16), 64, 1, 1, 0, 1), (2, 20, (5, 5), 9, 1, 1, 0, 1)),
+    ("convolution, one dimension", (8, 64, (400,), 128, 3, 2, 1, 1), (2, 6, (21,), 9, 3, 2, 1, 1)),
+    ("convolution, transposed", (8, 64, (16, 16), 32, 4, 2, 1, 1), (2, 6, (5, 5), 4, 4, 2, 1, 1)),
+)
+
+
 def _convolutions(small: bool) -> list[_Case]:
-    # n, channels, size, outputs, kernel, stride, padding, groups
-    sizes: dict[str, list[tuple[int, int, tuple[int, ...], int, int, int, int, int]]] = {
-        "convolution": [(32, 64, (32, 32), 64, 3, 1, 1, 1), (32, 512, (4, 4), 512, 3, 1, 1, 1)],
-        "convolution, stride": [(32, 64, (32, 32), 128, 3, 2, 1, 1)],
-        "convolution, patches": [(4, 3, (224, 224), 768, 16, 16, 0, 1)],
-        "convolution, groups": [(16, 128, (16, 16), 128, 3, 1, 1, 32)],
-        "convolution, depthwise": [(16, 96, (28, 28), 96, 7, 1, 3, 96)],
-        "convolution, pointwise": [(32, 256, (16, 16), 64, 1, 1, 0, 1)],
-        "convolution, one dimension": [(8, 64, (400,), 128, 3, 2, 1, 1)],
-        "convolution, transposed": [(8, 64, (16, 16), 32, 4, 2, 1, 1)],
-    }
-    if small:
-        sizes = {
-            "convolution": [(2, 4, (8, 8), 6, 3, 1, 1, 1), (3, 20, (2, 2), 17, 3, 1, 1, 1)],
-            "convolution, stride": [(2, 4, (9, 7), 6, 3, 2, 1, 1)],
-            "convolution, patches": [(2, 3, (16, 16), 12, 4, 4, 0, 1)],
-            "convolution, groups": [(2, 8, (6, 6), 8, 3, 1, 1, 4)],
-            "convolution, depthwise": [(2, 6, (9, 9), 6, 5, 1, 2, 6)],
-            "convolution, pointwise": [(2, 20, (5, 5), 9, 1, 1, 0, 1)],
-            "convolution, one dimension": [(2, 6, (21,), 9, 3, 2, 1, 1)],
-            "convolution, transposed": [(2, 6, (5, 5), 4, 4, 2, 1, 1)],
-        }
-    return [_convolution(name, *size) for name, each in sizes.items() for size in each]
+    return [_convolution(name, *(few if small else full)) for name, full, few in _CONVOLUTIONS]
 
 
 def _convolution(
@@ -302,40 +283,41 @@ def _convolution(
 
 def _embeddings(small: bool) -> list[_Case]:
     n, t, rows, p = (3, 9, 11, 6) if small else (8, 1024, 50257, 768)
-    said = f"{n}×{t}, {rows} rows of {p}"
-    few, short = (n, t, rows, p), (n, min(t, 128))
+    short = min(t, 128)
+
+    def bag(ids: Tensor, w: Tensor) -> Any:
+        return embedding_bag(ids, w, mode="sum")
+
+    def their_bag(ids: Tensor, w: Tensor) -> Tensor:
+        return F.embedding_bag(ids, w, mode="sum")
+
     return [
-        _Case("embedding", said, (n, t), ((rows, p),), embedding, F.embedding, rows),
-        _Case(
-            "embedding bag",
-            f"{short[0]}×{short[1]}, {few[2]} rows of {p}",
-            short,
-            ((rows, p),),
-            lambda ids, w: embedding_bag(ids, w, mode="sum"),
-            lambda ids, w: F.embedding_bag(ids, w, mode="sum"),
-            rows,
-        ),
+        _Case("embedding", f"{n}×{t}, {rows} rows of {p}", (n, t), ((rows, p),), embedding, F.embedding, rows),
+        _Case("embedding bag", f"{n}×{short}, {rows} rows of {p}", (n, short), ((rows, p),), bag, their_bag, rows),
     ]
 
 
 def _normalisations(small: bool) -> list[_Case]:
     n, t, d = (3, 5, 12) if small else (16, 512, 768)
-    said = f"{n}×{t}×{d}"
-    return [
-        _Case(
-            "layer norm",
-            said,
+
+    def case(name: str, count: int, ours: Any, theirs: Any, *more: float) -> _Case:
+        """A norm of `count` parameters."""
+        return _Case(
+            name,
+            f"{n}×{t}×{d}",
             (n, t, d),
-            ((d,), (d,)),
-            lambda x, w, b: layer_norm(x, [d], w, b),
-            lambda x, w, b: F.layer_norm(x, [d], w, b),
-        ),
-        _Case(
-            "rms norm",
-            said,
-            (n, t, d),
-            ((d,),),
-            lambda x, w: rms_norm(x, [d], w, 1e-5),
-            lambda x, w: F.rms_norm(x, [d], w, 1e-5),
-        ),
-    ]
+            ((d,),) * count,
+            lambda x, *parameters: ours(x, [d], *parameters, *more),
+            lambda x, *parameters: theirs(x, [d], *parameters, *more),
+        )
+
+    return [case("layer norm", 2, layer_norm, F.layer_norm), case("rms norm", 1, rms_norm, F.rms_norm, 1e-5)]
+
+
+#: Family -> its cases; the same operations in small sizes.
+_CASES = {
+    "linear": _linear,
+    "convolution": _convolutions,
+    "embedding": _embeddings,
+    "normalisation": _normalisations,
+}

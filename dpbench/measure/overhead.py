@@ -40,7 +40,7 @@ from clipping.program.step import Way
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.flops import model_flops
-from dpbench.measure.memory import Pools, graph_pools, peak_of
+from dpbench.measure.memory import free_in_pools, peak_of
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import WINDOW, Stopwatch, stopwatch_for, warm_up
 from dpbench.models.workload import Workload
@@ -202,7 +202,7 @@ class Entry:
             self._close()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # frees the pools of its graphs
-                memory = without(self._left_by_others(memory), graph_pools(self.device), memory)
+                memory = without(self._left_by_others(memory) + free_in_pools(self.device), memory)
             self.record["memory"] = memory.as_record()
 
     def _way(self) -> str:
@@ -260,18 +260,17 @@ class _NoGraph(UnsupportedModel):
         super().__init__(name, [Problem("step", f"is no graph that runs {way} here", "way='eager'")])
 
 
-def without(others: int, pools: Pools, memory: Memory) -> Memory:
+def without(others: int, memory: Memory) -> Memory:
     """Subtract the others' bytes from a peak on a CUDA device, where the allocator counts everything.
 
     Args:
-        others: bytes that are allocated.
-        pools: of the others' CUDA graphs.
+        others: bytes that are allocated, or free in the pools of CUDA graphs.
         memory: as the device's allocator has it.
     """
-    held = {"peak_bytes": others + pools.free, "reserved_bytes": others + pools.free, "pool_bytes": pools.all}
-    held["allocated_bytes"] = others
-    own = {kind: size - held[kind] for kind in held if (size := getattr(memory, kind)) is not None}
-    return dataclasses.replace(memory, **own)
+    assert memory.reserved_bytes is not None
+    return dataclasses.replace(
+        memory, peak_bytes=memory.peak_bytes - others, reserved_bytes=memory.reserved_bytes - others
+    )
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import gc
 import itertools
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from dpbench.engine import engine as engine_module
 from dpbench.engine.release import Sums
 from dpbench.measure.bench import device_of, open_workload, parameter_count
 from dpbench.measure.precision import arithmetic
-from dpbench.measure.traces import traced, within
+from dpbench.measure.traces import traced
 from dpbench.measure.training_step import engine_for
 from dpbench.trials.evidence import PartsTrial
 from dpbench.trials.not_here import NotHere
@@ -60,19 +60,33 @@ class Parts:
 
     Attributes:
         left: called with the name of the part that ends or is interrupted by one inside it.
+
+    Methods take:
+        name: of a part.
     """
 
     def __init__(self) -> None:
         self.inside = [REST]
-        self.left: Callable[[str], None] = _nobody
+        self.left: Callable[[str], None] = lambda name: None
+
+    @contextlib.contextmanager
+    def watched(self, left: Callable[[str], None]) -> Iterator[None]:
+        """Call `left` at every border of the step in the body, with "" at its beginning and `REST` at its end.
+
+        Args:
+            left: see the class.
+        """
+        left("")
+        before, self.left = self.left, left
+        try:
+            yield
+        finally:
+            self.left = before
+        left(REST)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Attribute the body to a part.
-
-        Args:
-            name: of the part.
-        """
+        """Attribute the body to a part."""
         self.left(self.inside[-1])
         self.inside.append(name)
         try:
@@ -86,7 +100,6 @@ class Parts:
 
         Args:
             function: any.
-            name: of the part.
         """
 
         @functools.wraps(function)
@@ -205,19 +218,13 @@ def _seconds(whole: Whole, device: torch.device) -> dict[str, float]:
 
     if cuda:
         torch.cuda.synchronize(device)
-    left("")
-    whole.parts.left = left
-    try:
+    with whole.parts.watched(left):
         whole.step()
-    finally:
-        whole.parts.left = _nobody
-    left(REST)
     if cuda:
         torch.cuda.synchronize(device)
-    found: dict[str, float] = {}
+    found: defaultdict[str, float] = defaultdict(float)
     for (_, before), (name, after) in itertools.pairwise(borders):
-        taken = before.elapsed_time(after) / 1000 if cuda else after - before
-        found[name] = found.get(name, 0.0) + taken
+        found[name] += before.elapsed_time(after) / 1000 if cuda else after - before
     return found
 
 
@@ -229,19 +236,14 @@ def _launches(whole: Whole, device: torch.device) -> Counts:
             pass
 
     def step() -> None:
-        left("")
-        whole.parts.left = left
-        try:
+        with whole.parts.watched(left):
             whole.step()
-        finally:
-            whole.parts.left = _nobody
-        left(REST)
 
     trace = traced(step, device, TRACED)
     marks, found = trace.marks(_MARK), (Counter[str](), Counter[str]())
     for (begin, _), (end, name) in itertools.pairwise(marks):
         for counter, times in zip(found, (trace.launches(), trace.waits()), strict=True):
-            counter[name] += within(times, begin, end) if name else 0
+            counter[name] += sum(begin <= time < end for time in times) if name else 0
     return found
 
 
@@ -265,7 +267,3 @@ def _dispatched(whole: Whole, device: torch.device) -> Counts:
         for _ in range(TRACED):
             whole.step()
     return counted.operations, counted.numbers
-
-
-def _nobody(_: str) -> None:
-    pass

@@ -23,14 +23,13 @@ class Phases:
     """
 
     def __init__(self) -> None:
-        self.entered: Callable[[str], None] = _nobody
+        self.entered: Callable[[str], None] = lambda phase: None
 
     @contextmanager
     def watched(self, model: nn.Module, loss_fn: LossFunction) -> Iterator[LossFunction]:
         """Hook the model, and yield the loss function to open a backend with; unhook afterwards.
 
         Args:
-            model: the model to watch.
             loss_fn: (outputs, targets) -> [B].
         """
 
@@ -44,8 +43,3 @@ class Phases:
             yield loss_of
         finally:
             handle.remove()
-            self.entered = _nobody
-
-
-def _nobody(_: str) -> None:
-    pass

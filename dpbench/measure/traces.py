@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,13 +153,3 @@ def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trac
             "(NVreg_RestrictProfilingToAdminUsers), or another profiler is attached"
         )
     return trace
-
-
-def within(times: Iterable[float], begin: float, end: float) -> int:
-    """How many times lie in an interval, its end excluded.
-
-    Args:
-        times: in any unit.
-        begin, end: of the interval.
-    """
-    return sum(begin <= time < end for time in times)

@@ -7,7 +7,7 @@ type's default, except for the names in `SIZES`. Dropout is off (see `dpbench.mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -141,18 +141,30 @@ def built(name: str) -> Iterator[None]:
 
 
 def _checked(name: str, default: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, after checking that each is a field of the `default` configuration, which itself would accept any.
-
-    Removes begin and end tokens beyond a smaller vocabulary.
-    """
-    known = {*default.to_dict(), *default.attribute_map}
-    for key in options:
-        if key not in known:
-            raise ModelError(f"a field of transformers:{name}'s configuration", key, nearest(key, known))
+    """The options, checked, without begin and end tokens beyond a smaller vocabulary."""
+    refuse_fields(f"transformers:{name}", default, options)
     vocabulary = options.get("vocab_size")
     marks = ("bos_token_id", "eos_token_id", "pad_token_id") if isinstance(vocabulary, int) else ()
     beyond = [key for key in marks if isinstance(getattr(default, key, None), int)]
     return {key: None for key in beyond if getattr(default, key) >= vocabulary} | options
+
+
+def refuse_fields(name: str, default: Any, options: Collection[str], *more: str) -> None:
+    """Refuse options that are no fields of the `default` configuration, which itself would accept any.
+
+    Args:
+        name: of the model, for the error.
+        default: a configuration.
+        options: names of the given options.
+        more: further names to accept.
+
+    Raises:
+        ModelError: naming the first.
+    """
+    known = {*default.to_dict(), *default.attribute_map, *more}
+    for key in options:
+        if key not in known:
+            raise ModelError(f"a field of {name}'s configuration", key, nearest(key, known))
 
 
 def _refuse_large(name: str, build: Any, config: Any, options: dict[str, Any]) -> None:

@@ -1,4 +1,8 @@
-"""Per-sample losses without reduction: (outputs, targets) -> [B]."""
+"""Per-sample losses without reduction: (outputs, targets) -> [B].
+
+Functions take:
+    targets: labels or tokens, int64.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def classification_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """Cross entropy of each sample: logits [B, K] (or an object with `logits`), labels [B] -> [B].
-
-    Args:
-        targets: labels, int64.
-    """
+    """Cross entropy of each sample: logits [B, K] (or an object with `logits`), labels [B] -> [B]."""
     return F.cross_entropy(logits_of(outputs), targets, reduction="none")
 
 
@@ -29,9 +29,6 @@ def token_loss(outputs: Any, targets: Tensor) -> Tensor:
 
     The mean, not the sum, as in ordinary training: the clipping norm then does not depend on T. If logits and tokens
     differ in length, only positions with both count.
-
-    Args:
-        targets: tokens, int64.
     """
     logits = logits_of(outputs)
     if logits.shape[1] != targets.shape[1]:
@@ -42,11 +39,7 @@ def token_loss(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def alignment_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """-log of the probability of the labels under every alignment: logits [B, T, V], targets [B, L] -> [B].
-
-    Args:
-        targets: labels, int64, without 0, the blank.
-    """
+    """-log of the probability of labels under every alignment: logits [B, T, V], labels [B, L] above 0, the blank."""
     logits = logits_of(outputs)
     frames, labels = (torch.full((len(logits),), length) for length in (logits.shape[1], targets.shape[1]))
     return F.ctc_loss(F.log_softmax(logits, -1).transpose(0, 1), targets, frames, labels, reduction="none")

@@ -35,20 +35,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dpbench.errors import nearest, one_of
 from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.external import needs
-from dpbench.models.language import built, without_dropout
+from dpbench.models.language import built, refuse_fields, without_dropout
 from dpbench.models.losses import alignment_loss, classification_loss, token_loss
 from dpbench.models.options import split_options
-from dpbench.models.tiny_config import (
-    CLASSES,
-    FIRST_TOKEN,
-    FRAMES,
-    HEADS,
-    IMAGE,
-    LENGTH,
-    VOCABULARY,
-    WAVE,
-    shrunk,
-)
+from dpbench.models.tiny_config import CLASSES, FIRST_TOKEN, FRAMES, HEADS, IMAGE, LENGTH, VOCABULARY, WAVE, shrunk
 from dpbench.models.workload import ModelError, Workload
 
 MAX_PARAMETERS = 120_000_000
@@ -78,10 +68,7 @@ def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload
         raise ModelError(f"a model type that transformers has for the head {head}", kind, nearest(kind, mapping))
     with unset_fake_temporarily() as mode, built(reference):
         default = AutoConfig.for_model(kind)
-        known = {*default.to_dict(), *default.attribute_map, "attn_implementation", "experts_implementation"}
-        for key in options:
-            if key not in known:
-                raise ModelError(f"a field of the configuration of tiny:{name}", key, nearest(key, known))
+        refuse_fields(f"tiny:{name}", default, options, "attn_implementation", "experts_implementation")
         fixed = ({"decoder_start_token_id": 0} if default.is_encoder_decoder else {}) | options
         config = shrunk(default, num_labels=CLASSES, **fixed)
         found = mapping[kind]

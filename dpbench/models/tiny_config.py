@@ -97,14 +97,8 @@ _SMALL = (
         "max_encoder_position_embeddings max_decoder_position_embeddings max_target_positions "
         "original_max_position_embeddings",
     ),
-    (
-        0,
-        "num_nextn_predict_layers",
-    ),
-    (
-        0.0,
-        "mask_time_prob mask_feature_prob router_jitter_noise input_jitter_noise",
-    ),
+    (0, "num_nextn_predict_layers"),
+    (0.0, "mask_time_prob mask_feature_prob router_jitter_noise input_jitter_noise"),
     (False, "apply_spec_augment use_cache"),
     (IMAGE, "image_size input_size"),
     (FRAMES, "max_length"),
@@ -115,7 +109,8 @@ SMALL: dict[str, Any] = {name: value for value, names in _SMALL for name in name
 NEEDED = ("vocab_size", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "num_key_value_heads")
 """Fields that are set even if the default is None, since no model builds from None."""
 
-WIDTHS = (
+#: Lists with a number for each stage.
+WIDTHS = [
     "hidden_sizes",
     "conv_dim",
     "embed_dims",
@@ -123,8 +118,8 @@ WIDTHS = (
     "stem_channels",
     "neck_hidden_sizes",
     "sscp_conv_channel_size",
-)
-DEPTHS = (
+]
+DEPTHS = [
     "depths",
     "num_block_repeats",
     "depth",
@@ -132,16 +127,11 @@ DEPTHS = (
     "stage_num_blocks",
     "stage_numb_of_layers",
     "block_repeats",
-)
-"""Lists with a number for each stage."""
+]
 
 WINDOWS = {"depths": [2, 2], "num_heads": [3, 6], "window_size": 4}
-HYBRID = {
-    "num_hidden_layers": 3,
-    "layers_block_type": ["mamba", "hybrid", "hybrid"],
-    "attention_head_dim": 16,
-    "attention_hidden_size": 64,
-}
+HYBRID = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]}
+HYBRID |= {"attention_head_dim": 16, "attention_hidden_size": 64}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 #: Type -> fields that depend on each other, or lists of another kind.
 FITTING: dict[str, dict[str, Any]] = {

@@ -48,30 +48,22 @@ class JaxEntry(Entry):
         if (reason := unavailable()) is not None:
             raise UnavailableBackend(JAX_PRIVACY, reason)
         settings = settings_of(self.trial, workload)
-        if self.verified:
-            self._verify_in_float64(settings)
+        wide = open_workload(self.trial.replace(precision="float64"))
+        few = wide.batch(verify.SAMPLES)
+        with self._started(wide, *few, settings) as process:
+            self.record["verification"] = self._compared(process, wide, *few)
         self._process = process = self._started(workload, inputs, targets, settings)
         self._step = process  # type: ignore[assignment]  # what an entry closes
         told = process.ask("compile")
         memory = told.pop("memory")
         self.record |= told | {"versions": process.versions, "memory": memory["private"]}
         self.record["plain"] = {"turns": [], "memory": memory["plain"]}
-        if self.verified:
-            self._verify_as_timed(process, workload, inputs, targets)
+        few = inputs[: verify.SAMPLES], targets[: verify.SAMPLES]
+        self.record["verification"]["in_own_precision"] = self._compared(process, workload, *few)
         self.record["coverage"] = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
 
     def _started(self, workload: Workload, inputs: Any, targets: Any, settings: dict[str, Any]) -> Process:
         return Process(workload, inputs, targets, settings, self.device.type == "cuda")
-
-    def _verify_in_float64(self, settings: dict[str, Any]) -> None:
-        wide = open_workload(self.trial.replace(precision="float64"))
-        inputs, targets = wide.batch(verify.SAMPLES)
-        with self._started(wide, inputs, targets, settings) as process:
-            self.record["verification"] = self._compared(process, wide, inputs, targets)
-
-    def _verify_as_timed(self, process: Process, workload: Workload, inputs: Any, targets: Any) -> None:
-        few = tuple(x[: verify.SAMPLES] for x in (inputs, targets))
-        self.record["verification"]["in_own_precision"] = self._compared(process, workload, *few)
 
     def _compared(self, process: Process, workload: Workload, inputs: Any, targets: Any) -> dict[str, Any]:
         reference = verify.oracle(workload, inputs, targets, Flat(max_grad_norm=self.trial.max_grad_norm))

@@ -100,16 +100,11 @@ class Process:
 
     def close(self) -> None:
         """End the process."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
         try:
-            self._process.wait(PATIENCE)
+            self._process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+            self._process.communicate()
         self._log.close()
         self._folder.cleanup()
 

@@ -103,10 +103,8 @@ class _Steps:
         self._compiled["plain"], seconds["plain"] = _compiled(self._plain, self._start(), self._batch)
         memory["plain"] = _memory(self._compiled["plain"])
         self._states["plain"] = self._start()
-        best = float("inf")
-        sizes = MICROBATCHES if len(self._batch[1]) > 1 else MICROBATCHES[:1]
-        needed = []
-        for size in sizes:
+        needed, best = [], float("inf")
+        for size in MICROBATCHES if len(self._batch[1]) > 1 else MICROBATCHES[:1]:
             private, initial = self._private(size)
             step, took = _compiled(private, initial(), self._batch)
             needed.append(_memory(step)["peak_bytes"])
@@ -115,8 +113,7 @@ class _Steps:
             self._compiled["private"], self._states["private"] = step, initial()
             taken = min(self.steps("private", 2)["seconds"])
             if taken < best:
-                best, chosen = taken, (size, step, initial)
-                seconds["private"], memory["private"] = took, _memory(step)
+                best, chosen, seconds["private"], memory["private"] = taken, (size, step, initial), took, _memory(step)
         if best == float("inf"):
             raise MemoryError(f"jax_privacy's step needs {min(needed):,} bytes, and {self.settings.room:,.0f} are free")
         self._microbatch, self._compiled["private"], initial = chosen
