@@ -5,7 +5,7 @@ processes than CPUs are marked as oversubscribed. On CUDA a process has a GPU; m
 """
 
 from dpbench.experiment import GPT2, VIT, Excerpt, Experiment, grid
-from dpbench.training.scale import DistributedTrial
+from dpbench.training import DistributedTrial
 
 #: Model -> (samples of a process on a CPU, on CUDA).
 IMAGES = {"cnn": (32, 1024), "resnet18": (8, 256), VIT: (8, 256)}

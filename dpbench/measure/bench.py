@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from clipping import Backend
 from clipping.core.batches import tensors_of
+from clipping.core.types import LossFunction
 from clipping.program.graphs import Graphs
 from dpbench.measure.precision import autocasting
 from dpbench.models.loading import load_workload
@@ -18,6 +20,10 @@ from dpbench.models.workload import Workload
 from dpbench.trials import CheckTrial, ConfirmTrial, OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.evidence import PartsTrial, ProfileTrial
 from dpbench.trials.precision import profile_of
+
+FORWARD, BACKWARD = "forward", "backward"
+NAMES = ("model", FORWARD, BACKWARD, "step")
+"""In the order of a record: permanent memory, and the peaks of the forward pass, the rest, and the whole step."""
 
 
 def open_workload(
@@ -80,7 +86,7 @@ class Memory:
     peak_bytes: the most alive at once, including the baseline and, on CUDA, the pools of CUDA graphs.
     baseline_bytes: parameters, buffers and the batch.
     reserved_bytes: CUDA's peak of memory reserved from the card.
-    phases: the peak of each part of the step (`dpbench.measure.phases`), if recorded.
+    phases: the peak of each part of the step (`Phases`), if recorded.
     """
 
     source: str
@@ -92,6 +98,38 @@ class Memory:
     def as_record(self) -> dict[str, Any]:
         """Its fields by name, without fields that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class Phases:
+    """Reports the running phase of a step: forward, from a call of the model to its loss, or backward, all else.
+
+    Phases are detected by a hook on the model and by the loss function, for any backend.
+
+    Attributes:
+        entered: called with FORWARD or BACKWARD when that phase begins.
+    """
+
+    def __init__(self) -> None:
+        self.entered: Callable[[str], None] = lambda phase: None
+
+    @contextmanager
+    def watched(self, model: nn.Module, loss_fn: LossFunction) -> Iterator[LossFunction]:
+        """Hook the model, and yield the loss function to open a backend with; unhook afterwards.
+
+        Args:
+            loss_fn: (outputs, targets) -> [B].
+        """
+
+        def loss_of(outputs: Any, targets: Any) -> Any:
+            losses = loss_fn(outputs, targets)
+            self.entered(BACKWARD)
+            return losses
+
+        handle = model.register_forward_pre_hook(lambda *_: self.entered(FORWARD))
+        try:
+            yield loss_of
+        finally:
+            handle.remove()
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from clipping.accel import cuda
-from dpbench.measure import gpu
+from dpbench.measure import counters
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.measure.timing import stopwatch_for
@@ -67,7 +67,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     known = {name: read(properties) for name, read in _PROPERTIES.items()}
     programs = {"triton_programs": cuda.trouble(device) or "run"}
-    return {"name": properties.name} | known | (gpu.sample(device) or {}) | programs
+    return {"name": properties.name} | known | (counters.sample(device) or {}) | programs
 
 
 def _versions(device: torch.device) -> dict[str, Any]:

@@ -30,8 +30,18 @@ import torch
 from torch import Tensor
 
 from clipping import UnsupportedModel
-from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count, storage_bytes
-from dpbench.measure.phases import BACKWARD, FORWARD, NAMES, Phases
+from dpbench.measure.bench import (
+    BACKWARD,
+    FORWARD,
+    NAMES,
+    Memory,
+    Phases,
+    Step,
+    device_of,
+    open_workload,
+    parameter_count,
+    storage_bytes,
+)
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.simulate import simulated_device, simulated_peak
 from dpbench.process.linux import available_cpus

@@ -13,9 +13,9 @@ Here every backend, ordinary training among them, takes a turn in every round, i
 The result is ``{"parameters", "precision", "backends": {name: entry}}``; ``precision`` has torch's switches
 (`dpbench.measure.precision.facts`). An entry has ``outcome`` and ``evidence``, and, as far as the backend came,
 ``verification``, ``coverage``, ``warmup_seconds``, ``way`` (see `clipping.program.graphs`), ``turns``, ``loss`` and
-``memory``. A turn is ``{"round", "position", "step_seconds"}``; on CUDA also ``gpu`` (`dpbench.measure.gpu`). A backend
-that is refused, wrong, out of memory or broken stops; the others continue. An outcome that is not final becomes the
-record's too (`PartlyFailed`), so that ``--retry`` finds it.
+``memory``. A turn is ``{"round", "position", "step_seconds"}``; on CUDA also ``gpu`` (`dpbench.measure.counters`). A
+backend that is refused, wrong, out of memory or broken stops; the others continue. An outcome that is not final becomes
+the record's too (`PartlyFailed`), so that ``--retry`` finds it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from clipping import Flat, UnsupportedModel
 from clipping.core.types import Problem
 from clipping.program.graphs import BEFORE, Graphs
 from clipping.program.step import Way
-from dpbench.measure import gpu, verify
+from dpbench.measure import counters, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.flops import model_flops
 from dpbench.measure.memory import free_in_pools, peak_of
@@ -183,7 +183,7 @@ class Entry:
             for _ in range(self.lead):
                 self._step()
             seconds = self._stopwatch()(self._step, self.steps, math.inf)
-            told = {"gpu": gpu.sample(self.device)} if self.device.type == "cuda" else {}
+            told = {"gpu": counters.sample(self.device)} if self.device.type == "cuda" else {}
             self.record["turns"].append({"round": number, "position": position, "step_seconds": seconds} | told)
 
     def take_memory(self) -> None:

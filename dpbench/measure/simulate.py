@@ -40,8 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import InTurn, Parts, taken_by
 from clipping.numerics.convolution_memory import Convolution
-from dpbench.measure.bench import Memory, storage_bytes
-from dpbench.measure.phases import BACKWARD, FORWARD, Phases
+from dpbench.measure.bench import BACKWARD, FORWARD, Memory, Phases, storage_bytes
 
 #: Files whose functions wrap a mode, to keep the compiler away from it.
 _WRAPPERS = {torch._dynamo.eval_frame.__file__, torch._compile.__file__}

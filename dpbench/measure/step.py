@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from clipping import Flat
-from dpbench.measure import gpu, verify
+from dpbench.measure import counters, verify
 from dpbench.measure.bench import Step, device_of, open_workload, parameter_count
 from dpbench.measure.flops import model_flops
 from dpbench.measure.memory import peak_of, set_budget, within_budget
@@ -54,7 +54,7 @@ def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
         timed = Step(backend, inputs, targets)
         timing = time_steps(timed, stopwatch=stopwatch_for(device), steps=trial.steps, max_seconds=trial.max_seconds)
         if device.type == "cuda":
-            result["gpu"] = gpu.sample(device)
+            result["gpu"] = counters.sample(device)
         assert timed.losses is not None
         loss = float(timed.losses.double().mean())
         memory = peak_of(Step(backend, inputs, targets), device)  # a fresh one frees nothing of an earlier step

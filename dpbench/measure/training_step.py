@@ -30,7 +30,7 @@ from clipping import load_backend
 from clipping.core.batches import forward, tensors_of
 from clipping.program.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
-from dpbench.measure import energy
+from dpbench.measure import counters
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes
 from dpbench.measure.jax_peer.entry import JaxEntry
 from dpbench.measure.memory import peak_of
@@ -50,7 +50,7 @@ def run(trial: TrainingStepTrial) -> dict[str, Any]:
         NotHere: the device lacks this precision.
     """
     device = device_of(trial.device)
-    by, joules = energy.counter(device)
+    by, joules = counters.energy(device)
     entries = [
         JaxEntry(name, trial, device) if name == JAX_PRIVACY else _Engine(name, trial, device, joules=joules)
         for name in trial.backends

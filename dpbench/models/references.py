@@ -9,10 +9,10 @@ from dpbench.trials.reference import split_file
 
 BUILTIN: dict[str, tuple[str, str]] = {
     "cnn": (
-        "dpbench.models.cnn:cnn",
+        "dpbench.models.stacks:cnn",
         "CNN of Tramèr & Boneh 2021, tanh, 0.55M parameters (Table 4 of arXiv:2205.10683)",
     ),
-    "mlp": ("dpbench.models.mlp:mlp", "MLP, two hidden layers of 1024 units, ReLU, 4.2M parameters"),
+    "mlp": ("dpbench.models.stacks:mlp", "MLP, two hidden layers of 1024 units, ReLU, 4.2M parameters"),
     "resnet18": ("dpbench.models.resnet:resnet18", "ResNet-18, CIFAR form, GroupNorm, 11.2M parameters"),
     "resnet34": ("dpbench.models.resnet:resnet34", "ResNet-34, CIFAR form, GroupNorm, 21.3M parameters"),
     "resnet50": ("dpbench.models.resnet:resnet50", "ResNet-50, CIFAR form, GroupNorm, 23.5M parameters"),
@@ -20,10 +20,10 @@ BUILTIN: dict[str, tuple[str, str]] = {
     "resnet152": ("dpbench.models.resnet:resnet152", "ResNet-152, CIFAR form, GroupNorm, 58.2M parameters"),
     "wide_resnet": ("dpbench.models.resnet:wide_resnet", "WRN-16-4 of De et al. 2022, GroupNorm, 2.7M parameters"),
     "resnext": ("dpbench.models.resnet:resnext", "ResNeXt-29 32x4d, grouped convolutions, GroupNorm, 4.8M parameters"),
-    "vgg11": ("dpbench.models.vgg:vgg11", "VGG-11, CIFAR form, GroupNorm, 9.2M parameters"),
-    "vgg13": ("dpbench.models.vgg:vgg13", "VGG-13, CIFAR form, GroupNorm, 9.4M parameters"),
-    "vgg16": ("dpbench.models.vgg:vgg16", "VGG-16, CIFAR form, GroupNorm, 14.7M parameters"),
-    "vgg19": ("dpbench.models.vgg:vgg19", "VGG-19, CIFAR form, GroupNorm, 20.0M parameters"),
+    "vgg11": ("dpbench.models.stacks:vgg11", "VGG-11, CIFAR form, GroupNorm, 9.2M parameters"),
+    "vgg13": ("dpbench.models.stacks:vgg13", "VGG-13, CIFAR form, GroupNorm, 9.4M parameters"),
+    "vgg16": ("dpbench.models.stacks:vgg16", "VGG-16, CIFAR form, GroupNorm, 14.7M parameters"),
+    "vgg19": ("dpbench.models.stacks:vgg19", "VGG-19, CIFAR form, GroupNorm, 20.0M parameters"),
 }
 
 FACTORY = "path/file.py:factory"

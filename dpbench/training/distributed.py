@@ -41,7 +41,7 @@ from dpbench.measure.timing import stopwatch_for, warm_up
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import Workload
 from dpbench.process.linux import available_cpus
-from dpbench.training.scale import DistributedTrial
+from dpbench.training import DistributedTrial
 from dpbench.trials.outcome import Outcome, TrialFailure, classify
 
 #: Length of a turn in seconds, and its largest number of steps.

@@ -30,7 +30,7 @@ class DeviceTrial(Trial):
     kind: ClassVar[str] = "device"
     body: ClassVar[str] = "dpbench.measure.device:run"
     sources: ClassVar[tuple[str, ...]] = (
-        *(f"dpbench/measure/{name}.py" for name in ("device", "bench", "gpu", "precision", "timing")),
+        *(f"dpbench/measure/{name}.py" for name in ("device", "bench", "counters", "precision", "timing")),
         *(f"clipping/accel/{name}.py" for name in ("cuda", "cuda_programs")),
     )
     device: str = "cpu"

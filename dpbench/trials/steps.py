@@ -199,7 +199,7 @@ class ConfirmTrial(BatchTrial):
     """
 
     kind: ClassVar[str] = "confirm"
-    body: ClassVar[str] = "dpbench.measure.confirm:run"
+    body: ClassVar[str] = "dpbench.measure.largest:confirm"
     beside: ClassVar[bool] = True
     data: str = "synthetic"
     max_batch_size: int = 16384

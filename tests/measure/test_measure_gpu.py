@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpbench.measure import gpu, overhead
+from dpbench.measure import counters, overhead
 from dpbench.measure.bench import Memory
 from dpbench.trials import OverheadTrial
 
@@ -55,28 +55,28 @@ def driver(monkeypatch):
                 raise OSError(f"{name}: cannot open shared object file")
             return driver
 
-        monkeypatch.setattr(gpu.ctypes, "CDLL", load)
+        monkeypatch.setattr(counters.ctypes, "CDLL", load)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
 
-    gpu._handle.cache_clear()
+    counters._handle.cache_clear()
     yield play
-    gpu._handle.cache_clear()
+    counters._handle.cache_clear()
 
 
 def test_what_it_does_not_say_is_none_and_the_rest_is_there(driver):
     driver(Driver(fails=("power",)))
-    assert gpu.sample(CUDA) == {"sm_mhz": 1980, "memory_mhz": 2619, "watts": None, "celsius": 61}
+    assert counters.sample(CUDA) == {"sm_mhz": 1980, "memory_mhz": 2619, "watts": None, "celsius": 61}
 
 
 @pytest.mark.parametrize("silent", [None, Driver(fails=("nvmlInit_v2",)), Driver(fails=("handle",))])
 def test_without_a_driver_that_answers_everything_is_none(driver, silent):
     driver(silent)
-    assert gpu.sample(CUDA) == NOTHING
+    assert counters.sample(CUDA) == NOTHING
 
 
 def test_a_gpu_that_the_driver_does_not_know_is_not_taken_for_another(driver):
     driver(Driver(), uuid="ffffffff-89ab-cdef-0123-456789abcdef")
-    assert gpu.sample(CUDA) == NOTHING
+    assert counters.sample(CUDA) == NOTHING
 
 
 def test_a_turn_on_cuda_says_them_and_asks_when_its_time_is_taken(monkeypatch):
@@ -87,7 +87,7 @@ def test_a_turn_on_cuda_says_them_and_asks_when_its_time_is_taken(monkeypatch):
         return [0.5] * count
 
     monkeypatch.setattr(overhead, "stopwatch_for", lambda device: stopwatch)
-    monkeypatch.setattr(gpu, "sample", lambda device: events.append("asked") or {"sm_mhz": 1980})
+    monkeypatch.setattr(counters, "sample", lambda device: events.append("asked") or {"sm_mhz": 1980})
     trial = OverheadTrial(model="cnn", backends=["nonprivate"], batch_size=2)
     entry = overhead.Entry("nonprivate", trial, CUDA, _step=object())
     entry.record["turns"] = []
@@ -104,5 +104,5 @@ def test_what_the_others_hold_is_in_no_peak_of_a_backend():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_gpu_has_a_clock_and_a_temperature():
-    found = gpu.sample(CUDA)
+    found = counters.sample(CUDA)
     assert found["sm_mhz"] > 100 and found["memory_mhz"] > 100 and 0 < found["celsius"] < 120

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dpbench.measure import memory
-from dpbench.measure.bench import Memory, device_of, storage_bytes
+from dpbench.measure.bench import BACKWARD, FORWARD, Memory, Phases, device_of, storage_bytes
 from dpbench.measure.memory import measured_peak, set_budget, within_budget
-from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 from dpbench.trials import PeakTrial
 from dpbench.trials.outcome import OverBudget
 

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from clipping.program.step import Way
 from dpbench.errors import UsageError
-from dpbench.measure import energy, training_step
+from dpbench.measure import counters, training_step
 from dpbench.measure.bench import open_workload
 from dpbench.measure.jax_peer.entry import KNOWN
 from dpbench.records.reader import entries
@@ -156,13 +156,13 @@ def test_records_are_those_of_engines():
 
 
 def test_energy_of_packages_is_read_past_the_end_of_their_counters(tmp_path, monkeypatch):
-    monkeypatch.setattr(energy, "_RAPL", tmp_path)
-    assert energy.counter(torch.device("cpu")) == ("not readable", None)
+    monkeypatch.setattr(counters, "_RAPL", tmp_path)
+    assert counters.energy(torch.device("cpu")) == ("not readable", None)
     for package in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "max_energy_range_uj").write_text("999\n")
         (tmp_path / package / "energy_uj").write_text("900\n")
-    by, joules = energy.counter(torch.device("cpu"))
+    by, joules = counters.energy(torch.device("cpu"))
     assert by == "RAPL" and joules is not None and joules() == 0
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("100\n")
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("950\n")

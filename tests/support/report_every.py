@@ -3,8 +3,7 @@
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.coverage import CoverageTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
-from dpbench.training import AdamTrial, AuditTrial, CorrelatedTrial, MemorisationTrial, UtilityTrial
-from dpbench.training.scale import DistributedTrial
+from dpbench.training import AdamTrial, AuditTrial, CorrelatedTrial, DistributedTrial, MemorisationTrial, UtilityTrial
 from dpbench.trials import (
     CalibrationTrial,
     CheckTrial,

@@ -14,7 +14,7 @@ from dpbench.experiment import load_experiment
 from dpbench.process.parent import Isolation
 from dpbench.records.reader import LeftOut
 from dpbench.report.figures import distributed
-from dpbench.training.scale import DistributedTrial
+from dpbench.training import DistributedTrial
 from dpbench.trials import Trial
 
 FEW = {"model": "cnn", "batch_size": 2, "rounds": 2, "max_seconds": 0.1, "timeout": PATIENCE}

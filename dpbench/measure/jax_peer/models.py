@@ -88,7 +88,7 @@ def _flat(x: Any) -> Any:
 
 
 def mlp(p: Parameters, images: Any) -> Any:
-    """`dpbench.models.mlp`: logits [B, classes]."""
+    """`dpbench.models.stacks.mlp`: logits [B, classes]."""
     x = _flat(images)
     for name in ("1", "3"):
         x = jax.nn.relu(_linear(p, name, x))
@@ -96,7 +96,7 @@ def mlp(p: Parameters, images: Any) -> Any:
 
 
 def cnn(p: Parameters, images: Any) -> Any:
-    """`dpbench.models.cnn`: logits [B, classes]."""
+    """`dpbench.models.stacks.cnn`: logits [B, classes]."""
     x = images
     for first, second in (("0", "2"), ("5", "7"), ("10", "12")):
         for name in (first, second):
