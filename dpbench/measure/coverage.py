@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -178,11 +179,7 @@ def _seed(number: int) -> None:
     """Seed every generator that a model may draw from on a CPU."""
     torch.default_generator.manual_seed(number)
     random.seed(number)
-    try:
-        import numpy
-    except ImportError:
-        return
-    numpy.random.seed(number)
+    np.random.seed(number)
 
 
 @contextmanager
@@ -249,14 +246,8 @@ class _Truth:
 
 def _judged(name: str, truth: _Truth) -> Row:
     """The row of one backend."""
-    row: Row = {
-        "backend": name,
-        "status": "exact",
-        "norm_error": None,
-        "grad_error": None,
-        "coverage": {},
-        "reason": None,
-    }
+    row: Row = {"backend": name, "status": "exact", "norm_error": None, "grad_error": None}
+    row |= {"coverage": {}, "reason": None}
     options: dict[str, Any] = {"compile": True, "timing": False} if name.endswith(COMPILED) else {}
     try:
         checked = backend_class(name.removesuffix(COMPILED))

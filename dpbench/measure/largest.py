@@ -40,24 +40,11 @@ def run(trial: LargestTrial) -> dict[str, Any]:
         UsageError: the model cannot be built.
     """
     image_size, num_classes = sizes(trial)
-    probe = PeakTrial(
-        model=trial.model,
-        backend=trial.backend,
-        batch_size=trial.batch_size,
-        device=trial.device,
-        precision=trial.precision,
-        image_size=image_size,
-        num_classes=num_classes,
-        seed=trial.seed,
-        memory_budget=trial.memory_budget,
-        simulated=True,
-    )
-    search = MaxBatch(
-        probe=probe,
-        start=trial.batch_size,
-        max_batch_size=trial.max_batch_size,
-        tolerance=trial.tolerance,
-    )
+    same = ("model", "backend", "batch_size", "device", "precision", "seed", "memory_budget")
+    settings = {name: getattr(trial, name) for name in same}
+    probe = PeakTrial(**settings, image_size=image_size, num_classes=num_classes, simulated=True)
+    bounds = {"start": trial.batch_size, "max_batch_size": trial.max_batch_size}
+    search = MaxBatch(probe=probe, tolerance=trial.tolerance, **bounds)
     begin = time.monotonic()
     seen: dict[int, Probe] = {}
     probes: list[dict[str, Any]] = []
@@ -66,14 +53,8 @@ def run(trial: LargestTrial) -> dict[str, Any]:
         assert size is not None
         before = time.monotonic()
         seen[size] = found = _probe(probe.replace(batch_size=size))
-        probes.append(
-            {
-                "batch_size": size,
-                "fits": found.fits,
-                "peak_bytes": found.peak_bytes,
-                "seconds": time.monotonic() - before,
-            }
-        )
+        said = {"batch_size": size, "fits": found.fits, "peak_bytes": found.peak_bytes}
+        probes.append(said | {"seconds": time.monotonic() - before})
     return {"batch_size": search.answer(seen), "ended": ended, "probes": probes}
 
 

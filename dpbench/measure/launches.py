@@ -98,12 +98,8 @@ def counted(backend: Backend, inputs: Any, targets: Any) -> dict[str, Any]:
     for _ in range(2):
         with as_on_a_gpu(Launches()) as launches:
             backend(inputs, targets)
-    counts: dict[str, Any] = {
-        "bytes_read": launches.bytes_read,
-        "bytes_written": launches.bytes_written,
-        "flops": launches.flops,
-    }
-    counts["seconds"], operations = launches.seconds, dict(launches.found.most_common())
+    counts = {name: getattr(launches, name) for name in ("bytes_read", "bytes_written", "flops", "seconds")}
+    operations = dict(launches.found.most_common())
     return {"outcome": Outcome.OK, "launches": launches.found.total(), **counts, "operations": operations}
 
 

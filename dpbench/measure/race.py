@@ -4,6 +4,9 @@ In a round every backend, ordinary training among them, takes turns in a fresh o
 in a round, so that load from other programs falls on all alike. A round gives one ratio for each: the median of its
 steps over the median of ordinary training's. `heats` are TURNS rounds of all; `finals` are at least ROUNDS rounds of
 the fast ones (`finalists`), until each interval is narrow or the time is up.
+
+Functions take:
+    ratios: name -> ratio in each round; ordinary training does not count.
 """
 
 from __future__ import annotations
@@ -56,6 +59,8 @@ class Race:
 
     Methods take:
         runners: including ordinary training.
+        until, latest: by `clock`; the first round may end later, and the first ROUNDS of the finals until `latest`.
+        seconds: the length of a round of short steps.
     """
 
     def __init__(
@@ -68,20 +73,11 @@ class Race:
         self._orders = random.Random(seed)
 
     def heats(self, runners: Sequence[Runner], until: float) -> Ratios:
-        """TURNS rounds of all runners, as time allows.
-
-        Args:
-            until: by `clock`; only the first round may end later.
-        """
+        """TURNS rounds of all runners, as time allows."""
         return self._rounds("race", runners, until, HEAT_SECONDS, TURNS)
 
     def finals(self, runners: Sequence[Runner], until: float, latest: float) -> Ratios:
-        """At least ROUNDS rounds, until every interval is narrow, as time allows.
-
-        Args:
-            until: by `clock`; only the first ROUNDS rounds may end later.
-            latest: the limit for those.
-        """
+        """At least ROUNDS rounds, until every interval is narrow, as time allows."""
         return self._rounds("finals", runners, until, FINAL_SECONDS, MOST_ROUNDS, latest)
 
     def _rounds(
@@ -105,11 +101,7 @@ class Race:
         return found
 
     def round(self, runners: Sequence[Runner], seconds: float) -> dict[str, list[float]]:
-        """Repeat turns of all until the round's time is filled: name -> seconds of each step.
-
-        Args:
-            seconds: the length of a round of short steps.
-        """
+        """Repeat turns of all until the round's time is filled: name -> seconds of each step."""
         taken: dict[str, list[float]] = {runner.name: [] for runner in runners}
         begin = self.clock()
         while True:
@@ -130,7 +122,6 @@ def finalists(ratios: Mapping[str, Sequence[float]], kept: int = KEPT) -> list[s
     """The fastest private backends, those that may be as fast, and the fastest of Opacus' engines.
 
     Args:
-        ratios: name -> ratio in each round of the heats; ordinary training does not count.
         kept: how many at most, beside Opacus'.
     """
     ranked = sorted((name for name in ratios if ratios[name] and name != ORDINARY), key=lambda n: median(ratios[n]))
@@ -143,9 +134,5 @@ def finalists(ratios: Mapping[str, Sequence[float]], kept: int = KEPT) -> list[s
 
 
 def doubtful(ratios: Mapping[str, Sequence[float]]) -> list[str]:
-    """Names of backends with doubtful ratios (`doubt`).
-
-    Args:
-        ratios: name -> ratio in each round.
-    """
+    """Names of backends with doubtful ratios (`doubt`)."""
     return [name for name, rounds in ratios.items() if name != ORDINARY and doubt(rounds) is not None]

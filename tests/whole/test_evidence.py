@@ -177,7 +177,7 @@ def test_a_gpu_on_which_no_program_of_tritons_runs_says_why(monkeypatch):
     monkeypatch.setattr(device.cuda, "trouble", lambda device: why)
     card = {"name": "A card", "major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 2**36}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**card))
-    monkeypatch.setattr(device.gpu, "sample", lambda device: None)
+    monkeypatch.setattr(device.counters, "sample", lambda device: None)
     assert device.facts(torch.device("cuda"))["triton_programs"] == why
     monkeypatch.setattr(device.cuda, "trouble", lambda device: None)
     assert device.facts(torch.device("cuda"))["triton_programs"] == "run"
