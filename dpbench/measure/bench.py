@@ -1,7 +1,5 @@
 """Turns a trial into a step that can be run, and defines the record of its memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass

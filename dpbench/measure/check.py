@@ -21,8 +21,6 @@ Functions take:
     samples: the oracle's results on batches of one, with weight 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

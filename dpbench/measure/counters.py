@@ -4,8 +4,6 @@ A step's time means little without the clock: a card at its power limit slows do
 library directly, since torch's own functions need another package, and nvidia-smi takes longer than a turn.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable

@@ -15,8 +15,6 @@ Functions take:
     share: multiplies each loss; the gradients are divided by it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ Each is the median of repetitions, after one warm-up. A CPU has no TF32 and no a
 left out.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import time

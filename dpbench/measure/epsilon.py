@@ -1,7 +1,5 @@
 """Run `epsilon` and `calibration` trials: one accountant's result, and its compute time."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

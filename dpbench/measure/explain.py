@@ -8,8 +8,6 @@ Weights do not matter, so the sizes default to the model's own: 224x224 images a
 (or timm's own resolution), 32x32 and 10 for the built-in CIFAR models and for files.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Counts the floating-point operations of a model's forward and backward pass with torch's counter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ samples, then runs two real steps, each with a fresh backend and within the budg
 the predicted batch, and one a search step away, larger if the first fitted, else smaller.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from typing import Any

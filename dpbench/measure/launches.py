@@ -18,8 +18,6 @@ and large products reached on an H100 (`RATES`, `BANDWIDTH`), half of a product'
 CUDA graph takes their sum; an eager one waits for Python.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

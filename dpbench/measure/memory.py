@@ -18,8 +18,6 @@ Functions take:
     budget: bytes, or None.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator

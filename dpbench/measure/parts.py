@@ -12,8 +12,6 @@ The result is ``{"tensors", "parameters", "counted", "steps": {"plain": entry, "
 ``{"parts": {name: {"seconds": [one a step], "launches", "waits"}}, "step_seconds": [...]}``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -4,8 +4,6 @@ TF32 is switched for cuBLAS and cuDNN alike: torch's default has it on in cuDNN 
 profile. Autocast wraps the forward pass and the losses, not the backward pass, which runs in the same formats anyway.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ entry has ``outcome`` and ``evidence``, and per step ``launches`` and ``waits`` 
 store writes beside the records (`dpbench.records.store`).
 """
 
-from __future__ import annotations
-
 import base64
 import gc
 from typing import Any

@@ -9,8 +9,6 @@ Functions take:
     ratios: name -> ratio in each round; ordinary training does not count.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -12,8 +12,6 @@ Functions take:
     case, cases: of hard records.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator

@@ -20,8 +20,6 @@ outlives its first summand counts as that summand.
 is one of the largest, and the results of the other blocks exist while it runs, so their bytes are added (`LastForAll`).
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref

@@ -4,8 +4,6 @@ The order keeps each part from disturbing the next: the oracle's memory is freed
 the timing is warm, and the profiler of the CPU's memory, which slows everything down, comes last.
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

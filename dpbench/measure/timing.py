@@ -11,8 +11,6 @@ Functions take:
     max_seconds: no step begins later.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

@@ -10,8 +10,6 @@ The trace is Kineto's, in the Chrome format. The categories read are:
 The profiler slows a step down: take counts and shares from the trace, never the time of a step.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

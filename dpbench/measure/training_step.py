@@ -13,8 +13,6 @@ The result is that of an `OverheadTrial`, and ``energy``: the name of the counte
 turn has ``joules_per_step``: all energy that the machine's processors, or the GPU, used meanwhile.
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Callable

@@ -14,8 +14,6 @@ Functions take:
     where: on which batch, in words.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from clipping import Agreement, Backend, ClipFunction, ClippedGradient, load_backend

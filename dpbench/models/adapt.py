@@ -7,8 +7,6 @@
   not be compared. With probability 0 it costs nothing and draws nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

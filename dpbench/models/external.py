@@ -7,8 +7,6 @@ Functions take:
     reference: NAME?options.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator

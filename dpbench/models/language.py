@@ -5,8 +5,6 @@ The type determines the head: causal language modelling for decoders (gpt2, llam
 type's default, except for the names in `SIZES`. Dropout is off (see `dpbench.models.adapt`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

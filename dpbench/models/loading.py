@@ -1,7 +1,5 @@
 """Turns a reference into a `Workload`: builds the model, moves it to the device, adds loss and batches."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

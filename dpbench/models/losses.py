@@ -4,8 +4,6 @@ Functions take:
     targets: labels or tokens, int64.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

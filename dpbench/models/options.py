@@ -4,8 +4,6 @@ Values are ``6``, ``0.1``, ``true``, ``false``, ``none``, ``(3,3,9,3)`` or ``[3,
 text. Imports no torch, for the parent process.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Collection

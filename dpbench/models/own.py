@@ -1,7 +1,5 @@
 """Makes a `Workload` of a user's model, records and loss; turns its errors into one line with a working example."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

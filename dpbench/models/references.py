@@ -1,7 +1,5 @@
 """Checks references to models without torch. For their forms see `dpbench.models`."""
 
-from __future__ import annotations
-
 from dpbench.errors import UsageError, nearest
 from dpbench.models.options import split_options
 from dpbench.trials.packages import SCHEMES

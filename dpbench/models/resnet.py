@@ -12,8 +12,6 @@ switch it off since it is a module. They could not for a sum, so `out + shortcut
 Any image size works.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Stacks of layers without branches, for images [B, 3, S, S]: the CNN of Tramèr & Boneh, an MLP, and VGG."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -22,8 +22,6 @@ Functions take:
     model: of transformers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Container, Iterator
 from typing import Any

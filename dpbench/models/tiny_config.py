@@ -8,8 +8,6 @@ Functions take:
     default: a configuration of transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ Functions take:
     x, y: images and labels.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -20,8 +20,6 @@ Each test wrongly refutes a sound engine with probability at most `LEVEL` over t
 `LEVEL`; `sensitivity` involves no chance.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple
 

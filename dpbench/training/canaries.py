@@ -6,8 +6,6 @@ coordinate, and noise alone at the coordinates of canaries outside the batch. Th
 multiplied by 0: it may be in a batch, but not in its sum.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, NamedTuple
 

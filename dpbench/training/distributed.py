@@ -10,8 +10,6 @@ known. If there are more processes than CPUs or GPUs, throughput is marked `over
 machine with enough of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import multiprocessing

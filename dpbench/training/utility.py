@@ -1,7 +1,5 @@
 """Run a `UtilityTrial`: train a model with the privacy engine, and test it on held-out data."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """A simulated step lets the last block of a batch stand for all, to the byte."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The batches of a check: that they are what they say, and that each catches a backend it was made for."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Two real steps beside what was foretold, and the one look at the backend before them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Clocks, power and temperature of a GPU, from a driver that a test plays; on a machine with a GPU, from its own."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 

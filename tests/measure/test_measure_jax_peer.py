@@ -1,7 +1,5 @@
 """jax_privacy as an engine: the same models in jax, a process without torch, and turns beside jax's own plain step."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Launches, bytes and operations of a step, counted without a GPU: rules of counting, and the counts on record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

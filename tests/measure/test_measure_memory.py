@@ -1,7 +1,5 @@
 """Measured peaks, on steps whose peak is known by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The body of an overhead trial: turns in every order, pairs within a round, and no backend in another's way."""
 
-from __future__ import annotations
-
 import gc
 import resource
 import sys

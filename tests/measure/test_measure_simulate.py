@@ -1,7 +1,5 @@
 """Simulated peaks: by hand where that is possible, and beside what the CPU's allocator measured."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

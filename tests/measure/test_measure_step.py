@@ -1,7 +1,5 @@
 """The body of a step trial: verified, timed, its memory taken, in that order."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

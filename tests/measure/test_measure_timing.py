@@ -1,7 +1,5 @@
 """Warm-up and per-step times, by a clock that says what the test wants."""
 
-from __future__ import annotations
-
 import math
 import time
 

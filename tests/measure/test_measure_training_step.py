@@ -1,7 +1,5 @@
 """Whole training steps of every engine, interleaved: each trains, has its turns, and leaves the model as it was."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

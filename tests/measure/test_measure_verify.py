@@ -1,7 +1,5 @@
 """The answer of a step beside the oracle's: what passes, what does not, and what is said of it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches: digits are the digits, CIFAR is read as it lies, and what is said when they cannot be."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

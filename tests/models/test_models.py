@@ -1,7 +1,5 @@
 """The built-in models, references, and what `load_workload` promises."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """References to models of timm, torchvision, transformers, and of a person's own file."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Models with options in their reference: values, what reaches the constructor, and refusals of one line."""
 
-from __future__ import annotations
-
 import pytest
 
 from dpbench.execution.selection import parse_only

@@ -1,7 +1,5 @@
 """Models that are none over images: a file hands in the model, a few records, and perhaps a loss."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Nothing of a model's code is changed but what every run of dpbench changes (Batc
 `python -m dpbench run coverage` does the same for every family of timm, torchvision and transformers.
 """
 
-from __future__ import annotations
-
 import pytest
 from marks import slow_unless
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Training by SGD, Adam and AdamBC at one ε, by the settings of the experiment, and the figure that is made of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

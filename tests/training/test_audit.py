@@ -1,7 +1,5 @@
 """The audit: its statistics, an engine that passes, seeded faults that do not, and the figure of both."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

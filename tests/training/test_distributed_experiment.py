@@ -1,7 +1,5 @@
 """A trial of several processes: what it answers, how it fails, and the figure drawn of it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

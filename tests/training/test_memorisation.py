@@ -1,7 +1,5 @@
 """What a model gives away of secrets: the records of a trial, and the figure that is made of them."""
 
-from __future__ import annotations
-
 import math
 
 import pandas as pd

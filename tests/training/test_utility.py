@@ -1,7 +1,5 @@
 """Training to a budget on the digits, by the settings of the experiment, and the figure that is made of it."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 

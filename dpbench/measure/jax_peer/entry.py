@@ -8,8 +8,6 @@ A ratio to torch's plain step would mix two libraries of kernels, so the entry h
 Memory is what XLA plans for the compiled step: arguments, results and temporaries.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 from dataclasses import dataclass

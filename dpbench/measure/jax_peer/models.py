@@ -13,8 +13,6 @@ Functions take:
     images: [B, H, W, 3].
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -11,8 +11,6 @@ It imports no torch. `BATCH.npz` has the parameters, as ``p/NAME``, ``inputs`` a
 An error is answered as ``{"error": its text, "kind": its class}``. It ends with its standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
