@@ -41,8 +41,8 @@ def run(trial: LargestTrial) -> dict[str, Any]:
     same = ("model", "backend", "batch_size", "device", "precision", "seed", "memory_budget")
     settings = {name: getattr(trial, name) for name in same}
     probe = PeakTrial(**settings, image_size=image_size, num_classes=num_classes, simulated=True)
-    bounds = {"start": trial.batch_size, "max_batch_size": trial.max_batch_size}
-    search = MaxBatch(probe=probe, tolerance=trial.tolerance, **bounds)
+    most, start = trial.max_batch_size, trial.batch_size
+    search = MaxBatch(probe=probe, start=start, max_batch_size=most, tolerance=trial.tolerance)
     begin = time.monotonic()
     seen: dict[int, Probe] = {}
     probes: list[dict[str, Any]] = []
