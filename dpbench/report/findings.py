@@ -53,7 +53,9 @@ def paired(frame: pd.DataFrame) -> str:
     )
     memory = told[told.memory_ratio.notna()]
     if len(memory):
-        text += f") and {_ratios(memory.memory_ratio.astype(float))} its peak memory ({_taken(memory.memory)}"
+        sources = sorted(set(memory.memory.dropna()))
+        taken = ["simulated" if s == "simulated" else f"measured, {style.SOURCES.get(s, s)}" for s in sources]
+        text += f") and {_ratios(memory.memory_ratio.astype(float))} its peak memory ({', '.join(taken)}"
     return f"{text}){said}." + (_LESS if ours.min() < 1 else "")
 
 
@@ -117,8 +119,3 @@ def _ratios(values: pd.Series[float]) -> str:
     """'1.17× (1.09× to 1.33×)': the median and the range of the cells."""
     middle, ends = style.times(values.median()), span(map(style.times, (values.min(), values.max())))
     return middle if middle == ends else f"{middle} ({ends})"
-
-
-def _taken(memory: pd.Series[Any]) -> str:
-    sources = sorted(set(memory.dropna()))
-    return ", ".join("simulated" if s == "simulated" else f"measured, {style.SOURCES.get(s, s)}" for s in sources)

@@ -43,44 +43,42 @@ class Claim:
             raise ValueError(f"expected a verdict, one of {', '.join(VERDICTS)}, got {self.verdict!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FigureKind:
     """How to make one kind of figure.
 
     Args:
-        doc: one line; the heading on the page.
         kinds: the kinds of trial that it uses.
         table: from records to numbers. It counts what it leaves out, but for failures.
         text: the numbers for people: column -> its text of a row, or a function of the table.
         caption: the sentences of its own, or a function of records and numbers that returns them; if that returns one
             text, it is the whole caption.
+        plot: draws numbers and caption; None for a table alone.
+        finding: one sentence with the main numbers; '' if there are none.
         cell: a key of a record; records with the same key add to the same number.
         by: fields of the trial; there is a figure for each of their values.
         facets: as `by`, for fields of some kinds of trial: field -> these kinds.
-        plot: draws numbers and caption; None for a table alone.
         applies: whether such records make this figure at all.
-        finding: one sentence with the main numbers; '' if there are none.
         claims: of papers, judged by these records and numbers.
         setting: whether the numbers depend on torch, threads and inputs.
         with_causes: whether to count failed trials and list their reasons; not if the table or another figure does.
-        place: its position on a page: the lowest comes first.
+        doc: the heading on the page, one line; of ours, that of `dpbench.report.figures.CONTENTS`.
     """
 
-    doc: str
     kinds: tuple[str, ...]
     table: Callable[[Sequence[Record], LeftOut], pd.DataFrame]
     text: readable.Columns | Callable[[pd.DataFrame], pd.DataFrame]
     caption: str | Callable[[Sequence[Record], pd.DataFrame], str | Sequence[str]]
+    plot: Callable[[pd.DataFrame, str], Figure] | None = None
+    finding: Callable[[pd.DataFrame], str] = lambda frame: ""
     cell: Callable[[Record], Hashable] = lambda record: record.id
     by: tuple[str, ...] = ("experiment",)
     facets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    plot: Callable[[pd.DataFrame, str], Figure] | None = None
     applies: Callable[[Sequence[Record]], bool] = lambda records: True
-    finding: Callable[[pd.DataFrame], str] = lambda frame: ""
     claims: Callable[[Sequence[Record], pd.DataFrame], Sequence[Claim]] = lambda records, frame: ()
     setting: bool = False
     with_causes: bool = True
-    place: int = 1000
+    doc: str = ""
 
     def texts(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The numbers for people."""

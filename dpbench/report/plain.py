@@ -14,8 +14,6 @@ from dpbench.report.data.statistics import Row, frame_of, why
 from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing
 
-_NO_SETTING = ("kind", "timeout")
-
 
 def kind_of(kind: str) -> FigureKind:
     """The `FigureKind` for a table of all trials of `kind`."""
@@ -31,7 +29,7 @@ def kind_of(kind: str) -> FigureKind:
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row a trial: the settings that differ between trials, and its results, numbers as medians of the rounds."""
     trials = list(grouped(records, lambda r: r.id).values())
-    settings = [name for name in _names(group[0].trial for group in trials) if name not in _NO_SETTING]
+    settings = [name for name in _names(group[0].trial for group in trials) if name not in ("kind", "timeout")]
     differing = [name for name in settings if len({str(group[0].trial.get(name)) for group in trials}) > 1]
     shown = {name: f"{name} of the trial" if name in _ENDS else name for name in differing}
     rows = [_row(group, shown) for group in trials]
@@ -46,7 +44,10 @@ _ENDS = ("outcome", "rounds", "note")
 
 def _row(group: Sequence[Record], settings: Mapping[str, str]) -> Row:
     """A row of the table; `settings`: field -> name of its column."""
-    row: Row = {called: _told(group[0].trial.get(name)) for name, called in settings.items()}
+    row: Row = {
+        called: value if isinstance(value := group[0].trial.get(name), str | int | float | None) else str(value)
+        for name, called in settings.items()
+    }
     good = [record for record in group if record.outcome == "ok"]
     failures = [record for record in group if record.outcome != "ok"]
     row |= {"outcome": failures[-1].outcome if failures else "ok", "rounds": len(good)}
@@ -75,16 +76,10 @@ def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def _told(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else str(value)
-
-
 def _sortable(value: Any) -> tuple[bool, float, str]:
     number = isinstance(value, int | float)
     return not number, float(value) if number else 0.0, "" if number else str(value)
 
 
 def _words(value: Any) -> str:
-    if missing(value):
-        return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    return "" if missing(value) else f"{value:.5g}" if isinstance(value, float) else str(value)

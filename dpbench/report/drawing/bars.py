@@ -188,8 +188,7 @@ def _scale(axes: Axes, panel: Panel) -> None:
         axes.set_xlim(0, max(ends, default=1.0) * 1.06)
         axes.xaxis.set_major_locator(MaxNLocator(5) if ends else NullLocator())
         axes.xaxis.set_major_formatter("{x:,g}")
-    axes.set_title(panel.title)
-    axes.set_xlabel(panel.label + (", logarithmic" if is_log else ""))
+    axes.set(title=panel.title, xlabel=panel.label + (", logarithmic" if is_log else ""))
     axes.yaxis.grid(False)
     if panel.reference:
         axes.axvline(panel.reference, **REFERENCE | {"zorder": 2.5})

@@ -97,8 +97,7 @@ def panels(drawn: Sequence[Panel], caption: str, across: int = 2, height: float 
 
 def _draw(axes: Axes, panel: Panel) -> None:
     low, high = _reach(panel)
-    axes.set_title(panel.title)
-    axes.set_xlabel(panel.x_label)
+    axes.set(title=panel.title, xlabel=panel.x_label)
     axes.set_ylabel(panel.y_label, rotation=0 if len(panel.y_label) < 3 else 90)
     axes.yaxis.set_major_formatter(_tick)
     axes.xaxis.set_major_formatter(_tick)

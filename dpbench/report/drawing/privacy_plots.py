@@ -213,8 +213,7 @@ def _scheme_bars(axes: Axes, at: pd.DataFrame, rows: Sequence[tuple[str, str]], 
                 axes.plot([value], [y], marker=look.marker, color=look.color, markersize=5, zorder=4)
         for value in own[own.kind == "lower_bound"].epsilon:
             axes.barh([y], [float(value) - low], left=[low], height=0.34, zorder=3, **_LOWER)
-    axes.set_title(f"ε at σ = {style.plain(sigma)}")
-    axes.set_xlabel("ε, logarithmic")
+    axes.set(title=f"ε at σ = {style.plain(sigma)}", xlabel="ε, logarithmic")
     axes.yaxis.grid(False)
 
 
@@ -239,8 +238,7 @@ def _over_sigma(axes: Axes, frame: pd.DataFrame) -> list[Line2D]:
         looks: dict[str, Any] = {"marker": _MARKERS[place], "color": _COLORS[place], "label": ", ".join(names)}
         dash = "-" if kind == "upper_bound" else ":"
         handles += axes.plot(best.index.to_numpy(float), best.to_numpy(float), dash, linewidth=1.5, **looks)
-    axes.set_title("over σ, remove one or make it zero")
-    axes.set_xlabel("noise multiplier σ, logarithmic")
+    axes.set(title="over σ, remove one or make it zero", xlabel="noise multiplier σ, logarithmic")
     logarithmic(axes.xaxis, (1.0, 2.0, 5.0), "{x:,g}")
     logarithmic(axes.yaxis, (1.0, 3.0), "{x:,g}")
     return handles

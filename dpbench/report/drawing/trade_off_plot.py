@@ -63,6 +63,5 @@ def _panel(axes: Axes, rates: np.ndarray, curve: TradeOff, alone: TradeOff | Non
     axes.plot(rates, rates, color=style.FAINT, linewidth=0.9, label="guessing")
     for rate in RATES:
         axes.plot([rate], [curve.true_positives(rate)], "o", color=_LINE, markersize=4)
-    axes.set_xlabel("false positive rate")
-    axes.set_ylabel("true positive rate")
+    axes.set(xlabel="false positive rate", ylabel="true positive rate")
     axes.legend(loc="lower right")

@@ -334,7 +334,6 @@ def _epsilon(row: Any) -> str:
 
 FIGURES = {
     "epsilon_epochs": FigureKind(
-        doc="ε against epochs for the accountants (Figure 2 of Abadi et al. 2016)",
         kinds=("epsilon",),
         cell=lambda r: (r.trial["accountant"], r.trial["steps"]),
         by=("experiment", "sample_rate", "noise_multiplier", "delta"),
@@ -344,20 +343,11 @@ FIGURES = {
         caption=_epochs_caption,
         plot=privacy_plots.epochs,
         finding=_epochs_finding,
-        place=40,
     ),
     "epsilon_sweeps": FigureKind(
-        doc="ε along σ, q and δ by each accountant, and how far each is from the certified lower bound",
-        kinds=("epsilon_sweep",),
-        table=points,
-        text=_POINTS,
-        caption=_sweeps_caption,
-        plot=privacy_plots.sweeps,
-        finding=_points_finding,
-        place=50,
+        ("epsilon_sweep",), points, _POINTS, _sweeps_caption, privacy_plots.sweeps, _points_finding
     ),
     "sampling_schemes": FigureKind(
-        doc="ε of each sampling scheme and adjacency, at equal records, batch size, noise and epochs",
         kinds=("epsilon_scheme",),
         by=("experiment", "sample_rate", "steps", "delta"),
         table=schemes,
@@ -365,10 +355,8 @@ FIGURES = {
         caption=_schemes_caption,
         plot=privacy_plots.schemes,
         finding=_schemes_finding,
-        place=60,
     ),
     "tuning": FigureKind(
-        doc="ε of the best of several runs, beside that of one",
         kinds=("epsilon_tuned",),
         by=("experiment", "sample_rate", "steps", "delta"),
         table=tuned,
@@ -376,10 +364,8 @@ FIGURES = {
         caption=_tuned_caption,
         plot=privacy_plots.tuned,
         finding=_tuned_finding,
-        place=65,
     ),
     "accountant_price": FigureKind(
-        doc="the steps that each accountant allows, and the noise that it asks for, at a target ε",
         kinds=("calibration",),
         by=("experiment", "sample_rate", "delta"),
         table=prices,
@@ -387,16 +373,6 @@ FIGURES = {
         caption=_prices_caption,
         plot=privacy_plots.prices,
         finding=_prices_finding,
-        place=70,
     ),
-    "accounting_map": FigureKind(
-        doc="time, failures and distance from the lower bound of each accountant over (q, σ, T, δ)",
-        kinds=("epsilon_map",),
-        table=points,
-        text=_POINTS,
-        caption=_map_caption,
-        plot=privacy_plots.maps,
-        finding=_points_finding,
-        place=80,
-    ),
+    "accounting_map": FigureKind(("epsilon_map",), points, _POINTS, _map_caption, privacy_plots.maps, _points_finding),
 }

@@ -201,13 +201,4 @@ def _certified(bounds: pd.Series[float]) -> str:
     )
 
 
-FIGURE = FigureKind(
-    doc="which tests of an audit refute what an engine claims: the engine as it is, and with seeded faults",
-    kinds=("audit",),
-    table=table,
-    text=text,
-    caption=_caption,
-    plot=plot,
-    finding=_finding,
-    place=240,
-)
+FIGURE = FigureKind(("audit",), table, text, _caption, plot, _finding)

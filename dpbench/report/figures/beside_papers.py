@@ -273,7 +273,6 @@ def _batch_bar(row: Any) -> Bar:
 
 
 FIGURE = FigureKind(
-    doc="papers' figures again: Figure 4 of arXiv:2205.10683, Figures 4 and 5 of arXiv:2210.00038",
     kinds=("overhead", "peak", "step"),
     cell=cell,
     by=("experiment", "precision"),
@@ -285,5 +284,4 @@ FIGURE = FigureKind(
     applies=_applies,
     finding=_finding,
     setting=True,
-    place=140,
 )

@@ -219,10 +219,6 @@ def cell(record: Record) -> Hashable:
     return record.experiment, beside.cell(record)
 
 
-def _applies(records: Sequence[Record]) -> bool:
-    return bool(records) and bool((table(records, LeftOut()).verdict != NOT_MEASURED).any())
-
-
 def numbers(records: Sequence[Record]) -> Numbers:
     """The numbers of records of one device, in float32, separately for each budget and image size.
 
@@ -295,16 +291,14 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
 
 
 FIGURE = FigureKind(
-    doc="what papers claim, and what these records say to it",
     kinds=(*PAIRED, "peak", "largest", "confirm", "step"),
     cell=cell,
     by=(),
     table=table,
     text={"Claim": of("claim"), "Source": of("source"), "Held if": of("held_if"), "Verdict": of("verdict")},
     caption=_caption,
-    applies=_applies,
+    applies=lambda records: bool(records) and bool((table(records, LeftOut()).verdict != NOT_MEASURED).any()),
     finding=_finding,
     claims=claims,
     with_causes=False,
-    place=160,
 )

@@ -235,25 +235,14 @@ _REASONS = {
 }
 FIGURES = {
     "coverage": FigureKind(
-        doc="on which of the models that people load each backend is exact, by library and task",
-        kinds=("coverage",),
-        cell=captions.libraries,  # a count is of one version
-        table=table,
-        text=_TEXT,
-        caption=_caption,
-        plot=plot,
-        finding=_finding,
-        with_causes=False,
-        place=180,
+        ("coverage",), table, _TEXT, _caption, plot, _finding, cell=captions.libraries, with_causes=False
     ),
     "coverage_reasons": FigureKind(
-        doc="why a backend is not exact on a model that people load, or the model is not built",
         kinds=("coverage",),
         cell=captions.libraries,
         table=reasons,
         text=_REASONS,
         caption="Every model on which a backend is not exact, and every one that is not built, by reason.",
         with_causes=False,
-        place=190,
     ),
 }

@@ -30,10 +30,6 @@ COLUMNS = (
 )
 
 
-def _applies(records: Sequence[Record]) -> bool:
-    return any(r.result.get("rows") for r in records)
-
-
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each use of a weight by a linear operation or convolution, in the order of the forward pass."""
     rows: list[Row] = []
@@ -75,7 +71,7 @@ def _inputs(record: Record) -> str:
 
 
 _TEXT: readable.Columns = {
-    "Model": lambda r: _name(r.model),
+    "Model": lambda r: style.model(style.without_length(r.model)[0]),
     "Inputs": of("inputs"),
     "Parameter": of("parameter"),
     "Operation": of("operation"),
@@ -115,10 +111,6 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def _name(reference: str) -> str:
-    return style.model(reference).partition(", T=")[0]
-
-
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A panel a model and input size."""
     models: list[Any] = list(frame.groupby(["model", "inputs", "batch_size"], sort=False))
@@ -126,7 +118,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     for index, (axes, ((model, inputs, batch_size), own)) in enumerate(zip(panels, models, strict=True)):
         differ = int((own.paper != own.ours).sum())
         said = f"{differ} of {len(own)} differ" if differ else f"alike in all {len(own)}"
-        axes.set_title(f"{_name(model)}, {inputs}, B={batch_size}", pad=5, fontsize=8.8)
+        axes.set_title(f"{style.model(style.without_length(model)[0])}, {inputs}, B={batch_size}", pad=5, fontsize=8.8)
         axes.set_title(said, loc="right", pad=5, fontsize=7.6, weight="normal", color=style.FAINT)
         _panel(axes, own)
         if index % 2 == 0:
@@ -172,13 +164,5 @@ _LOOKS = {
 
 
 FIGURE = FigureKind(
-    doc="ghost norm or instantiated gradient in each layer, by the papers' rule and by ours",
-    kinds=("explain",),
-    table=table,
-    text=_TEXT,
-    caption=_caption,
-    plot=plot,
-    applies=_applies,
-    finding=_finding,
-    place=150,
+    ("explain",), table, _TEXT, _caption, plot, _finding, applies=lambda rs: any(r.result.get("rows") for r in rs)
 )

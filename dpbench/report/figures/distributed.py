@@ -38,7 +38,10 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         trial, result = record.trial, record.result
         if "backends" not in result:
             continue
-        seconds = {name: _rounds(entry) for name, entry in result["backends"].items()}
+        seconds = {
+            name: {turn["round"]: median(turn["step_seconds"]) for turn in entry["turns"]}
+            for name, entry in result["backends"].items()
+        }
         base = seconds.get(BASELINE, {})
         peaks = {name: max(m["peak_bytes"] for m in entry["memory"]) for name, entry in result["backends"].items()}
         for name, own in seconds.items():
@@ -62,11 +65,6 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     each = frame.merge(alone, "left", _ALIKE, suffixes=("", "_alone"))
     frame["scaling"] = each.samples_per_second / each.processes / each.samples_per_second_alone
     return frame[_COLUMNS].sort_values(_SAME, kind="stable").reset_index(drop=True)
-
-
-def _rounds(entry: dict[str, Any]) -> dict[int, float]:
-    """Median seconds of a step in each round."""
-    return {turn["round"]: median(turn["step_seconds"]) for turn in entry["turns"]}
 
 
 _TEXT: readable.Columns = {
@@ -106,9 +104,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.axhline(1.0, color="#555555", linewidth=1.0)
         logarithmic(axes.xaxis, at=sorted(set(frame.processes)) or [1])
         highest = frame[most].astype(float).max()
-        axes.set_ylim(0.0, 1.1 * max(1.0, 0.0 if pd.isna(highest) else highest))
-        axes.set_title(SPREADS[spreads[column]])
-        axes.set_xlabel("processes")
+        axes.set(ylim=(0.0, 1.1 * max(1.0, 0.0 if pd.isna(highest) else highest)), title=SPREADS[spreads[column]])
+        axes.set(xlabel="processes")
         if column == 0:
             axes.set_ylabel(f"{('throughput', 'peak memory')[row]} / ordinary")
     if lines:
@@ -129,13 +126,4 @@ def _line(axes: Axes, part: pd.DataFrame, field: str, i: int, key: Any) -> None:
         axes.vlines(part.processes, part.least, part.greatest, color=color, linewidth=1.0)
 
 
-FIGURE = FigureKind(
-    doc="throughput and memory of private beside ordinary training in several processes, under DDP and FSDP2",
-    kinds=("distributed",),
-    by=("experiment", "threads"),
-    table=table,
-    text=_TEXT,
-    caption=_caption,
-    plot=plot,
-    place=250,
-)
+FIGURE = FigureKind(("distributed",), table, _TEXT, _caption, plot, by=("experiment", "threads"))

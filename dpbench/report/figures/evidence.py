@@ -317,46 +317,14 @@ def _range(ratios: pd.Series[float]) -> str:
 
 FIGURES = {
     "device": FigureKind(
-        doc="what the device can do at best: bandwidth, rates of matrix products, latencies, versions",
         kinds=("device",),
         table=device_table,
         text=_DEVICE,
         caption="What the device can do at best: medians of repetitions. A copy counts the bytes read and the bytes "
         "written; a product is 2n³ operations, in float32 with TF32 off; a latency is of one operation on one number.",
-        place=260,
     ),
-    "norms": FigureKind(
-        doc="every way to a per-sample norm beside float64, by precision",
-        kinds=("norms",),
-        table=norms_table,
-        text=_NORMS,
-        caption=_norms_caption,
-        finding=_norms_finding,
-        place=270,
-    ),
-    "launches": FigureKind(
-        doc="launches, bytes and operations of a step on a GPU, counted without one",
-        kinds=("launches",),
-        table=launches_table,
-        text=_LAUNCHES,
-        caption=_LAUNCHES_SAID,
-        finding=_launches_finding,
-        place=275,
-    ),
-    "parts": FigureKind(
-        doc="a private step taken apart: time, launches and waits of each part, beside the plain step",
-        kinds=("parts",),
-        table=parts_table,
-        text=_PARTS,
-        caption=_parts_caption,
-        place=280,
-    ),
-    "profile": FigureKind(
-        doc="where the time of a step goes: its largest operations, by backend",
-        kinds=("profile",),
-        table=profile_table,
-        text=_PROFILE,
-        caption=_profile_caption,
-        place=290,
-    ),
+    "norms": FigureKind(("norms",), norms_table, _NORMS, _norms_caption, finding=_norms_finding),
+    "launches": FigureKind(("launches",), launches_table, _LAUNCHES, _LAUNCHES_SAID, finding=_launches_finding),
+    "parts": FigureKind(("parts",), parts_table, _PARTS, _parts_caption),
+    "profile": FigureKind(("profile",), profile_table, _PROFILE, _profile_caption),
 }

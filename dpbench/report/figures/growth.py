@@ -130,8 +130,7 @@ class Growth:
             for axes in (time, memory, third):
                 sizes = sorted(set(own[self.size]))
                 logarithmic(axes.xaxis, form=_size, at=sizes)
-                axes.set_xlim(sizes[0] / 1.25, sizes[-1] * 1.25)
-                axes.set_xlabel(self.words)
+                axes.set(xlim=(sizes[0] / 1.25, sizes[-1] * 1.25), xlabel=self.words)
         drawn = frame if frame.step_seconds.isna().all() else frame[frame.step_seconds.notna()]
         signs = [sign(style.backend(name)) for name in sorted(set(drawn.backend), key=style.backend_key)]
         legend(figure, signs, right=True, ncols=9, columnspacing=1.0, handletextpad=0.5)
@@ -200,9 +199,8 @@ def _size(value: float, _: int) -> str:
     return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
 
 
-def _figure(growth: Growth, doc: str, place: int, by: tuple[str, ...] = ()) -> FigureKind:
+def _figure(growth: Growth, *by: str) -> FigureKind:
     return FigureKind(
-        doc=doc,
         kinds=("overhead",),
         cell=overhead.cell,
         by=("experiment", "precision", "threads", *by),
@@ -213,7 +211,6 @@ def _figure(growth: Growth, doc: str, place: int, by: tuple[str, ...] = ()) -> F
         applies=lambda records: bool(growth.growing(records)),
         finding=findings.paired,
         setting=True,
-        place=place,
     )
 
 
@@ -242,14 +239,7 @@ SEQUENCE_LENGTH = Growth(
     laws=((1, "∝ T"), (2, "∝ T²")),
 )
 FIGURES = {
-    "resolution": _figure(RESOLUTION, "time, memory and their growth against the size of the images", 110),
-    "sequence_length": _figure(
-        SEQUENCE_LENGTH, "time, memory and their growth against the length of the sequences", 120
-    ),
-    "throughput": _figure(
-        THROUGHPUT,
-        "throughput, and time and memory beside ordinary training, against the batch size",
-        130,
-        ("image_size",),
-    ),
+    "resolution": _figure(RESOLUTION),
+    "sequence_length": _figure(SEQUENCE_LENGTH),
+    "throughput": _figure(THROUGHPUT, "image_size"),
 }

@@ -97,8 +97,7 @@ def adam_plot(frame: pd.DataFrame, caption: str) -> Figure:
             above.set_title(f"{network}, {'ordinary training' if target == math.inf else f'ε = {target:g}'}")
             for axes in (above, below):
                 logarithmic(axes.xaxis)
-                axes.set_xlim(0.8 * own.lr.min(), 1.25 * own.lr.max())
-                axes.set_xlabel("learning rate")
+                axes.set(xlim=(0.8 * own.lr.min(), 1.25 * own.lr.max()), xlabel="learning rate")
         losses[0].set_ylabel("test loss")
         spreads[0].set_ylabel("spread")
     legend(figure, [sign(look) for look in looks.values()])
@@ -183,8 +182,7 @@ def noise_plot(frame: pd.DataFrame, caption: str) -> Figure:
                 spread(axes, at, line, "loss", color=color, marker=marker, **look)
         logarithmic(axes.yaxis, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7))
         axes.set_xticks(range(len(places)), [_TICKS.get(p, "BLT" if p[0] else str(p[1])) for p in places], fontsize=7)
-        axes.set_xlabel("bands (1: DP-SGD)")
-        axes.set_title(f"ε = {target:g}")
+        axes.set(xlabel="bands (1: DP-SGD)", title=f"ε = {target:g}")
     if panels:
         panels[0].set_ylabel("test loss")
         panels[0].legend()
@@ -219,24 +217,6 @@ def _name(place: tuple[int, int]) -> str:
 
 
 FIGURES = {
-    "correlated": FigureKind(
-        doc="test loss at one ε by the steps that noise is correlated over, and in one pass with a BLT",
-        kinds=("correlated",),
-        table=noise_table,
-        text=_NOISE_TEXT,
-        caption=_noise_caption,
-        plot=noise_plot,
-        finding=_noise_finding,
-        place=215,
-    ),
-    "adam_bias": FigureKind(
-        doc="test loss by learning rate of Adam with and without the noise in its second moment, and of SGD",
-        kinds=("adam_bias",),
-        table=adam_table,
-        text=_ADAM_TEXT,
-        caption=_adam_caption,
-        plot=adam_plot,
-        finding=_adam_finding,
-        place=216,
-    ),
+    "correlated": FigureKind(("correlated",), noise_table, _NOISE_TEXT, _noise_caption, noise_plot, _noise_finding),
+    "adam_bias": FigureKind(("adam_bias",), adam_table, _ADAM_TEXT, _adam_caption, adam_plot, _adam_finding),
 }

@@ -50,10 +50,6 @@ _SPEEDS = (
 COLUMNS = (*_SIZES, *_SPEEDS)
 
 
-def _applies(records: Sequence[Record]) -> bool:
-    return any(r.kind == "step" or r.trial.get("memory_budget") is not None for r in records)
-
-
 def cell(record: Record) -> tuple[object, ...]:
     """The key of records that add to the same number: all interleaved backends, or one backend."""
     if record.kind == "overhead":
@@ -347,7 +343,6 @@ def foretold_said(frame: Any) -> list[str]:
 
 
 FIGURE = FigureKind(
-    doc="maximum batch size in a memory budget, and throughput (Figure 3 of arXiv:2205.10683)",
     kinds=("peak", "largest", "confirm", "step", "overhead"),
     cell=cell,
     by=("experiment", "precision", "image_size", "memory_budget"),
@@ -356,8 +351,7 @@ FIGURE = FigureKind(
     text=text,
     caption=_caption,
     plot=plot,
-    applies=_applies,
+    applies=lambda records: any(r.kind == "step" or r.trial.get("memory_budget") is not None for r in records),
     finding=findings.max_batch,
     setting=True,
-    place=10,
 )

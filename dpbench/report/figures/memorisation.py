@@ -84,13 +84,9 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         colors = ["#BBBBBB", *(color for color, _ in _LOOKS[: len(groups)])]
         right.bar_label(right.bar(range(len(values)), values, width=0.7, color=colors), fmt="%.2f", fontsize=7.6)
     logarithmic(left.xaxis, at=sorted(frame.times.unique()))
-    left.set_ylim(0, 15)
-    left.set_xlabel("times a secret is in the data")
-    left.set_ylabel("exposure, bits")
-    left.set_title("What is given away")
+    left.set(ylim=(0, 15), xlabel="times a secret is in the data", ylabel="exposure, bits", title="What is given away")
     right.set_xticks(range(len(names) + 1), ["before", *names])
-    right.set_ylabel("bits a byte")
-    right.set_title("How well code is predicted")
+    right.set(ylabel="bits a byte", title="How well code is predicted")
     return figure
 
 
@@ -107,13 +103,4 @@ def _finding(frame: pd.DataFrame) -> str:
     )
 
 
-FIGURE = FigureKind(
-    doc="what a fine-tuned language model gives away of secrets in its data, by ε",
-    kinds=("memorisation",),
-    table=table,
-    text=_TEXT,
-    caption=_caption,
-    plot=plot,
-    finding=_finding,
-    place=235,
-)
+FIGURE = FigureKind(("memorisation",), table, _TEXT, _caption, plot, _finding)

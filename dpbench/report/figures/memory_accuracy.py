@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 
 from dpbench.records.reader import LeftOut, Record, grouped
 from dpbench.report import readable, style
-from dpbench.report.data.statistics import batch, frame_of, good_rounds, in_order, why
+from dpbench.report.data.statistics import batch, frame_of, good_rounds, in_order, is_probe, why
 from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, legend, place, sheet
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import of
@@ -35,27 +35,12 @@ _COLUMNS = (
 _ROW, _TOP, _AXIS, _NAMES, _NUMBERS = 0.24, 0.62, 0.45, 1.3, 1.05
 
 
-def cell(record: Record) -> tuple[Any, ...]:
-    """The compared setting, and the source of the peak."""
-    return (*record.cell, batch(record), record.trial["simulated"])
-
-
-def _applies(records: Sequence[Record]) -> bool:
-    return {bool(r.trial["simulated"]) for r in records if _is_own(r)} == {False, True}
-
-
-def _is_own(record: Record) -> bool:
-    return record.trial.get("memory_budget") is None
-
-
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each (model, batch size, backend); `error` is simulated / measured - 1 of the whole step."""
-    own = [record for record in records if _is_own(record)]
+    own = [record for record in records if not is_probe(record)]
     left_out["probe of a search"] += len(records) - len(own)
     rows = []
-    for (model, size, backend), group in grouped(
-        own, lambda r: (r.trial["model"], batch(r), r.trial["backend"])
-    ).items():
+    for (model, size, backend), group in grouped(own, lambda r: (r.cell[0], batch(r), r.cell[1])).items():
         row: dict[str, Any] = {"model": model, "batch_size": size, "backend": backend}
         for record in good_rounds(group):
             how = "simulated" if record.trial["simulated"] else "measured"
@@ -137,16 +122,14 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 FIGURE = FigureKind(
-    doc="simulated beside measured peak memory of a step, by model, backend and part of the step",
     kinds=("peak",),
-    cell=cell,
+    cell=lambda r: (*r.cell, batch(r), r.trial["simulated"]),
     by=("experiment", "precision", "image_size"),
     table=table,
     text=text,
     caption=_caption,
     plot=plot,
     finding=_finding,
-    applies=_applies,
+    applies=lambda records: {bool(r.trial["simulated"]) for r in records if not is_probe(r)} == {False, True},
     setting=True,
-    place=30,
 )

@@ -165,8 +165,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     several = frame.image_size.nunique() > 1
     for index, (axes, (key, own)) in enumerate(zip(panels, models, strict=True)):
         logarithmic(axes.xaxis, form="{x:g}×", at=ticks if len(ticks) <= 6 else ticks[::2])  # more would overlap
-        axes.set_xlim(_LOWEST, highest)
-        axes.set_ylim(len(backends) - 0.5, -0.5)
+        axes.set(xlim=(_LOWEST, highest), ylim=(len(backends) - 0.5, -0.5))
         axes.set_yticks(range(len(backends)), names if index % 3 == 0 else [""] * len(names))
         axes.tick_params(labelsize=7.8)
         axes.yaxis.grid(False)
@@ -327,7 +326,6 @@ def _ratio_bar(row: Any, column: str, absolute: Any, text: Callable[[float], str
 
 FIGURES = {
     "memory_speed_table": FigureKind(
-        doc="time and memory beside ordinary training (Table 4 of arXiv:2205.10683)",
         kinds=("step",),
         cell=lambda r: (*r.cell, r.trial["batch_size"]),
         by=("experiment", "precision", "image_size", "memory_budget", "threads"),
@@ -337,10 +335,8 @@ FIGURES = {
         plot=alone_plot,
         finding=findings.paired,
         setting=True,
-        place=20,
     ),
     "overhead": FigureKind(
-        doc="time and memory of every backend beside ordinary training, interleaved in one process",
         kinds=("overhead",),
         cell=cell,
         by=("experiment", "precision", "threads"),
@@ -350,10 +346,8 @@ FIGURES = {
         plot=plot,
         finding=findings.paired,
         setting=True,
-        place=90,
     ),
     "training_step": FigureKind(
-        doc="the whole private training step of every engine beside the plain one, interleaved in one process",
         kinds=("training_step",),
         cell=step_cell,
         by=("experiment", "precision", "threads", "optimizer"),
@@ -363,6 +357,5 @@ FIGURES = {
         plot=plot,
         finding=findings.paired,
         setting=True,
-        place=100,
     ),
 }

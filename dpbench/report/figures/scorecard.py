@@ -25,10 +25,6 @@ _ROW, _TOP, _NAMES = 0.17, 1.25, 2.55
 _TOTAL = "in all"
 
 
-def _applies(records: Sequence[Record]) -> bool:
-    return any(record.kind == "conformance" for record in records)
-
-
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row a case, a column a backend; then a row of counts, and one for each dtype of hard records."""
     ran = [record for record in records if record.result.get("rows")]
@@ -106,7 +102,6 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 FIGURE = FigureKind(
-    doc="is each backend exact, does it refuse, or is it wrong, on every conformance case",
     kinds=("conformance", "sensitivity"),
     cell=lambda r: (r.kind, r.trial["backend"], r.trial.get("dtype")),
     by=(),
@@ -115,7 +110,6 @@ FIGURE = FigureKind(
     text=text,
     caption=_caption,
     plot=plot,
-    applies=_applies,
+    applies=lambda records: any(record.kind == "conformance" for record in records),
     finding=_finding,
-    place=170,
 )

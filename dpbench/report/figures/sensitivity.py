@@ -140,8 +140,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 def _scale(axes: Axes, most: float, depth: float) -> None:
     """A logarithmic axis, from moves within C to the largest."""
     axes.set_xscale("log")
-    axes.set_xlim(0.25, 10 ** (math.ceil(math.log10(most)) + 0.15))
-    axes.set_ylim(depth, 0)
+    axes.set(xlim=(0.25, 10 ** (math.ceil(math.log10(most)) + 0.15)), ylim=(depth, 0))
     axes.fill_betweenx((0, depth), 0.25, 1.05, color=_KEPT, linewidth=0, zorder=0)
     axes.axvline(1.0, **REFERENCE)
     axes.xaxis.set_major_locator(LogLocator(numticks=14))
@@ -200,7 +199,6 @@ def _cases(part: pd.DataFrame, name: str) -> int:
 
 
 FIGURE = FigureKind(
-    doc="how far hard records move the clipped sum, in units of C, by library and dtype",
     kinds=("sensitivity",),
     cell=lambda record: (record.trial["backend"], record.trial["dtype"]),
     by=(),
@@ -209,5 +207,4 @@ FIGURE = FigureKind(
     caption=_caption,
     plot=plot,
     finding=_finding,
-    place=200,
 )

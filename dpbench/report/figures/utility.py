@@ -111,8 +111,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         logarithmic(axes.xaxis, at=sorted(part.target_epsilon.dropna().unique()))
         axes.set_ylim(max(0.0, low - 0.03), 1.0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_xlabel("ε")
-        axes.set_title(name)
+        axes.set(xlabel="ε", title=name)
         axes.tick_params(labelleft=i == 0)  # they share one scale
         if i == 0:
             axes.set_ylabel("accuracy")
@@ -267,12 +266,13 @@ def times(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             same = [record for record in group if record.trial["seed"] in seeds]
             if same:
                 rows.append(named | {"by": "backend"} | _reached(same, goal))
-    rows.sort(key=lambda row: (row["data"], row["network"], row["by"] != "budget", row["clip"] != "none", _rank(row)))
+    rows.sort(key=_rank)
     return pd.DataFrame(rows, columns=_TIME_COLUMNS)
 
 
 def _reached(group: Sequence[Record], goal: float) -> dict[str, Any]:
     curves = [record.result["curve"] for record in group]
+    ends = [[0.0, *(point["seconds"] for point in curve)] for curve in curves]
     firsts = [next((i for i, p in enumerate(curve) if p["accuracy"] >= goal), None) for curve in curves]
     took = [(i + 1, curve[i]["seconds"]) for curve, i in zip(curves, firsts, strict=True) if i is not None]
     seconds = [second for _, second in took]
@@ -284,22 +284,15 @@ def _reached(group: Sequence[Record], goal: float) -> dict[str, Any]:
         "seconds": median(seconds) if all_did else None,
         "seconds_low": min(seconds, default=None),
         "seconds_high": max(seconds, default=None),
-        "seconds_per_epoch": median(map(_epoch, curves)),
+        # medians, since the first epoch includes one-time costs
+        "seconds_per_epoch": median(median(b - a for a, b in itertools.pairwise(own)) for own in ends),
     }
 
 
 def _rank(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["clip"] != "flat", row["clip"], -(row["target_epsilon"] or math.inf), style.backend_key(row["backend"])
-
-
-def _epoch(curve: Sequence[dict[str, float]]) -> float:
-    """Median seconds of an epoch: the first one includes one-time costs."""
-    ends = [0.0, *(point["seconds"] for point in curve)]
-    return median(b - a for a, b in itertools.pairwise(ends))
-
-
-def _applies(records: Sequence[Record]) -> bool:
-    return any(record.trial["target_epsilon"] is None and "accuracy" in record.result for record in records)
+    clip, epsilon, backend = row["clip"], row["target_epsilon"], row["backend"]
+    group = row["data"], row["network"], row["by"] != "budget", clip != "none"
+    return *group, clip != "flat", clip, -(epsilon or math.inf), style.backend_key(backend)
 
 
 _TIME_TEXT: readable.Columns = {
@@ -346,33 +339,14 @@ def times_plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 FIGURES = {
-    "utility": FigureKind(
-        doc="accuracy against ε by model and clipping function, beside ordinary training",
-        kinds=("utility",),
-        table=table,
-        text=_TEXT,
-        caption=_caption,
-        plot=plot,
-        finding=_finding,
-        place=210,
-    ),
-    "utility_curves": FigureKind(
-        doc="accuracy against epochs by ε, and the distance of each exact backend from the oracle on the way",
-        kinds=("utility",),
-        table=curves,
-        text=curves_text,
-        caption=_curves_caption,
-        plot=curves_plot,
-        place=220,
-    ),
+    "utility": FigureKind(("utility",), table, _TEXT, _caption, plot, _finding),
+    "utility_curves": FigureKind(("utility",), curves, curves_text, _curves_caption, curves_plot),
     "time_to_accuracy": FigureKind(
-        doc="epochs and seconds until a model is nearly as accurate as by ordinary training, by ε and by backend",
         kinds=("utility",),
         table=times,
         text=_TIME_TEXT,
         caption=_times_caption,
         plot=times_plot,
-        applies=_applies,
-        place=230,
+        applies=lambda records: any(r.trial["target_epsilon"] is None and "accuracy" in r.result for r in records),
     ),
 }
