@@ -18,18 +18,8 @@ from matplotlib.figure import Figure
 from dpbench.records.reader import LeftOut, Record, entries, grouped, newest_trial
 from dpbench.report import captions, readable, style
 from dpbench.report.captions import span
-from dpbench.report.data import published
-from dpbench.report.data.statistics import (
-    PAIRED_COLUMNS,
-    Row,
-    batch,
-    exactness,
-    frame_of,
-    good_rounds,
-    in_order,
-    paired_row,
-    why,
-)
+from dpbench.report.data import published, statistics
+from dpbench.report.data.statistics import PAIRED_COLUMNS, Row
 from dpbench.report.drawing import bars
 from dpbench.report.drawing.bars import Bar, Panel
 from dpbench.report.figures import max_batch_throughput as largest
@@ -102,9 +92,9 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             {"model": a.model, "backend": a.method, "published_in": a.source, "published_time_ratio": a.time_ratio}
             for a in published.alone()
         ]
-    frame = frame_of(rows, _COLUMNS)
+    frame = statistics.frame_of(rows, _COLUMNS)
     whole = ("simulated_batch_size", "simulated_bytes", "max_batch_fails_at", "max_batch_budget_bytes")
-    return in_order(frame.astype(dict.fromkeys(whole, "Int64")), "model", "image_size", "backend")
+    return statistics.in_order(frame.astype(dict.fromkeys(whole, "Int64")), "model", "image_size", "backend")
 
 
 def _timed(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
@@ -113,7 +103,10 @@ def _timed(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
         return {}
     by_backend = grouped(entries(newest_trial(trials, left_out)), lambda r: r.trial["backend"])
     base = by_backend.get("nonprivate", [])
-    return {name: {"batch_size": batch(found[0])} | paired_row(found, base) for name, found in by_backend.items()}
+    return {
+        name: {"batch_size": statistics.batch(found[0])} | statistics.paired_row(found, base)
+        for name, found in by_backend.items()
+    }
 
 
 def _peaks(group: Sequence[Record]) -> dict[str, Row]:
@@ -123,9 +116,9 @@ def _peaks(group: Sequence[Record]) -> dict[str, Row]:
     good = {name: own[-1].result["memory"]["peak_bytes"] for name, own in found.items() if own[-1].outcome == "ok"}
     rows: dict[str, Row] = {}
     for name, own in found.items():
-        rows[name] = {"simulated_batch_size": batch(own[-1]), "simulated_bytes": good.get(name)}
+        rows[name] = {"simulated_batch_size": statistics.batch(own[-1]), "simulated_bytes": good.get(name)}
         if name not in good:
-            rows[name]["simulated_note"] = why(own, at_batch=False)
+            rows[name]["simulated_note"] = statistics.why(own, at_batch=False)
         elif "nonprivate" in good:
             rows[name]["simulated_memory_ratio"] = good[name] / good["nonprivate"]
     return rows
@@ -146,7 +139,7 @@ def _largest(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
         if not missing(base) and not missing(line.images_per_second):
             rows[line.backend]["throughput_ratio"] = base / line.images_per_second
             steps = [r for r in probes if r.kind == "step" and r.trial["backend"] == line.backend]
-            rows[line.backend] |= exactness(good_rounds(steps))
+            rows[line.backend] |= statistics.exactness(statistics.good_rounds(steps))
     return rows
 
 

@@ -13,22 +13,8 @@ from matplotlib.figure import Figure
 
 from dpbench.records.reader import LeftOut, Record, entries, grouped, newest_trial
 from dpbench.report import captions, findings, readable, style
-from dpbench.report.data import published
-from dpbench.report.data.statistics import (
-    Row,
-    batch,
-    exactness,
-    frame_of,
-    good_rounds,
-    in_order,
-    is_probe,
-    paired_row,
-    spread,
-    turns,
-    utilisation,
-    utilisation_said,
-    why,
-)
+from dpbench.report.data import published, statistics
+from dpbench.report.data.statistics import Row
 from dpbench.report.drawing import bars
 from dpbench.report.drawing.bars import Bar, Block, Panel
 from dpbench.report.parts import FigureKind
@@ -69,7 +55,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         ratio is to ordinary training in the same process, if they were interleaved.
     """
     records = as_peaks(entries(records))
-    models = {r.trial["model"] for r in records if is_probe(r)}
+    models = {r.trial["model"] for r in records if statistics.is_probe(r)}
     if models:  # steps of other models belong to another figure
         others = [r for r in records if r.trial["model"] not in models]
         left_out["of a model without a search"] += len(others)
@@ -78,7 +64,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     searched = {r.cell for r in records if r.kind == "peak"}
     # A search's own probes decide; a timed step shows that its batch fits only if there was no search.
     probes = grouped(
-        (r for r in records if is_probe(r) and (r.kind == "peak" or r.cell not in searched)),
+        (r for r in records if statistics.is_probe(r) and (r.kind == "peak" or r.cell not in searched)),
         lambda r: (r.cell, bool(r.trial.get("simulated"))),
     )
     found = [_max_batch(cell, group, simulated, cell in wrong) for (cell, simulated), group in probes.items()]
@@ -88,8 +74,10 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         _throughput(cell, group, steps.get((cell[0], "nonprivate"), []), left_out) for cell, group in steps.items()
     ]
     keys = ["model", "backend"]
-    frame = frame_of(sizes, _SIZES).merge(frame_of(speeds, (*keys, *_SPEEDS)), on=keys, how="outer")
-    return in_order(frame, "model", "backend", "memory")
+    frame = statistics.frame_of(sizes, _SIZES).merge(
+        statistics.frame_of(speeds, (*keys, *_SPEEDS)), on=keys, how="outer"
+    )
+    return statistics.in_order(frame, "model", "backend", "memory")
 
 
 def _max_batch(cell: tuple[str, str], probes: list[Record], simulated: bool, wrong: bool) -> Row:
@@ -102,18 +90,20 @@ def _max_batch(cell: tuple[str, str], probes: list[Record], simulated: bool, wro
     if wrong:  # wrong elsewhere in these records: its memory is not that of a clipped gradient
         return row | {"max_batch_note": style.OUTCOMES["mismatch"]}
     too_large = [r for r in probes if r.outcome in DOES_NOT_FIT]
-    fails_at = min((batch(r) for r in too_large), default=math.inf)
-    fits = [r for r in probes if r.outcome == "ok" and batch(r) < fails_at]
+    fails_at = min((statistics.batch(r) for r in too_large), default=math.inf)
+    fits = [r for r in probes if r.outcome == "ok" and statistics.batch(r) < fails_at]
     failures = [r for r in probes if r.outcome not in ("ok", *DOES_NOT_FIT)]
     if too_large:
         row["fails_at"] = fails_at
     if not fits:
-        return row | {"max_batch_note": why(failures or [r for r in too_large if batch(r) == fails_at])}
-    best = max(fits, key=batch)
-    size = batch(best)
+        return row | {
+            "max_batch_note": statistics.why(failures or [r for r in too_large if statistics.batch(r) == fails_at])
+        }
+    best = max(fits, key=statistics.batch)
+    size = statistics.batch(best)
     row |= {"max_batch_size": size, "peak_bytes": best.result["memory"]["peak_bytes"]}
     if failures:
-        row["max_batch_note"] = f"search ended: {why(failures)}"
+        row["max_batch_note"] = f"search ended: {statistics.why(failures)}"
     elif not too_large:
         row["max_batch_note"] = "not limited by memory up to there"
     elif fails_at - size > max(1, 0.02 * size):
@@ -124,21 +114,21 @@ def _max_batch(cell: tuple[str, str], probes: list[Record], simulated: bool, wro
 def _throughput(cell: tuple[str, str], steps: list[Record], ordinary: list[Record], left_out: LeftOut) -> Row:
     """Images per second at the largest timed batch, and the ratio to ordinary training if interleaved."""
     row: Row = {"model": cell[0], "backend": cell[1], "rounds": 0}
-    good = good_rounds(steps)
+    good = statistics.good_rounds(steps)
     if not good:
-        return row | {"throughput_note": why([r for r in steps if r.outcome != "ok"])}
+        return row | {"throughput_note": statistics.why([r for r in steps if r.outcome != "ok"])}
     latest = max(good, key=lambda r: r.utc).kind  # alone or interleaved, as timed last
-    size = max(batch(r) for r in good if r.kind == latest)
-    good = newest_trial([r for r in good if batch(r) == size], left_out)
+    size = max(statistics.batch(r) for r in good if r.kind == latest)
+    good = newest_trial([r for r in good if statistics.batch(r) == size], left_out)
     if good[0].trial["device"] == "cuda" and good[0].trial.get("image_size") == 32:
         row["published_images_per_second"] = published.value("Figure 3", "max_throughput", *cell)
     if latest == "overhead":
-        paired = paired_row(good, [r for r in ordinary if r.id == good[0].id])
+        paired = statistics.paired_row(good, [r for r in ordinary if r.id == good[0].id])
         row |= {name: paired.get(name) for name in ("time_ratio", "time_ratio_low", "time_ratio_high")}
-    rates = [size / seconds for seconds in turns(good).values()]
-    exact = {name: value for name, value in exactness(good).items() if name != "tolerance"}
-    row["model_flops_utilisation"] = utilisation(good, size / median(rates))
-    return row | {"batch_size": size, "rounds": len(rates)} | spread("images_per_second", rates) | exact
+    rates = [size / seconds for seconds in statistics.turns(good).values()]
+    exact = {name: value for name, value in statistics.exactness(good).items() if name != "tolerance"}
+    row["model_flops_utilisation"] = statistics.utilisation(good, size / median(rates))
+    return row | {"batch_size": size, "rounds": len(rates)} | statistics.spread("images_per_second", rates) | exact
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
@@ -196,7 +186,7 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
             "the batch size beside it" if speeds.batch_size.nunique() > 1 else f"batch size {speeds.batch_size.iloc[0]}"
         )
         said.append(f"Throughput: {at} over the median step time; {captions.rounds(speeds['rounds'])}.")
-    said += utilisation_said(records, frame)
+    said += statistics.utilisation_said(records, frame)
     if frame.time_ratio.notna().any():
         said.append("×: time of a step beside ordinary training's, the backends in turn in one process.")
     if frame.published_images_per_second.notna().any():
@@ -323,7 +313,7 @@ def _joined(foretold: Row, simulated: Sequence[Record], row: Row, measured: Sequ
 
 
 def _peaks(records: Iterable[Record]) -> Mapping[int, int]:
-    return {batch(r): r.result["memory"]["peak_bytes"] for r in records if r.result.get("memory")}
+    return {statistics.batch(r): r.result["memory"]["peak_bytes"] for r in records if r.result.get("memory")}
 
 
 def foretold_said(frame: Any) -> list[str]:
