@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from dpbench.records.reader import LeftOut, Record, grouped
+from dpbench.records.reader import LeftOut, Record
 from dpbench.report import style
-from dpbench.report.data.statistics import Row, frame_of, why
 from dpbench.report.parts import FigureKind
 from dpbench.report.style import missing
 
@@ -22,58 +20,28 @@ def kind_of(kind: str) -> FigureKind:
         kinds=(kind,),
         table=table,
         text=text,
-        caption="One row a trial; settings that are the same in all are left out; numbers are medians of the rounds.",
+        caption="One row a trial and round; settings that are the same in all are left out.",
     )
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row a trial: the settings that differ between trials, and its results, numbers as medians of the rounds."""
-    trials = list(grouped(records, lambda r: r.id).values())
-    settings = [name for name in _names(group[0].trial for group in trials) if name not in ("kind", "timeout")]
-    differing = [name for name in settings if len({str(group[0].trial.get(name)) for group in trials}) > 1]
-    shown = {name: f"{name} of the trial" if name in _ENDS else name for name in differing}
-    rows = [_row(group, shown) for group in trials]
-    first = list(shown.values())
-    rows.sort(key=lambda row: [_sortable(row.get(name)) for name in first])
-    columns = [*first, "outcome", "rounds", *(n for n in _names(rows) if n not in (*first, *_ENDS)), "note"]
-    return frame_of(rows, columns)
-
-
-_ENDS = ("outcome", "rounds", "note")
-
-
-def _row(group: Sequence[Record], settings: Mapping[str, str]) -> Row:
-    """A row of the table; `settings`: field -> name of its column."""
-    row: Row = {
-        called: value if isinstance(value := group[0].trial.get(name), str | int | float | None) else str(value)
-        for name, called in settings.items()
-    }
-    good = [record for record in group if record.outcome == "ok"]
-    failures = [record for record in group if record.outcome != "ok"]
-    row |= {"outcome": failures[-1].outcome if failures else "ok", "rounds": len(good)}
-    row["note"] = why(failures, at_batch=False)
-    told = good or failures  # a mismatch keeps its result too
-    for name in _names(record.result for record in told):
-        values = [record.result[name] for record in told if name in record.result]
-        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-            row.setdefault(name, median(values))
-        elif isinstance(values[-1], str | bool):
-            row.setdefault(name, values[-1])
-    return row
+    """A row a record: the settings that differ between trials, the outcome, and results that are texts or numbers."""
+    settings = pd.DataFrame([dict(r.trial) for r in records], dtype=object)
+    differing = settings.loc[:, settings.astype(str).nunique() > 1].drop(columns="timeout", errors="ignore")
+    results = [{"round": r.round, "outcome": r.outcome, **r.result} for r in records]
+    told = [{n: v for n, v in found.items() if isinstance(v, str | int | float)} for found in results]
+    frame = differing.rename(columns=lambda name: f"{name} of the trial" if any(name in row for row in told) else name)
+    order = [*frame.columns, "round"]
+    frame = frame.map(lambda v: v if isinstance(v, str | int | float | None) else str(v)).join(
+        pd.DataFrame(told, dtype=object)
+    )
+    return frame.sort_values(order, key=lambda values: values.map(_sortable), ignore_index=True)
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
     """`table` for people: names with spaces, numbers of five digits."""
-    columns = {name: str(name).replace("_", " ").capitalize() for name in frame.columns}
-    shown = {label: [_words(value) for value in frame[name]] for name, label in columns.items()}
-    if "outcome" in frame:
-        shown["Outcome"] = [style.OUTCOMES.get(outcome, outcome) for outcome in frame.outcome]
-    found = pd.DataFrame(shown, dtype=object)
-    return found.drop(columns=[label for label in ("Note",) if label in found and not found[label].any()])
-
-
-def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
+    shown = frame.astype(object).map(_words).assign(outcome=frame.outcome.replace(style.OUTCOMES))
+    return shown.rename(columns=lambda name: str(name).replace("_", " ").capitalize())
 
 
 def _sortable(value: Any) -> tuple[bool, float, str]:

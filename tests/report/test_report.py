@@ -9,7 +9,6 @@ from report_records import CPU, GIB, RunFile, row, step_result
 from dpbench.conformance import ConformanceTrial
 from dpbench.errors import UsageError
 from dpbench.report import write_report
-from dpbench.report.data import published
 from dpbench.report.readable import rounded_epsilon
 from dpbench.trials import PeakTrial, StepTrial
 
@@ -194,14 +193,6 @@ def test_epsilon_by_epochs(run, report):
     assert "1.259" in text  # an upper bound is rounded up
     assert rounded_epsilon(1.2596, "lower_bound") == "1.259" and rounded_epsilon(1.2596, "estimate") == "1.260"
     assert "heuristic (not a bound)" in text and "not drawn, at some point: simple" in text
-
-
-def test_published_values():
-    assert published.value("Figure 3", "max_batch_size_16GB", "resnet18", "mixed_ghost") == 1500
-    assert published.ratio("time_per_epoch", "resnet18", "ghost") == pytest.approx(59 / 14)
-    assert published.ratio("time_per_epoch", "resnet18", "opacus_hooks") == "OOM"
-    assert published.ratio("time_per_epoch", "resnet18", "bk_mixed") is None
-    assert published.ratio("time_per_epoch", "my/net.py:make", "ghost") is None
 
 
 def test_an_unknown_figure_is_one_line(tmp_path):

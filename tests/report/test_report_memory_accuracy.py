@@ -6,9 +6,8 @@ import pandas as pd
 import pytest
 from report_records import RunFile
 
-from dpbench.experiment import load_experiment
 from dpbench.records.reader import LeftOut, read
-from dpbench.report import FIGURES, write_report
+from dpbench.report import write_report
 from dpbench.report.figures import memory_accuracy
 from dpbench.trials import PeakTrial
 
@@ -53,15 +52,3 @@ def test_the_figure_is_drawn_of_such_records_and_of_no_search(source, tmp_path):
     other = tmp_path / "search"
     RunFile(other / "run.jsonl").search("cnn", "vmap", fits=(8,), fails=(16,))
     assert "memory_accuracy" not in str([p.name for p in write_report(other, tmp_path / "none", ("memory_accuracy",))])
-
-
-def test_the_experiment_compares_each_cell_both_ways():
-    experiment = load_experiment("memory_accuracy")
-    assert experiment.figures == ("memory_accuracy",) and set(experiment.figures) <= set(FIGURES)
-    cells = experiment.cells("cpu")
-    pairs = {
-        (t.model, t.backend): {o.simulated for o in cells if (o.model, o.backend) == (t.model, t.backend)}
-        for t in cells
-    }
-    assert len(cells) == 2 * len(pairs) and all(both == {True, False} for both in pairs.values())
-    assert len({model for model, _ in pairs}) == 6 and len(experiment.smoke("cpu")) == 6

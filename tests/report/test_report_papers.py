@@ -95,6 +95,9 @@ def test_throughput_at_the_largest_batch_is_a_ratio_where_nothing_else_was_timed
 
 
 def test_every_published_value_that_is_used_is_that_of_the_csv():
+    assert published.value("Figure 3", "max_batch_size_16GB", "resnet18", "mixed_ghost") == 1500
+    table_4 = [published.ratio("time_per_epoch", "resnet18", name) for name in ("ghost", "opacus_hooks", "bk_mixed")]
+    assert table_4 == [pytest.approx(59 / 14), "OOM", None]
     gpt2 = published.beside("transformers:gpt2-large@100", None, "ghost")
     assert gpt2.time_ratio == pytest.approx(71 / 44) and gpt2.max_batch == 29
     beit = published.beside("timm:beit_large_patch16_224", 224, "bk_mixed")

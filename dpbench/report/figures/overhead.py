@@ -86,14 +86,14 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     said = [
         "Time and peak memory of one training step beside ordinary training of the same model: all backends take turns "
         f"in one process, and a ratio is of two turns of one round; {pairs(frame)}. The axes are logarithmic.",
-        *conditions(records, frame),
+        *_conditions(records, frame),
     ]
     if frame.published_time_ratio.notna().any():
         said.append(f"Published ({published.PAPER}, Table 4, B=256 on its GPU) stands in the table.")
     return said
 
 
-def conditions(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
+def _conditions(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """Sentences on how steps ran, the source of the memory, and what has no panel or no number."""
     said = ways(records) + memory_source(frame)
     alone = [key for key, own in _groups(frame) if len(_private(own)) < _rivals(frame)]
@@ -232,13 +232,13 @@ def _step_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
         f"the plain step of the same optimizer ({optimizer}): an engine takes turns with that in one process, and "
         f"a ratio is of two turns of one round; {pairs(frame)}. Backends stand for their engines: ours is "
         "dpbench.PrivacyEngine. The axes are logarithmic.",
-        *conditions(records, frame),
-        *other_framework(records, frame),
+        *_conditions(records, frame),
+        *_other_framework(records, frame),
     ]
     return said + ([f"Energy: {', '.join(energy)}."] if energy else [])
 
 
-def other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
+def _other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     """Sentences on engines that are compared with their own framework's plain step; [] if there are none."""
     if "plain_step_seconds" not in frame:
         return []
