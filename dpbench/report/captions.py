@@ -88,13 +88,11 @@ def mixed_versions(records: Iterable[Record]) -> tuple[int, int]:
 def libraries(record: Record) -> tuple[str, str, bool]:
     """A key that is equal for trials with the same sources and libraries."""
     model = record.trial.get("model", "")
-    with_peer = _with_peer(tuple(backends_of(record))) or record.trial.get("accountant") == "pld"
+    with_peer = bool(_modules(tuple(backends_of(record)))) or record.trial.get("accountant") == "pld"
     return record.kind, model.partition(":")[0] if ":" in model else "", with_peer
 
 
-@functools.cache
-def _with_peer(backends: tuple[str, ...]) -> bool:
-    return bool(modules_of_backends(backends))
+_modules = functools.cache(modules_of_backends)
 
 
 def causes(records: Iterable[Record]) -> list[str]:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -105,7 +105,8 @@ class _Results:
         said = [_where(parts)]
         others = []
         for figure, part in parts:
-            link = f"[{_title(figure, part)}]({self._link(name, figure, part)})"
+            title = ", ".join([figure, *(f"{name} {value}" for name, value in part.setting.items())])
+            link = f"[{title}]({self._link(name, figure, part)})"
             said += [f"- {link}: {readable.no_html(part.finding)}"] if part.finding else []
             others += [] if part.finding else [link]
         said += [f"- {', '.join(others)}"] if others else []
@@ -189,16 +190,7 @@ def _where(parts: Parts) -> str:
     """A line with the machine and the version of the records."""
     records = sorted((r for _, part in parts for r in part.records), key=lambda r: r.utc)
     torch = sorted({str(r.environment["torch"]) for r in records if r.environment.get("torch")})
-    commits = dict.fromkeys(_commit(r.environment) for r in records)
+    versions = [(str(e.get("git_sha") or "unknown")[:7], e.get("git_dirty")) for e in (r.environment for r in records)]
+    commits = dict.fromkeys(f"{sha} with changes" if dirty else sha for sha, dirty in versions)
     said = [records[0].device, *([f"torch {join(torch)}"] if torch else []), days(records)]
     return f"*{'; '.join(said)}; {'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}.*"
-
-
-def _commit(environment: Mapping[str, object]) -> str:
-    changed = " with changes" if environment.get("git_dirty") else ""
-    return f"{str(environment.get('git_sha') or 'unknown')[:7]}{changed}"
-
-
-def _title(figure: str, part: Part) -> str:
-    setting = [f"{name} {value}" for name, value in part.setting.items()]
-    return ", ".join([figure, *setting])

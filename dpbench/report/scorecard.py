@@ -8,7 +8,6 @@ Functions take:
 from __future__ import annotations
 
 import importlib.resources
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,19 +112,15 @@ def _conformance(records: Sequence[Record]) -> tuple[Column, Column]:
     device, own = _latest(records, lambda r: [r.trial["backend"]])
     exact, refused = {}, {}
     for record in newest(own, LeftOut()):
-        rows = record.result.get("rows") or []
-        counts = Counter(row["result"] for row in rows)
-        backend, files = record.trial["backend"], _files([record])
-        if not rows:
-            continue
-        wrong = [row["case"] for row in rows if row["result"] == "wrong"]
-        exact[backend] = Cell(
-            f"{counts['exact']} of {len(rows)}, {counts['wrong']} wrong",
-            f"Wrong: {', '.join(wrong)}" if wrong else "",
-            files,
-        )
-        names = [row["case"] for row in rows if row["result"] == "refuses"]
-        refused[backend] = Cell(f"{len(names)} of {len(rows)} cases", ", ".join(names), files)
+        cases: dict[str, list[str]] = {"exact": [], "wrong": [], "refuses": []}
+        for row in record.result.get("rows") or []:
+            cases[row["result"]].append(row["case"])
+        count = sum(map(len, cases.values()))
+        backend, files, wrong, refuses = record.trial["backend"], _files([record]), cases["wrong"], cases["refuses"]
+        if count:
+            named = f"Wrong: {', '.join(wrong)}" if wrong else ""
+            exact[backend] = Cell(f"{len(cases['exact'])} of {count}, {len(wrong)} wrong", named, files)
+            refused[backend] = Cell(f"{len(refuses)} of {count} cases", ", ".join(refuses), files)
     command = "dpbench run conformance"
     return (
         Column("Exact in hard cases", f"verification of the first batch is off; {device}", exact, command),
@@ -168,15 +163,9 @@ def _step(records: Sequence[Record], kind: str, device_type: str) -> Column:
     """Time and memory beside ordinary training: medians over the models that a backend ran, eager, in float32."""
     heading, experiment = _STEPS[kind]
     figure = overhead.FIGURES[kind]
-    chosen = [
-        r
-        for r in records
-        if r.kind == kind
-        and r.experiment in (experiment, "evidence")
-        and r.trial.get("device") == device_type
-        and r.trial.get("precision") == "float32"
-        and r.trial.get("way", "eager") == "eager"
-    ]
+    wanted = {"device": device_type, "precision": "float32", "way": "eager"}
+    own = [r for r in records if r.kind == kind and r.experiment in (experiment, "evidence")]
+    chosen = [r for r in own if wanted.items() <= {"way": "eager", **r.trial}.items()]
     device, own = _latest(chosen, lambda r: r.trial["backends"])
     used = kept(own, figure.cell, LeftOut())
     frame = overhead.table(used, LeftOut()) if used else pd.DataFrame(columns=["backend"])

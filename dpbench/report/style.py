@@ -176,16 +176,13 @@ def backend(name: str) -> Look:
     if not look or not variant:
         return Look(name, *_UNKNOWN)
     named = f" of {variant} ‡" if base in OTHER_MECHANISMS else f", {variant.replace('_', ' ')}"
-    return Look(look.name + named, _shade(look.color, _shade_of(variant)), look.marker)
+    shade = _SHADES.get(variant, _OTHER_SHADES[sum(variant.encode()) % len(_OTHER_SHADES)])
+    return Look(look.name + named, _shade(look.color, shade), look.marker)
 
 
 def is_other_mechanism(name: str) -> bool:
     """True if a backend clips anything else than each sample's gradient."""
     return name.partition(":")[0] in OTHER_MECHANISMS
-
-
-def _shade_of(variant: str) -> float:
-    return _SHADES[variant] if variant in _SHADES else _OTHER_SHADES[sum(variant.encode()) % len(_OTHER_SHADES)]
 
 
 def _shade(color: str, amount: float) -> str:

@@ -53,13 +53,9 @@ def grouped_failures(records: Iterable[Record]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], list[Record]] = {}
     for record in filter(failed, records):
         found.setdefault((record.outcome, re.sub(r"\d[\d.,e+-]*", "#", cause(record))), []).append(record)
-    grave = ["mismatch", *reversed(style.OUTCOMES)]
-
-    def gravity(group: list[Record]) -> tuple[int, int]:
-        outcome = group[0].outcome
-        return grave.index(outcome) if outcome in grave else len(grave), -len(group)
-
-    return [_told(group) for group in sorted(found.values(), key=gravity)]
+    grave = {name: place for place, name in enumerate([*style.OUTCOMES, "mismatch"])}
+    groups = sorted(found.values(), key=lambda group: (-grave.get(group[0].outcome, -1), -len(group)))
+    return [_told(group) for group in groups]
 
 
 def _told(group: list[Record]) -> dict[str, Any]:

@@ -154,14 +154,12 @@ _TUNED: readable.Columns = {
 }
 
 
-def _price(row: Any) -> str:
-    return of("value", "{:,.0f} steps".format if row.unknown == "steps" else "σ = {:.5g}".format, "note")(row)
-
-
 _PRICES: readable.Columns = {
     "At ε": of("target_epsilon", style.plain),
     **_ACCOUNTANT,
-    "Allows or asks for": _price,
+    "Allows or asks for": lambda r: of(
+        "value", ("{:,.0f} steps" if r.unknown == "steps" else "σ = {:.5g}").format, "note"
+    )(r),
     "Beside the moments": of("ratio", style.times),
     "ε reached": readable.epsilon(instead=""),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -12,10 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dpbench.records.reader import LeftOut, Record
-from dpbench.report import readable, style
+from dpbench.report import style
 from dpbench.report.captions import span
 from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, place, sheet
 from dpbench.report.parts import FigureKind
+from dpbench.report.readable import digits, rounded_epsilon
 from dpbench.training import FAULTS, FORMS, TESTS
 
 _TOP, _ROW, _HEAD, _NAMES, _WORDS = 1.02, 0.2, 0.28, 3.95, 1.55
@@ -72,6 +74,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
     """A row for each fault, backend and form of batches, over its seeds."""
+    certified = partial(rounded_epsilon, kind="lower_bound", digits=3)
     rows = []
     for setting, part in _grouped(frame):
         fault, backend, form, rate = setting
@@ -79,9 +82,12 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {"engine": FAULTS.get(fault, fault) or "as it is", "backend": backend, "batches": form, "q": f"{rate:g}"}
             | {"runs": len(part), "ε claimed": _range(part.claimed_epsilon.round(2))}
-            | {"ε certified": _certified(part.epsilon_lower_bound), "μ claimed": _range(part.claimed_mu)}
-            | {"μ certified": _certified(part.mu_lower_bound), "noise / claim": _range(part.sigma_hat, 4)}
-            | {"sensitivity / C": _range(part.sensitivity, 4)}
+            | {"ε certified": _range(part.epsilon_lower_bound, certified), "μ claimed": _range(part.claimed_mu)}
+            | {
+                "μ certified": _range(part.mu_lower_bound, certified),
+                "noise / claim": _range(part.sigma_hat, digits(4)),
+            }
+            | {"sensitivity / C": _range(part.sensitivity, digits(4))}
             | {"refuted by": ", ".join(f"{_HEADS[t]} {by[t]}" for t in TESTS if by[t]), "verdict": _verdict(part)}
         )
     return pd.DataFrame(rows)
@@ -187,18 +193,10 @@ def _verdict(part: pd.DataFrame) -> str:
     return f"{worst} in {(part.verdict == worst).sum()} of {len(part)}"
 
 
-def _range(values: pd.Series[float], digits: int = 3) -> str:
+def _range(values: pd.Series[float], words: Callable[[float], str] = "{:.3g}".format) -> str:
     """'1.02 to 1.35'; one number if all are alike, '' if there are none."""
     known = values.dropna()
-    return span([f"{value:.{digits}g}" for value in (known.min(), known.max())]) if len(known) else ""
-
-
-def _certified(bounds: pd.Series[float]) -> str:
-    """As `_range`, of lower bounds."""
-    known = bounds.dropna()
-    return (
-        span([readable.rounded_epsilon(b, "lower_bound", 3) for b in (known.min(), known.max())]) if len(known) else ""
-    )
+    return span([words(value) for value in (known.min(), known.max())]) if len(known) else ""
 
 
 FIGURE = FigureKind(("audit",), table, text, _caption, plot, _finding)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -35,33 +35,18 @@ NOT_BUILT = "not built"
 _GRAVITY = (NOT_BUILT, *PARTS)
 ALL = "all libraries"
 _COLUMNS = ("library", "task", "backend", "listed", "built", *PARTS, "exact_share")
-_LIBRARIES = {"tiny": "transformers"}
 _ROW, _HEADING, _TOP, _AXIS, _NAMES, _NUMBERS, _GAP = 0.165, 0.24, 0.34, 0.42, 1.0, 1.65, 0.25
 
-Verdict = tuple[Record, str, str, str]
-"""(record, backend, status, reason)."""
 
-
-def verdicts(record: Record) -> Iterator[Verdict]:
-    """One for each backend. A trial that ended by a signal or its time limit is a crash of each backend."""
+def verdicts(record: Record) -> list[tuple[str, str, str]]:
+    """(backend, status, reason) each. A trial that ended by a signal or its time limit is a crash of each backend."""
     backends = record.trial["backends"]
     if record.outcome != "ok":
         said = (record.evidence.splitlines() or ["no evidence recorded"])[0]
-        yield from (
-            (record, name, "crash", f"{style.OUTCOMES.get(record.outcome, record.outcome)}: {said}")
-            for name in backends
-        )
-    elif not record.result["built"]:
-        yield from ((record, name, NOT_BUILT, record.result["reason"]) for name in backends)
-    else:
-        for row in record.result["rows"]:
-            yield record, row["backend"], row["status"], row["reason"] or ""
-
-
-def _place(record: Record) -> tuple[str, str]:
-    """(library, task)."""
-    scheme = record.trial["model"].partition(":")[0]
-    return _LIBRARIES.get(scheme, scheme), record.trial["task"]
+        return [(name, "crash", f"{style.OUTCOMES.get(record.outcome, record.outcome)}: {said}") for name in backends]
+    if not record.result["built"]:
+        return [(name, NOT_BUILT, record.result["reason"]) for name in backends]
+    return [(row["backend"], row["status"], row["reason"] or "") for row in record.result["rows"]]
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
@@ -72,11 +57,13 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     counts: dict[tuple[str, str, str], Counter[str]] = {}
     graver: dict[tuple[str, str], str] = {}
     for record in records:
-        for _, backend, status, _ in verdicts(record):
+        scheme = record.trial["model"].partition(":")[0]
+        place = "transformers" if scheme == "tiny" else scheme, record.trial["task"]
+        for backend, status, _ in verdicts(record):
             if status == "unavailable":
                 left_out[f"{style.backend(backend).name} is not available here"] += 1
                 continue
-            counts.setdefault((*_place(record), backend), Counter())[status] += 1
+            counts.setdefault((*place, backend), Counter())[status] += 1
             model = record.trial["model"].removesuffix(EAGER)
             graver[backend, model] = max(status, graver.get((backend, model), status), key=_GRAVITY.index)
     for (backend, _), status in graver.items():
@@ -200,7 +187,7 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """
     rows = []
     for record in records:
-        for _, backend, status, said in verdicts(record):
+        for backend, status, said in verdicts(record):
             if status not in ("exact", "unavailable"):
                 short = _first_problem(said) if status == "refused" else said
                 alike = short if status == "wrong" else re.sub(r"'[^']*'|\d[\d.e+-]*", "#", short)
@@ -212,12 +199,12 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         models=("which", "size"), reason=("reason", "first"), which=("which", lambda names: ", ".join(sorted(names)))
     ).reset_index()
     grave = ["wrong", "crash", "refused", NOT_BUILT]
-    keys = [
-        (row.backend == "", style.backend_key(row.backend), grave.index(row.status), -row.models, row.alike)
-        for row in readable.rows(frame)
-    ]
-    order = sorted(range(len(frame)), key=lambda i: keys[i])
-    return frame.iloc[order].reset_index(drop=True)[["backend", "status", "models", "reason", "which"]]
+
+    def order(row: Any) -> tuple[Any, ...]:
+        return row.backend == "", style.backend_key(row.backend), grave.index(row.status), -row.models, row.alike
+
+    columns = ["backend", "status", "models", "reason", "which"]
+    return pd.DataFrame(sorted(readable.rows(frame), key=order), columns=frame.columns)[columns]
 
 
 def _first_problem(said: str) -> str:

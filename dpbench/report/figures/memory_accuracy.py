@@ -76,11 +76,6 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     return readable.texts(frame, columns, ("Reserved",))
 
 
-def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    said = "Peak memory of one step, simulated on fake tensors and measured by the allocator: simulated over measured."
-    return [said, _finding(frame) or "No cell has both."]
-
-
 def _finding(frame: pd.DataFrame) -> str:
     errors = frame[frame.error.notna()]
     if errors.empty:
@@ -127,7 +122,10 @@ FIGURE = FigureKind(
     by=("experiment", "precision", "image_size"),
     table=table,
     text=text,
-    caption=_caption,
+    caption=lambda records, frame: [
+        "Peak memory of one step, simulated on fake tensors and measured by the allocator: simulated over measured.",
+        _finding(frame) or "No cell has both.",
+    ],
     plot=plot,
     finding=_finding,
     applies=lambda records: {bool(r.trial["simulated"]) for r in records if not is_probe(r)} == {False, True},

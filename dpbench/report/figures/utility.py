@@ -83,8 +83,7 @@ def _finding(frame: pd.DataFrame) -> str:
         f"At ε = {target:g} the best private model ({best.network}, {best['clip'].replace('_', '-')} clipping) reaches "
         f"{best.accuracy:.1%} on {best.data.partition(':')[0]} (median of {several(int(best.seeds), 'seed')})"
     )
-    same = (frame.backend == "ordinary") & (frame.network == best.network) & (frame.data == best.data)
-    ordinary = frame[same]
+    ordinary = frame[(frame.backend == "ordinary") & (frame.network == best.network) & (frame.data == best.data)]
     return said + (f", ordinary training {ordinary.accuracy.iloc[0]:.1%}." if len(ordinary) else ".")
 
 

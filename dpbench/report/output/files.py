@@ -11,7 +11,7 @@ from clipping import cache
 from dpbench.report import readable
 from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.output import latex
-from dpbench.report.parts import VERDICTS, Claim, Part
+from dpbench.report.parts import VERDICTS, Part
 
 TABLES = ("csv", "md", "tex")
 #: A spreadsheet reads text with these first characters as a formula.
@@ -27,7 +27,8 @@ def write(part: Part, folder: Path, pictures: Pictures) -> list[Path]:
     if part.figure is not None:
         pictures.save(part.figure, paths)
     texts = {"csv": _as_data(part.frame).to_csv(index=False, lineterminator="\n")}
-    said = [part.caption.replace("\n", "\n\n"), *map(_claim, part.claims), *part.causes]
+    claims = [f"\n{VERDICTS[c.verdict]} {c.verdict}: {c.statement} ({c.source}) {c.finding}" for c in part.claims]
+    said = [part.caption.replace("\n", "\n\n"), *claims, *part.causes]
     lines = [readable.markdown(part.text), *map(readable.no_html, said)]
     texts["md"] = "\n".join(lines) + "\n"
     texts["tex"] = latex.table(part.text, part.caption, part.name)
@@ -55,7 +56,3 @@ def _quoted(value: Any) -> Any:
     except ValueError:
         return f"'{text}"
     return text
-
-
-def _claim(claim: Claim) -> str:
-    return f"\n{VERDICTS[claim.verdict]} {claim.verdict}: {claim.statement} ({claim.source}) {claim.finding}"

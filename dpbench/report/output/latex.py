@@ -29,11 +29,8 @@ _BOLD = re.compile(r"\*\*(.+)\*\*")
 
 def escape(text: str) -> str:
     """Escape `text` for LaTeX; a character unknown to pdfTeX appears as its code."""
-    return _OTHERS.sub(_coded, text.translate(_TABLE))
-
-
-def _coded(sign: re.Match[str]) -> str:
-    return " " if sign[0].isspace() else f"U+{ord(sign[0]):04X}"
+    coded = lambda sign: " " if sign[0].isspace() else f"U+{ord(sign[0]):04X}"  # noqa: E731
+    return _OTHERS.sub(coded, text.translate(_TABLE))
 
 
 def table(frame: pd.DataFrame, caption: str, label: str) -> str:
@@ -49,7 +46,7 @@ def table(frame: pd.DataFrame, caption: str, label: str) -> str:
     body = [" & ".join(row) + r" \\" for row in rows]
     columns = "l" * len(frame.columns)
     first, *rest = caption.splitlines() or [""]
-    titles = [rf"\caption{{{escape(first)}}}", rf"\label{{tab:{_label(label)}}}"]
+    titles = [rf"\caption{{{escape(first)}}}", rf"\label{{tab:{re.sub(r'[^A-Za-z0-9:.-]+', '-', label)}}}"]
     notes = [f"% {line}" for line in rest]
     packages = "% \\usepackage{booktabs,graphicx,longtable}"
     if len(rows) > _ONE_PAGE:
@@ -72,7 +69,3 @@ def table(frame: pd.DataFrame, caption: str, label: str) -> str:
 def _cell(text: str) -> str:
     bold = _BOLD.fullmatch(text)
     return rf"\textbf{{{escape(bold[1])}}}" if bold else escape(text)
-
-
-def _label(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9:.-]+", "-", name)

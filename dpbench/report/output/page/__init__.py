@@ -66,11 +66,8 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
         again: the command that makes this page.
         source: the folder of the records.
     """
-    cache.replace(
-        path,
-        render(parts, again, beside(path.parent, source), path.parent).encode(errors="backslashreplace"),
-        mode=0o666,
-    )
+    text = render(parts, again, beside(path.parent, source), path.parent)
+    cache.replace(path, text.encode(errors="backslashreplace"), mode=0o666)
     return path
 
 
@@ -87,7 +84,6 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)
     first = next((part.device for part in parts if part.finding), next(iter(devices)))
-    here = [part for part in parts if part.device == first]
     files = importlib.resources.files(__name__)
     templates = jinja2.FunctionLoader(lambda name: (files / name).read_text(encoding="utf-8"))
     environment = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
@@ -97,28 +93,32 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
     results = entries(records)
     failed = failures.grouped_failures(results)
     unfit = sum(is_probe(record) and record.outcome in DOES_NOT_FIT for record in results)
-    elsewhere = {device: theirs for device, theirs in devices.items() if device != first}
-    said = [*summary(devices[first], entries(devices[first]), here), *_elsewhere(elsewhere)]
-    numbered = dict(enumerate(parts, start=1))
-    sections = [_section(part, number, folder) for number, part in numbered.items() if part.device == first]
+    sections: dict[str, list[dict[str, Any]]] = {device: [] for device in devices}
+    for number, part in enumerate(parts, start=1):
+        sections[part.device].append(_section(part, number, folder))
+    shown = sections.pop(first)
     others = [
         {
             "id": f"device-{index}",
             "device": device,
-            "said": f"{several(len(theirs), 'trial')}, {days(theirs)}",
-            "sections": [_section(part, number, folder) for number, part in numbered.items() if part.device == device],
+            "said": f"{several(len(devices[device]), 'trial')}, {days(devices[device])}",
+            "sections": theirs,
         }
-        for index, (device, theirs) in enumerate(elsewhere.items(), start=1)
+        for index, (device, theirs) in enumerate(sections.items(), start=1)
     ]
-    if len(sections) == 1 and sections[0]["finding"] in said:
-        sections[0]["finding"] = ""  # the summary right above has it
+    said = summary(devices[first], entries(devices[first]), [part for part in parts if part.device == first])
+    if others:
+        each = (f"{other['device']} ({other['said']})" for other in others)
+        said.append(f"Below, closed, stand the records of {join(each)}.")
+    if len(shown) == 1 and shown[0]["finding"] in said:
+        shown[0]["finding"] = ""  # the summary right above has it
     return page.render(
         title=join(experiments) if len(experiments) <= 3 else f"{len(experiments)} experiments",
         about=[doc if len(docs) == 1 else f"{name}: {doc}" for name, doc in docs.items()],
         css=(files / "page.css").read_text(encoding="utf-8"),
         script=(files / "sort.js").read_text(encoding="utf-8"),
         summary=said,
-        sections=sections,
+        sections=shown,
         others=others,
         verdicts=VERDICTS,
         failures=failed,
@@ -132,14 +132,6 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
         source=source if source != "." else "",
         measure=[f"python -m dpbench run {shlex.quote(name)}" for name in docs],
     )
-
-
-def _elsewhere(devices: Mapping[str, Sequence[Record]]) -> list[str]:
-    """A sentence on the devices in closed sections below."""
-    if not devices:
-        return []
-    each = (f"{device} ({several(len(theirs), 'trial')}, {days(theirs)})" for device, theirs in devices.items())
-    return [f"Below, closed, stand the records of {join(each)}."]
 
 
 def _section(part: Part, number: int, folder: Path) -> dict[str, Any]:
