@@ -40,6 +40,8 @@ from dpbench.trials.shapes import flaw
 
 #: Seconds that a trial has to write down its stack when its time is up.
 GRACE = 0.3
+#: (outcome, evidence, result).
+_Verdict = tuple[str, str | None, Any]
 _EVIDENCE_LINES = 30
 _EVIDENCE_BYTES = 4096
 
@@ -122,8 +124,7 @@ class _Server:
             trial = Trial.from_wire(request["trial"])
             _preload(trial)
         except Exception as error:  # a class that cannot be imported is the trial's failure, not the server's
-            outcome, evidence, result = classify(error)
-            self._send(request["key"], outcome, evidence, result)
+            self._send(request["key"], classify(error))
             return
         read, write = os.pipe()
         log = tempfile.TemporaryFile()  # noqa: SIM115  closed when the trial has ended
@@ -169,21 +170,13 @@ class _Server:
         kill_session(running.pid, and_adopted_except=None if others else {running.pid})
         status = os.waitstatus_to_exitcode(os.waitpid(running.pid, 0)[1])
         del self._running[running.pid]
-        self._send(running.key, *_verdict(running, status), seconds, stolen)
+        self._send(running.key, _verdict(running, status), seconds, stolen)
         running.answer.close()
         running.log.close()
 
-    def _send(
-        self,
-        key: int,
-        outcome: str,
-        evidence: str | None,
-        result: Any,
-        seconds: float = 0.0,
-        stolen: float | None = None,
-    ) -> None:
-        told = {"outcome": outcome, "evidence": evidence, "result": result, "seconds": seconds, "stolen": stolen}
-        message = {"key": key, **told}
+    def _send(self, key: int, verdict: _Verdict, seconds: float = 0.0, stolen: float | None = None) -> None:
+        told = dict(zip(("outcome", "evidence", "result"), verdict, strict=True))
+        message = {"key": key, **told, "seconds": seconds, "stolen": stolen}
         write_all(self._answers, (to_json(message) + "\n").encode())
 
     def end(self) -> None:
@@ -194,8 +187,8 @@ class _Server:
             kill_session(pid, and_adopted_except=set(self._running))
 
 
-def _verdict(running: _Running, status: int) -> tuple[str, str | None, Any]:
-    """(outcome, evidence, result) of a trial that ended with exit `status` (negative: a signal)."""
+def _verdict(running: _Running, status: int) -> _Verdict:
+    """The answer of a trial that ended with exit `status` (negative: a signal)."""
     if status == 0 and running.received:
         with contextlib.suppress(ValueError, RecursionError):
             answer = json.loads(running.received)

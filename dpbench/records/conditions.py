@@ -80,19 +80,14 @@ def _series_of(record: Record) -> dict[str, Series]:
     return found
 
 
-def _drift_of(records: Sequence[Record]) -> dict[Any, float]:
-    """Round -> factor by which its times exceed those of the other rounds, over all timed cells of one run."""
+def _drift(records: Sequence[Record]) -> tuple[float, Any] | None:
+    """(share by which the slowest round of one run exceeds the fastest, the slowest round) if that is much."""
     cells: dict[tuple[str, str], dict[Any, Any]] = {}
     for record in records:
         if record.outcome == "ok" or record.kind in PAIRED:  # in a PAIRED record each backend has its own outcome
             for backend, series in _series_of(record).items():
                 cells.setdefault((record.id, backend), {}).update(series)
-    return shared_drift(list(cells.values()))
-
-
-def _drift(records: Sequence[Record]) -> tuple[float, Any] | None:
-    """(share by which the slowest round exceeds the fastest, the slowest round) if that is much."""
-    factors = _drift_of(records)
+    factors = shared_drift(list(cells.values()))
     if not factors or (by := max(factors.values()) / min(factors.values()) - 1) <= MUCH_DRIFT:
         return None
     return by, max(factors, key=lambda number: factors[number])

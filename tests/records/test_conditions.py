@@ -158,8 +158,9 @@ def test_a_gpu_that_is_throttled_or_shared_is_told_of(tmp_path):
     assert "the GPU was throttled as the run began, power cap" in hot and "had 2 other processes" in shared
 
 
-def test_a_run_says_nothing_of_a_quiet_machine():
-    assert watched([line(n) for n in range(3)]) == []
+def test_a_run_tells_of_the_load_that_it_finds_and_nothing_of_a_quiet_machine():
+    assert watched([line(n) for n in range(3)]) == watched([], load=2.5) == []
+    assert "the load is 4.0 on 2 CPUs before the first trial" in watched([], load=4.0)[0]
 
 
 def test_a_run_tells_of_the_load_that_it_finds_and_of_each_kind_of_trouble_once():
@@ -171,11 +172,6 @@ def test_a_run_tells_of_the_load_that_it_finds_and_of_each_kind_of_trouble_once(
     assert drift.startswith(f"{trial}times drifted by +100% within the turn (round 2)")
     assert "up to 30% of CPU time at 2 of 3 trials" in rest[0] and "+200% within 2 of 3 turns" in rest[1]
     assert "drifted by 125% between rounds in the run (round 2)" in rest[2] and len(rest) == 3
-
-
-def test_a_run_tells_of_the_load_that_it_finds():
-    assert watched([], load=2.5) == []
-    assert "the load is 4.0 on 2 CPUs before the first trial" in watched([], load=4.0)[0]
 
 
 def test_a_run_on_a_loaded_machine_warns_on_standard_error(tmp_path, capsys, monkeypatch):

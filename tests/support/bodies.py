@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ FOREVER = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Act(Trial):
-    """Run the function of `ACTIONS` named `action`."""
+    """Run the function of `ACTIONS` named `action`, or raise that of `ERRORS`."""
 
     kind: ClassVar[str] = "act"
     body: ClassVar[str] = f"{__name__}:act"
@@ -56,7 +57,9 @@ class WithTorch(Act):
         return ("torch", "torchvision", "scipy.linalg", "dpbench.measure.step")
 
 
-def act(trial: Act) -> dict[str, Any]:
+def act(trial: Act) -> Any:
+    if trial.action in ERRORS:
+        raise ERRORS[trial.action]()
     return ACTIONS[trial.action](trial)
 
 
@@ -105,26 +108,6 @@ def _where(trial: Act) -> dict[str, Any]:
     }
 
 
-def _cpus(trial: Act) -> dict[str, Any]:
-    return {"cpus": sorted(os.sched_getaffinity(0))}
-
-
-def _raise(trial: Act) -> dict[str, Any]:
-    raise KeyError("no such thing")
-
-
-def _out_of_memory(trial: Act) -> dict[str, Any]:
-    raise MemoryError("no memory for 5 GiB")
-
-
-def _over_budget(trial: Act) -> dict[str, Any]:
-    raise OverBudget({"peak": 7}, "needs 7 bytes of 5")
-
-
-def _mismatch(trial: Act) -> dict[str, Any]:
-    raise Mismatch({"error": 0.5}, "norms differ by 0.5")
-
-
 def _segfault(trial: Act) -> dict[str, Any]:
     print("last words", file=sys.stderr)
     sys.stderr.flush()
@@ -136,41 +119,10 @@ def _leave(trial: Act) -> dict[str, Any]:
     os._exit(3)
 
 
-def _unrecordable(trial: Act) -> dict[str, Any]:
-    return {"object": object()}
-
-
-def _nothing(trial: Act) -> Any:
-    return None
-
-
-def _a_list(trial: Act) -> Any:
-    return [1, 2]
-
-
-def _deep(trial: Act) -> dict[str, Any]:
-    value: Any = 0
-    for _ in range(100):
-        value = [value]
-    return {"deep": value}
-
-
-def _big(trial: Act) -> dict[str, Any]:
-    return {"text": "x" * 3_000_000}
-
-
-def _huge(trial: Act) -> dict[str, Any]:
-    return {"text": "x" * 64_000_000}
-
-
 def _no_text(trial: Act) -> dict[str, Any]:
     """Raise an error with half a surrogate pair, which cannot be encoded, and print another half."""
     print(os.fsdecode(b"\xff"), file=sys.stderr)
     raise ValueError("half \ud83d of a face, and \udcff of a path")
-
-
-def _halves(trial: Act) -> dict[str, Any]:
-    return {"half \ud83d": ["\udcff"]}
 
 
 def _once(trial: Act) -> dict[str, Any]:
@@ -180,10 +132,6 @@ def _once(trial: Act) -> dict[str, Any]:
         return {}
     failed.touch()
     raise KeyError("no such thing")
-
-
-def _files(trial: Act) -> dict[str, Any]:
-    return {"files": [7, "x", {"a": 5}, {"a": "no base64"}, {"a": "\u20ac"}][trial.number]}
 
 
 def _twins(trial: Act) -> dict[str, Any]:
@@ -200,10 +148,6 @@ def _forge(trial: Act) -> dict[str, Any]:
     os._exit(0)
 
 
-def _long(trial: Act) -> dict[str, Any]:
-    raise ValueError("x" * 10_000_000 + "\x1b[2J the end\r")
-
-
 def _scribble(trial: Act) -> dict[str, Any]:
     """Write to every descriptor."""
     for descriptor in range(3, 300):
@@ -216,10 +160,6 @@ def _stop(trial: Act) -> dict[str, Any]:
     """Stop the process that forked this one, as Ctrl-Z would."""
     os.kill(os.getppid(), signal.SIGSTOP)
     return {"number": trial.number}
-
-
-def _infinite(trial: Act) -> dict[str, Any]:
-    return {"epsilon": float("inf")}
 
 
 def _offspring(trial: Act) -> dict[str, Any]:
@@ -237,33 +177,35 @@ def _offspring(trial: Act) -> dict[str, Any]:
     return {}
 
 
-ACTIONS = {
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "raise": lambda: KeyError("no such thing"),
+    "oom": lambda: MemoryError("no memory for 5 GiB"),
+    "over_budget": lambda: OverBudget({"peak": 7}, "needs 7 bytes of 5"),
+    "mismatch": lambda: Mismatch({"error": 0.5}, "norms differ by 0.5"),
+    "long": lambda: ValueError("x" * 10_000_000 + "\x1b[2J the end\r"),
+}
+ACTIONS: dict[str, Callable[[Act], Any]] = {
     "sleep": _sleep,
     "wait": _wait,
     "spin": _spin,
     "where": _where,
-    "cpus": _cpus,
-    "raise": _raise,
-    "oom": _out_of_memory,
-    "over_budget": _over_budget,
-    "mismatch": _mismatch,
+    "cpus": lambda trial: {"cpus": sorted(os.sched_getaffinity(0))},
     "segfault": _segfault,
     "leave": _leave,
-    "unrecordable": _unrecordable,
-    "nothing": _nothing,
-    "a list": _a_list,
-    "deep": _deep,
-    "big": _big,
-    "huge": _huge,
+    "unrecordable": lambda trial: {"object": object()},
+    "nothing": lambda trial: None,
+    "a list": lambda trial: [1, 2],
+    "deep": lambda trial: {"deep": json.loads("[" * 100 + "]" * 100)},
+    "big": lambda trial: {"text": "x" * 3_000_000},
+    "huge": lambda trial: {"text": "x" * 64_000_000},
     "no text": _no_text,
-    "halves": _halves,
+    "halves": lambda trial: {"half \ud83d": ["\udcff"]},
     "once": _once,
-    "files": _files,
+    "files": lambda trial: {"files": [7, "x", {"a": 5}, {"a": "no base64"}, {"a": "\u20ac"}][trial.number]},
     "twins": _twins,
     "forge": _forge,
-    "long": _long,
     "scribble": _scribble,
     "stop": _stop,
-    "infinite": _infinite,
+    "infinite": lambda trial: {"epsilon": float("inf")},
     "offspring": _offspring,
 }
