@@ -154,7 +154,8 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
 
 def _run_on_rows(kernel: str, a: Tensor, g: Tensor, more: list[int], lost: tuple[float, float], found: Tensor) -> None:
     """Run a kernel on rows a [n, T, d] and g [n, T, p], with `more` sizes."""
-    a, g = [x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous() for x in (a, g)]
+    a = a if a.stride(2) == 1 or a.shape[2] == 1 else a.contiguous()
+    g = g if g.stride(2) == 1 or g.shape[2] == 1 else g.contiguous()
     if found.numel() and not isinstance(found, FakeTensor):
         sizes = _numbers([g.shape[1], a.shape[2], *a.stride()[:2], g.shape[2], *g.stride()[:2], *more])
         getattr(_loaded(g.dtype), kernel)(

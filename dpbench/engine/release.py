@@ -111,11 +111,13 @@ class Sums(Mapping[str, Tensor]):
     Attributes:
         blocks: hold the sums.
         parameters: all of the model.
+        sharded: whether one of them is a DTensor.
         counted: the count of `adjust.watch_norms` for their records.
     """
 
     blocks: list[Block] = field(default_factory=list)
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    sharded: bool = False
     counted: float = 0.0
 
     def __getitem__(self, name: str) -> Tensor:
@@ -155,18 +157,17 @@ class Sums(Mapping[str, Tensor]):
     def require_finite(self) -> None:
         """Raise a FloatingPointError, itself not accounted, that names a sum on a CPU that is not finite."""
         known = [block for block in self.blocks if block.data.device.type not in LATER]
-        sharded = any_sharded(self.parameters.values())
         # a sum is faster than each part's norm, but may itself overflow
-        if not known or (not sharded and all([bool(block.data.sum().isfinite()) for block in known])):
+        if not known or (not self.sharded and all([bool(block.data.sum().isfinite()) for block in known])):
             return
         flags = torch.cat([block.finite() for block in known])
-        if bool((everywhere(flags) if sharded else flags).all()):
+        if bool((everywhere(flags) if self.sharded else flags).all()):
             return
         names = itertools.chain.from_iterable([block.names for block in known])
         name = next(itertools.compress(names, (~flags).tolist()), "another process")
         raise FloatingPointError(
-            f"expected finite gradients, got NaN or inf in {'a shard of ' * sharded + name!r}: one record would decide "
-            f"the parameters whatever the noise, so nothing of this batch is released; {_OVERFLOWED}"
+            f"expected finite gradients, got NaN or inf in {'a shard of ' * self.sharded + name!r}: one record would "
+            f"decide the parameters whatever the noise, so nothing of this batch is released; {_OVERFLOWED}"
         )
 
 
@@ -186,8 +187,8 @@ def gathered(
         counted: of their records.
     """
     wanted = set(grads if names is None else names)
-    sums = Sums(parameters=parameters, counted=counted)
     sharded = any_sharded(parameters.values())
+    sums = Sums(parameters=parameters, sharded=sharded, counted=counted)
     kinds: dict[tuple[Any, ...], list[tuple[str, torch.Size, int]]] = {}
     given: dict[str, Tensor] = {}
     entries = 0
@@ -252,7 +253,7 @@ def release_gradients(
     for block in blocks:  # the noise's precision is float32, or the parameters' if wider
         block.data = block.data.to(torch.promote_types(parameters[block.names[0]].dtype, torch.float32))
     rank, processes = place()
-    sharded = any_sharded(parameters.values())
+    sharded = sums.sharded
     crossing = processes > 1 and not sharded
     if crossing:
         _wait(dist.reduce(block.data, dst=0, async_op=True) for block in blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Settings:
         """Whether the noise of a step depends on that of others."""
         return self.bands > 1 or self.blt is not None
 
-    @property
+    @cached_property
     def sampling(self) -> str:
         """A name of `accounting.sampling`, or "cyclic_poisson" with one group a band."""
         return self.mechanism.sampling if self.bands == 1 else "cyclic_poisson"
