@@ -26,6 +26,7 @@ import math
 import struct
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,10 +70,16 @@ class Segments:
         """Return each tensor's entries [count], views of `flat`.
 
         Args:
-            flat: noise of all tensors, [128 · groups].
+            flat: all tensors, [length], or without the last gap.
         """
-        rows = flat.split([groups * NORMALS for groups in self.groups])
-        return [row[:count] for row, count in zip(rows, self.counts, strict=True)]
+        starts = itertools.accumulate((groups * NORMALS for groups in self.groups), initial=0)
+        return [flat[start : start + count] for start, count in zip(starts, self.counts, strict=False)]
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """Labels, counts and first groups (and the end), for C."""
+        units = itertools.accumulate(self.groups, initial=0)
+        return _unsigned(self.labels), kernels.cpu._numbers(self.counts), kernels.cpu._numbers(list(units))
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return, for each group of 128 entries, its tensor's label and its index there: int32, cached."""
@@ -99,7 +106,8 @@ def add_to_flat(
     launch for any number of tensors.
 
     Args:
-        flat: [segments.length], contiguous, float32 or float64. Gaps between the tensors get arbitrary numbers.
+        flat: [segments.length], or without the last gap; contiguous, float32 or float64. Gaps between the tensors get
+            arbitrary numbers.
         segments: positions of the tensors.
         deviation: > 0.
         grid: a power of two.
@@ -114,6 +122,11 @@ def add_to_flat(
     state = state_of(key, nonce, segments)
     if kernels.cpu.supported(flat):
         run_compiled("noisy", flat, segments, deviation, grid, state)
+        return
+    if gap := segments.length - len(flat):
+        padded = torch.nn.functional.pad(flat, (0, gap))
+        add_to_flat(padded, segments, deviation, grid, key, nonce)
+        flat.copy_(padded[: len(flat)])
         return
     device = torch.device("cpu") if flat.device.type == "mps" else flat.device
     labels, numbers = segments.tables(device)
@@ -178,17 +191,9 @@ def run_compiled(
     """
     if isinstance(flat, FakeTensor):
         return
-    getattr(_typed(kernels.cpu._loaded(flat.dtype)), kernel)(
-        kernels.cpu._torch().torch_parallel_for,
-        _unsigned(state),
-        _unsigned(segments.labels),
-        flat.data_ptr(),
-        kernels.cpu._numbers(segments.counts),
-        kernels.cpu._numbers(list(itertools.accumulate(segments.groups, initial=0))),
-        len(segments.counts),
-        scale,
-        grid,
-    )
+    labels, counts, units = segments.arrays
+    given = kernels.cpu._torch().torch_parallel_for, _unsigned(state), labels, flat.data_ptr(), counts, units
+    getattr(_typed(kernels.cpu._loaded(flat.dtype)), kernel)(*given, len(segments.counts), scale, grid)
 
 
 def _normals(found: Tensor) -> Tensor:

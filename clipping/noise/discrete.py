@@ -42,7 +42,7 @@ def add_discrete(flat: Tensor, segments: Segments, log: int, grid: float, key: b
     """Round each tensor in `flat` to multiples of `grid`, and add discrete Gaussian noise of deviation 2^log · grid.
 
     Args:
-        flat: [segments.length], contiguous, float32 or float64, finite, changed in place.
+        flat: [segments.length], or without the last gap, contiguous, float32 or float64, finite, changed in place.
         segments: positions of the tensors.
         log: 1 to 40.
         grid: > 0.

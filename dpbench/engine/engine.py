@@ -367,7 +367,7 @@ class PrivacyEngine(State):
         self._sampler.take(state["key"], state.get("branch", 0) if same else self._abandoned.count)
         self.steps, self.drawn, self._sampled = state["steps"], state["drawn"], state["sampled"]
         parameters = dict(self.model.named_parameters())
-        sums = {name: total.to(parameters[name].device) for name, total in state["sums"].items()}
+        sums = {name: total.to(parameters[name].device, copy=True) for name, total in state["sums"].items()}
         self._sums = gathered(sums, parameters, counted=state.get("counted", 0.0))
         self._unread.clear()
         self._size, self._ended = state["size"], 0

@@ -103,10 +103,8 @@ class Noise(ABC):
         """
         segments = Segments((total.numel(),), (at.parameter,))
         dtype = torch.promote_types(total.dtype, torch.float32)
-        flat = torch.zeros(segments.length, dtype=dtype, device=total.device)
-        found = segments.parts(flat)[0].view(total.shape)
-        found.copy_(total.detach())
-        self.add_to_flat(flat, segments, deviation, at.step, at.process)
+        found = total.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self.add_to_flat(found.view(-1), segments, deviation, at.step, at.process)
         return found
 
     @abstractmethod
@@ -114,7 +112,7 @@ class Noise(ABC):
         """Add N(0, deviation²) in place to the sums of several parameters in one tensor.
 
         Args:
-            flat: the sums [segments.length], float32 or wider, changed in place.
+            flat: the sums [segments.length], or without the last gap, float32 or wider, changed in place.
             segments: where each sum lies; its `labels` are the parameters' indices.
             step, process: of the place; no other draw may be at one of these places.
         """

@@ -200,11 +200,9 @@ def _noise(engine: PrivacyEngine, change: Callable[[Added, Tensor, float, At], T
     add = engine.noise.add_to_flat
 
     def added(total: Tensor, deviation: float, at: At) -> Tensor:
-        alone = Segments((len(total),), (at.parameter,))
-        found = total.new_zeros(alone.length)
-        found[: len(total)] = total
-        add(found, alone, deviation, at.step, at.process)
-        return found[: len(total)]
+        found = total.clone()
+        add(found, Segments((len(total),), (at.parameter,)), deviation, at.step, at.process)
+        return found
 
     def changed(flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
         for part, label in zip(segments.parts(flat), segments.labels, strict=True):

@@ -57,7 +57,6 @@ def test_no_gradient_shares_an_entry_with_another():
     held = [p.grad for p in model.parameters() if p.grad is not None]
     places = sorted((g.data_ptr(), g.data_ptr() + g.numel() * g.element_size()) for g in held)
     assert len(held) == 8 and all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
-    assert len({g.untyped_storage().data_ptr() for g in held}) == 2  # of float32, and of float64
     before = [g.clone() for g in held]
     step(model, optimizer, *data()[8:16])  # what somebody has kept of a release stays as it is
     assert all(torch.equal(a, b) for a, b in zip(before, held, strict=True))
@@ -77,7 +76,6 @@ def test_each_sum_has_noise_of_its_own_whatever_memory_the_backend_formed_it_in(
     release_gradients(parameters, gathered(grads, parameters), noise, 0.5, 4, 1)
     for number, (name, p) in enumerate(parameters.items()):
         assert torch.equal(p.grad, again.added(kept[name], 0.5, At(1, 0, number)) / 4), name
-    assert all(torch.equal(grads[name], kept[name]) for name in grads)
 
 
 def test_a_checkpoint_that_is_gone_on_from_stays_as_it_is():
