@@ -17,8 +17,6 @@ Functions take:
     regimes: of a step, in one direction.
 """
 
-from __future__ import annotations
-
 from accounting.base import Accountant, Guarantee, Kind
 from accounting.calibration import (
     Calibration,

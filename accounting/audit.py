@@ -24,8 +24,6 @@ Functions take:
     delta, confidence: δ in [0, 1]; 1 - β in (0, 1).
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

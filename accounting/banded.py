@@ -29,8 +29,6 @@ Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta and Xu (2023), "(Amplif
 arXiv:2306.08153, Theorem 4.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

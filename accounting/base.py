@@ -19,8 +19,6 @@ An accountant is a function (σ, q, T, δ) → ε. These edges are answered here
 Formulas get 0 < q ≤ 1, 0 < σ < ∞, T ≥ 1, 0 < δ < 1, and may return any ε in [0, ∞].
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod

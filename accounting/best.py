@@ -3,8 +3,6 @@
 The smallest of several upper bounds is an upper bound if the choice depends on public parameters only, as here.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from accounting.base import Accountant, Guarantee

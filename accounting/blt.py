@@ -42,8 +42,6 @@ arXiv:2408.08868; Dvijotham, McMahan, Pillutla, Steinke and Thakurta (2024), "Ef
 Generation for Streaming Differential Privacy", arXiv:2404.16706.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

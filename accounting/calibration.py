@@ -8,8 +8,6 @@ Functions take:
     noise_multiplier, sample_rate, steps, delta: σ, q in (0, 1], T, δ in (0, 1]: all but the unknown are given.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

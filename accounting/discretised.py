@@ -21,8 +21,6 @@ Functions take:
     losses: y, of any shape.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

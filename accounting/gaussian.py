@@ -22,8 +22,6 @@ Functions take:
     log_target: ln δ.
 """
 
-from __future__ import annotations
-
 import math
 
 _SQRT2, _LOG_SQRT_2PI = math.sqrt(2.0), 0.5 * math.log(2.0 * math.pi)

@@ -8,8 +8,6 @@ The limit is an estimate without an error bound, and often lies below the certif
 (`accounting.gaussian`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

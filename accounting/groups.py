@@ -10,8 +10,6 @@ move the sum by at most jC. With Q = N(0, σ²), the pair on removing all of the
 only grows, in both directions. ℓ is convex and rising, so Newton's method from the right finds every ℓ⁻¹(ε).
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -8,8 +8,6 @@ within `tolerance` of the target, or a relative change of the unknown by `tolera
 exceeds it. If the accountant has no answer for that change, the guarantee's detail says so (`not_known`).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ Functions take:
     least: the lower limit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ Functions take:
     parts: (mechanism, number of its steps) for each kind, under one adjacency.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ and Markov's inequality gives ε = min_λ (Tα(λ) − ln δ)/λ (Theorem 2.2), 
 this is Rényi differential privacy under the classic conversion (`accounting.rdp`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -11,8 +11,6 @@ strong composition, which bounds the same quantity, nor above Tε'. Above 10⁷ 
 used.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

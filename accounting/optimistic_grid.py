@@ -17,8 +17,6 @@ the grid with the peak. A mass that still lies between two losses is lowered to 
 lowers the δ(ε) of any sum. Mass beyond both ends is dropped.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -14,8 +14,6 @@ If the library cannot be called, or is looser (rare losses, small q), the same g
 fall as T rises where the method changes.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -15,8 +15,6 @@ is one) and T = 1 (Balle, Barthe and Gaboardi 2018, Theorem 8) have closed forms
 Other schemes: the upper bound of `accounting.schemes`, by the same composition.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

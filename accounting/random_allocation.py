@@ -23,8 +23,6 @@ the spread of k of t terms counts by k/t. All terms are products and sums of pos
 their digits. Mass that is cut off at the ends counts as a loss of ∞, of P on removing and of Q on adding.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

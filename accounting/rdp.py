@@ -13,8 +13,6 @@ variance, then uses golden section between the neighbours (only whole orders whe
 others).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args

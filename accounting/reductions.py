@@ -31,8 +31,6 @@ Functions take:
     sample_rate: q in (0, 1].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace

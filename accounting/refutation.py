@@ -6,8 +6,6 @@ Each returns a p-value, or an upper bound on it: the probability of a result at 
     batches    each record in each of T batches independently, with probability q
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

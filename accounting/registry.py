@@ -1,7 +1,5 @@
 """All accountants by name, with a one-line description and the style for figures. Add a row for a new one."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Mapping

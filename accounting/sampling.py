@@ -1,7 +1,5 @@
 """The names of sampling schemes and adjacencies, and the pairs with proved bounds."""
 
-from __future__ import annotations
-
 #: Sampling schemes: name -> description.
 SAMPLINGS = {
     "poisson": "Poisson sampling",

@@ -12,8 +12,6 @@ Functions take:
     parts: (mechanism, number of steps); at least one, with σ > 0, q > 0 and steps >= 1 each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

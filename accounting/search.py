@@ -5,8 +5,6 @@ Functions take:
     low, high: the ends of the search; > 0 for `descend`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -22,8 +22,6 @@ whose integrand is positive (Bernoulli). ln A_a = log1p(A_a − 1) keeps the dig
 - q = 1: ln A_a = (a² − a)/2σ².
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -12,8 +12,6 @@ bound of DP-SGD's (the paper's is for one epoch, by the best single interval). L
 first epoch of r < m batches has F_a = (r/m) Φ((c − a)/σ) Φ(c/σ)^{r−1} + (1 − r/m) Φ(c/σ)^r.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 δ₀ = δ/(qT); ε₀ is that of the exact Gaussian mechanism at δ₀; ε' = ln(1 + q(e^ε₀ − 1)). Exact at T = 1 and q = 1.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

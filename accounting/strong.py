@@ -21,8 +21,6 @@ At q = 0.01, σ = 4, T = 10⁴, δ = 1e-5 the three are 26.39, 16.84 and 9.34. W
 smaller (the detail says so); `accounting.optimal_composition` is never above either.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

@@ -12,8 +12,6 @@ steps (or spends less), and the best may be chosen on the private data. Computed
 `RepeatAndSelectDpEvent`, from the Rényi divergences of one run (`accounting.series`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

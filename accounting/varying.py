@@ -16,8 +16,6 @@ Functions take:
     parts: (mechanism, number of its steps) for each kind.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import time

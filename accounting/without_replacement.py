@@ -10,8 +10,6 @@ Gaussian mechanism. T steps add up, and ε = Tρ' + ln(1 − 1/a) − (ln δ + l
 Proposition 12).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -7,8 +7,6 @@ Functions take:
     path: of the folder or file.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

@@ -1,7 +1,5 @@
 """Skips tests of backends that cannot run here, with the reason, and limits the time of every test."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

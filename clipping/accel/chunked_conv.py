@@ -9,8 +9,6 @@ Only the tape's own backward pass uses pieces; it requests no gradient of a para
 autograd's own operation runs, which can be differentiated again.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

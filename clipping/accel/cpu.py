@@ -25,8 +25,6 @@ Functions take:
     lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import warnings

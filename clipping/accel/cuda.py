@@ -35,8 +35,6 @@ Functions take:
     tiles: override the default tiles.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

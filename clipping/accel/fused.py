@@ -22,8 +22,6 @@ Functions take:
     lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

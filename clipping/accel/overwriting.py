@@ -12,8 +12,6 @@ Functions take:
     kind: the type of a node.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Ways of rules that the kernels of `clipping.accel` add, and the sums that they form."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, TypeVar
 

@@ -3,8 +3,6 @@
 `TfMicrobatch` clips the mean of several samples, which is a different mechanism; do not compare it with the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

@@ -15,8 +15,6 @@ Per-layer clipping gives each parameter its own factors, which no weights on the
 form the weighted gradient where they find the norm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

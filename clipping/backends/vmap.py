@@ -1,7 +1,5 @@
 """All per-sample gradients at once: torch.func.vmap over torch.func.grad (formerly functorch)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -4,8 +4,6 @@ Functions take:
     tree: tensors in nested mappings, sequences, named tuples and dataclasses.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping

@@ -7,8 +7,6 @@ Functions take:
     norms: [B] of the whole gradient, or [L, B] of its layers, float32 or wider; inf and NaN occur.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable

@@ -5,8 +5,6 @@ runs float32 parameters in bfloat16, and a model may cast by itself. Each node o
 output.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Mapping

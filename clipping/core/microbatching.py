@@ -9,8 +9,6 @@ Functions take:
     count, part, way: of blocks or samples; a summand; runs the blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ Functions take:
     together: samples whose mean gradient is clipped as one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

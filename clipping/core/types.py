@@ -1,7 +1,5 @@
 """Types of clipping backends: loss function, clipped gradient, unsupported model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol

@@ -22,8 +22,6 @@ numbers of samples would wait for each other), and other ways of sharding. The f
 check the model before sharding it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ Functions take:
     model: any module, without its DistributedDataParallel wrapper.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterable
 from typing import Any

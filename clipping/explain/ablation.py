@@ -1,7 +1,5 @@
 """`bk_mixed` with one optimisation removed; the experiment `ablation` measures the effect of each."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 from unittest import mock

@@ -35,8 +35,6 @@ Functions take:
     ghost: by Gram matrices, or instantiated.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ changed file is detected and compiled again. It is written to a temporary file a
 compilation leaves a whole file or none. A file that other users could have written is refused.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

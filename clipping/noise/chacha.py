@@ -16,8 +16,6 @@ one launch of a Triton program does so. Elsewhere integer operations of torch do
 the host draws nothing, except for devices without float64 (MPS).
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib

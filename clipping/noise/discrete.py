@@ -22,8 +22,6 @@ Without a compiler, Python computes the same bits, much slower than the C kernel
 copied to the CPU and back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -9,8 +9,6 @@ Gram matrices give this where each pair has them (tied embedding and head, a lin
 gradients are instantiated and added.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

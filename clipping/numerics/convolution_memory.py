@@ -17,8 +17,6 @@ The rules were found by the profiler's memory timeline (torch 2.14 and 2.15, AVX
 are meant to be right within a few percent of an operation. cuDNN's workspaces differ, and are not predicted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

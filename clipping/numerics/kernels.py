@@ -4,8 +4,6 @@ The folder can be deleted. A stand-in that supports nothing then takes a module'
 operations run: slower or in more memory, and just as exact.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

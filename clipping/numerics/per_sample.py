@@ -12,8 +12,6 @@ Functions take:
     a, g: [n, T, d] and [n, T, p], rows of an input and of an output's gradient, of one dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 

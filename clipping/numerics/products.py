@@ -1,7 +1,5 @@
 """Matrix products that are never rounded beyond the bounds of `clipping.numerics.rounding_bounds`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

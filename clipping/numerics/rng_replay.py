@@ -1,7 +1,5 @@
 """Replay the random numbers of a forward pass, for the same batch or for each of its samples alone."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator, Sequence

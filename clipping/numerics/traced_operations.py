@@ -5,8 +5,6 @@ read uninitialised memory. While a step is traced, a kernel is therefore not run
 and its other arguments as text.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -6,8 +6,6 @@ automatic, and each of them per parameter. Autograd also computes the weight gra
 avoid this, but must be named by hand for each model).
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable
 from typing import Any

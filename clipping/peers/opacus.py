@@ -5,8 +5,6 @@ here as in `DPOptimizer`. The ghost mode keeps only norms, and runs a second bac
 computes the ordinary weight gradient, as in training with Opacus.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Its thresholds are fixed or AUTO-S (`Flat`, `Automatic`). Opake rounds a thresho
 change it, gradients are divided by C and clipped to 1. It replaces NaN and inf by 0 before clipping.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Iterable

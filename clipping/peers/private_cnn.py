@@ -4,8 +4,6 @@ It runs two backward passes, and computes every weight gradient in both. Linear 
 convolutions the mixed rule. The clipping function is ours.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -13,8 +13,6 @@ Functions take:
     rule, output: of a use, the rule with its input; and the shape and dtype of the output.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

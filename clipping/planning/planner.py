@@ -26,8 +26,6 @@ Functions take:
     costs: measured or predicted.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence

@@ -5,8 +5,6 @@ numbers and modules, closures, replaced buffers and parameters, hooks, modes, dt
 is captured again. Dynamo applies Python side effects (a counter, a reassigned buffer) after the graph has run.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

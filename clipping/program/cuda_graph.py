@@ -1,7 +1,5 @@
 """Record a function of tensors as a CUDA graph, which launches all its kernels by one call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ refused: a graph must not change them.
 `ctc_loss`: the shape of its second result, which only its backward pass reads, depends on the longest target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -24,8 +24,6 @@ step and in one of 200 later ones, and its losses are compared. One step of 400 
 not mix.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import warnings

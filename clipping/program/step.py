@@ -3,8 +3,6 @@
 `clipping.program.graphs` describes the ways.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import logging

@@ -9,8 +9,6 @@ A step may then be traced on the values of one batch (`assuming`). Owners are co
 reads them (`holds`) becomes a condition, which the graph checks in each batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

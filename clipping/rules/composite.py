@@ -1,7 +1,5 @@
 """Composite torch functions, run as their parts, so that the tape sees each operation."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

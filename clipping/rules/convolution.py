@@ -4,8 +4,6 @@ Let A [B, groups, T, d] be the patches of the padded input, with T = ∏ output 
 Then a convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d] (arXiv:2205.10683, equation 2.5).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

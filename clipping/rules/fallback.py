@@ -7,8 +7,6 @@ Functions take:
     tree: arguments, in nested tuples, lists and dicts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

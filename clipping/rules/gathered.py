@@ -8,8 +8,6 @@ Functions take:
     rows: n rows in one dimension, with their owners.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

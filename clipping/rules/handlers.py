@@ -6,8 +6,6 @@ each sample take `Tape.each` first, which makes and records the copies. Operatio
 assumes no formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

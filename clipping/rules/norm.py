@@ -4,8 +4,6 @@ The per-sample gradients are Σ_t g x̂ of γ and Σ_t g of β. Group and instan
 pass computes them. Layer norm keeps the forward kernel's mean and rstd, so that x̂ needs no second normalisation.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The per-sample gradient needs no patches. With the batch folded into the groups,
 convolution's weight gradient returns one gradient for each sample (Rochette et al. 2019, arXiv:1912.06015).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from abc import abstractmethod

@@ -19,8 +19,6 @@ Functions take:
     least: see `clipping.numerics.rounding_bounds.of_lost`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

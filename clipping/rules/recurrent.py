@@ -8,8 +8,6 @@ backpropagation through time. So the per-sample gradient of the weight is Î£_t Î
 T positions. A packed sequence is padded; after its end the state stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -14,8 +14,6 @@ Functions take:
     entry: of an index: an integer, a slice, None, a list or a tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

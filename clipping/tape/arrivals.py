@@ -10,8 +10,6 @@ Each use has a hook before the node that its output comes from. The hook receive
 in-place change. Module hooks and custom functions fail there on an in-place ReLU.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress

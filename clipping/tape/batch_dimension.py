@@ -7,8 +7,6 @@ Uses by activations that have rows in several dimensions, or one sample without 
 values with the rows in the first dimension, for which there are rules (`as_rows`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

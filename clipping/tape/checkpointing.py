@@ -6,8 +6,6 @@ operation than the model wrote: group norm with a scale for each sample runs as 
 Inputs of uses that will be recomputed need not be kept for a norm meanwhile (`LetGo`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

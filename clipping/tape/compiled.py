@@ -5,8 +5,6 @@ runs the module uncompiled (torch 2.11) or fails with an internal error (torch 2
 advance, as it would report the time of an uncompiled model as that of a compiled one; the second is explained.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

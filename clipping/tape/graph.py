@@ -6,8 +6,6 @@ output alone: not through a weight that they transposed (as in a second derivati
 that is a view. Otherwise the norm would lack a share. Every call is checked, as any call may take another path.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

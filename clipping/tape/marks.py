@@ -1,7 +1,5 @@
 """Mark the tensors of a forward pass that depend on data: made from the batch, or written to from it."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """One operation, and the owners of its operands' rows; `clipping.tape.moves` has the operations."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ of `GATHERS` are tracked; once rows have left that order, the others are, too. `
 that write rows into a tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

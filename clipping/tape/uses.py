@@ -5,8 +5,6 @@ Operations on an activation need no rule. The backward pass requests the activat
 place do not matter.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

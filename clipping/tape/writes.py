@@ -4,8 +4,6 @@ Rows are tracked where the target's, the values' or the index's are out of the s
 assumed to be in order, which the first batch's verification tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

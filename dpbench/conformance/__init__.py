@@ -26,8 +26,6 @@ Functions take:
     positions, channels: T and p, of weights [1, T, p].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

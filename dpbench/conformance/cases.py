@@ -1,7 +1,5 @@
 """Problems as data: small models in float64, each with a batch and a loss, to compare backends with the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

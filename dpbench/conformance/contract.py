@@ -3,8 +3,6 @@
 Each is a `Check` on one small network of convolution, normalisation and linear layer.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

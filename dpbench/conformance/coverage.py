@@ -5,8 +5,6 @@ that timm and torchvision register, and transformers' mappings from model type t
 itself, so a new version of a library adds its new models.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Compares a backend's result with the oracle's: measurements of a check, and the error for a wrong result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Small models for the conformance cases, each with a trait of real models that breaks clipping libraries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ Functions take:
     x: [B, n].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

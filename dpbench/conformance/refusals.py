@@ -6,8 +6,6 @@
 few backends can compute. Verification is on and counts as a refusal, since the interface runs it for every backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

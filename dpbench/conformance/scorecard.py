@@ -1,7 +1,5 @@
 """The scorecard, case × backend: exact, refuses or wrong, as lists of texts. Needs neither torch nor pandas."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any

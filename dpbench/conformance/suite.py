@@ -1,7 +1,5 @@
 """Runs all cases on one backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any

@@ -49,8 +49,6 @@ Functions take:
     now: do not wait until it is time.
 """
 
-from __future__ import annotations
-
 from dpbench.engine.adam import AdamBC
 from dpbench.engine.engine import PrivacyEngine
 from dpbench.engine.errors import Misuse, PrivacyWarning

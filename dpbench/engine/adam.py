@@ -12,8 +12,6 @@ The correction uses released values only, and costs no privacy. (Tang, Shpilevsk
 whose denominator has no eps)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Every change is accounted: past steps keep the noise of their release (`Settings.earlier`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -16,8 +16,6 @@ A batch that was stepped or left out is remembered for a while. The model may re
 accepts it: its records would be in two sums, or twice in one, and its padding would count as records.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 import weakref

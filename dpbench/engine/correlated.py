@@ -21,8 +21,6 @@ fresh key, as two trainings would share the history. With `replay` the stream co
 The deviation never falls within a stream: a later row's noise covers what an earlier step's record moved.
 """
 
-from __future__ import annotations
-
 import os
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -29,8 +29,6 @@ Rejection sampling makes the time of a draw depend on the noise, not on the data
 microseconds learns something about the noise's size.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -12,8 +12,6 @@ communication is off while the engine is attached.
 already, each in the process that holds the shard. That process adds the noise, see `dpbench.engine.release`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

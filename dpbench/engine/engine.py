@@ -8,8 +8,6 @@ Under Poisson sampling the actual size of a batch is private, and never divides 
 ordinary step. (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1)
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

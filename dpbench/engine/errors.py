@@ -1,7 +1,5 @@
 """The engine's error and warning: one line that says what was expected, what came, what to do."""
 
-from __future__ import annotations
-
 
 class Misuse(RuntimeError):
     """The engine was used in a way that gives no gradient, a wrong one, or one that is not private."""

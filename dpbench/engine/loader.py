@@ -11,8 +11,6 @@ is a valid input, as zeros may not be. Its gradient is never in the sum.
 A collator that mixes records, as mixup does, is refused: C would not bound one record's share of the sum.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import deque

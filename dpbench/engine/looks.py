@@ -10,8 +10,6 @@ writes to the model, two batches of other records must leave the same state_dict
 batch. A rerun begins from the state before the step, so that it shows a layer that is initialised from its first batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

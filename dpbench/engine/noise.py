@@ -23,8 +23,6 @@
           generator has a 32-bit seed, which can be tried, and sums are not rounded.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from abc import ABC, abstractmethod

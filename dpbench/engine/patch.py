@@ -1,7 +1,5 @@
 """Replace and restore `optimizer.step`; detect steps that bypass the engine, and partial checkpoints."""
 
-from __future__ import annotations
-
 import types
 import weakref
 from collections.abc import Iterable

@@ -19,8 +19,6 @@ All but the last two are accounted for adding or removing one record. Those two 
 gradient zero, as removing it would shift every later batch (`accounting.sampling.PROVED`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Check and resolve the engine's arguments: model, backend, clipping function, sampling, steps, noise."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The state of an engine, for its parts that read and change it: loader, patch of `step`, log, adapters."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

@@ -8,8 +8,6 @@ The choice among a person's records depends on no other person's. So removing a 
 changes nothing else. ε is for such groups (`accounting.groups`); each record is clipped by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ runs in between, so all but noise and optimizer can be one program (`clipping.pr
 counts as `optimizer.step(loss=losses)` does; only the computation of the sum differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

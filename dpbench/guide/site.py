@@ -5,8 +5,6 @@ without a search. Pages load nothing from the network, so formulas between dolla
 picture shows simulated steps.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

@@ -17,8 +17,6 @@ equal a single process's.
 Not private: the logged training loss, and evaluation on private records; see `PrivateTrainer`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field

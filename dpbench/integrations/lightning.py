@@ -22,8 +22,6 @@ the data, except those with `save_weights_only=True`.
 Not private: values that `training_step` logs, and metrics of private records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Refuse the features of Lightning that cannot be private."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler

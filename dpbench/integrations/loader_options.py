@@ -1,7 +1,5 @@
 """The options of a caller's DataLoader that a private loader of its data shares."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils.data import DataLoader

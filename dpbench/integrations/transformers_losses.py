@@ -5,8 +5,6 @@ the other samples of the batch). transformers divides by the batch's tokens inst
 on the others. In a batch of equal lengths the mean of these losses is that loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The engine draws the batches that ε assumes; each record has a loss of its own,
 checkpoint's state holds the keys of noise and sampling, and must not be published.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

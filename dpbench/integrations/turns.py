@@ -5,8 +5,6 @@ fixed number of batches a step. So the framework receives turns instead of batch
 the last turn of a logical batch takes the rest. Nothing is drawn ahead of its step.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

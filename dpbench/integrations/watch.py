@@ -1,7 +1,5 @@
 """Hook a model between loader and step, to record the operations on the batches to check."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 A checkpoint equals a single process's, and any number of processes can resume from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The object: ``{"outcome", "evidence", "result"}``. The body's printed output goe
 evidence if the process ends without an answer.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -12,8 +12,6 @@ JSON lines on standard input and output::
 It ends, with every trial, when its standard input ends, on SIGTERM, and when its parent dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

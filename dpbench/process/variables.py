@@ -1,7 +1,5 @@
 """The environment variables of the measuring process."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -13,8 +13,6 @@ machines only what is relative to ordinary training is compared: `time ratio`, `
 `outcome`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

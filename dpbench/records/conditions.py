@@ -3,8 +3,6 @@
 Every warning says what is wrong, by how much, and what to do.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized

@@ -4,8 +4,6 @@ The parent reads facts that need no torch (`host_facts`). A separate process, ru
 (`TorchFacts`), so that the parent never creates a CUDA context.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

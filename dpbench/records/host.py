@@ -1,7 +1,5 @@
 """Names this machine in records: by the environment variable DPBENCH_HOST, else by its network name."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -3,8 +3,6 @@
 Imports neither pandas nor matplotlib. No record is dropped silently: records left out are counted by reason.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections import Counter

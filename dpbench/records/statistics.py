@@ -26,8 +26,6 @@ within a run cannot be estimated from it: a correlation of 0.9 gives 2.5 %. Rati
 tests/records/test_stats.py simulates these error rates.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -8,8 +8,6 @@ Content too large for a line is in files beside it, with the same stem: a result
 content, becomes name -> the file's name in this folder.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import errno

@@ -25,8 +25,6 @@ Functions take:
     tell: receives the progress, in words.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ Functions take:
     frame: of `table`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

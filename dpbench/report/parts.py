@@ -3,8 +3,6 @@
 Every format comes from a `Part`: the files (PNG, SVG, PDF, CSV, Markdown, LaTeX) and the page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

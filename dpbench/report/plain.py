@@ -1,7 +1,5 @@
 """The table of a kind of trial without a figure: settings that differ, and results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

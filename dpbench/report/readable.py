@@ -1,7 +1,5 @@
 """Formats tables for people: units, signs and words in place of base units, as Markdown."""
 
-from __future__ import annotations
-
 import decimal
 import math
 import re

@@ -9,8 +9,6 @@ Functions take:
     page: one of `PAGES`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -5,8 +5,6 @@ Functions take:
     found: the columns.
 """
 
-from __future__ import annotations
-
 import importlib.resources
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ Functions take:
     least, most: a number outside of this range is told as a power of ten.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Summarises a report in three sentences: what ran and where, the findings, and their reliability."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime

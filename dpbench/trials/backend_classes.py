@@ -1,7 +1,5 @@
 """Load the class behind a reference to a backend, in the process that runs it."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

@@ -8,8 +8,6 @@ Functions take:
     ref: a name, or ``path/file.py:Class``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ No torch, as in `dpbench.trials`; the bodies are in `dpbench.measure`, a module 
 a CPU or a smoke run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

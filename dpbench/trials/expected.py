@@ -6,8 +6,6 @@ record (a confirming step, an engine's whole step) are sums of these parts, and 
 guesses.
 """
 
-from __future__ import annotations
-
 from dpbench.trials.base import Trial
 
 #: A process with a CUDA context and a model.

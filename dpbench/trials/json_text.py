@@ -1,7 +1,5 @@
 """Values as JSON text: strict, one line, for records and messages between processes."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -7,8 +7,6 @@ Functions take:
     line, record, trial: read from a file of records; to be written; a record's description of its trial.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

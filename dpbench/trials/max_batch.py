@@ -10,8 +10,6 @@ workspaces), doubling and bisection end the search. If memory is nearly linear i
 five probes. The answer is always a batch that fitted in a probe.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The exception of a measurement that cannot run on this machine."""
 
-from __future__ import annotations
-
 from clipping import UnsupportedModel
 
 

@@ -16,8 +16,6 @@ outcome         meaning                                                         
 All of them count as done when a run is continued; the ones that are not final can be run again (``--retry``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import traceback

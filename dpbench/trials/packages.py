@@ -1,7 +1,5 @@
 """Optional packages: which models and backends need them, and how to install them."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

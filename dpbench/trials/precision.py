@@ -4,8 +4,6 @@ A trial of a step names its profile, and ordinary training beside it uses the sa
 a profile to torch, and reads torch's actual switches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The trials of an accountant: compute ε, or calibrate the noise or the number of steps to an ε."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

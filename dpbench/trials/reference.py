@@ -4,8 +4,6 @@ They name a trial's code across processes, as JSON. A module from a file is regi
 the ``__module__`` of its definitions is again a reference.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

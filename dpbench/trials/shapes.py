@@ -13,8 +13,6 @@ A shape is one of
 objects are such functions already. A value that does not differ has the expected keys and types.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Callable

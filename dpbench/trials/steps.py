@@ -1,7 +1,5 @@
 """The trials of a model's training step: timed, compared, simulated, checked, explained."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

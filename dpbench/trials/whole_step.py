@@ -1,7 +1,5 @@
 """The trial of whole training steps: an engine around an optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

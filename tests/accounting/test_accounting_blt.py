@@ -1,7 +1,5 @@
 """BLTs: the matrix against the definition, its sensitivity by brute force, its accounting by Monte Carlo."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

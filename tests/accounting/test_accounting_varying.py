@@ -1,7 +1,5 @@
 """ε of steps whose noise changes: beside Opacus' accountant, and beside the bounds from both sides."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

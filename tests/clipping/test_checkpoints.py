@@ -1,7 +1,5 @@
 """Activation checkpointing: what is computed once more is what the forward pass computed, in every backward pass."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache, partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Samples that do not stay apart are refused in the step in which they first meet; those that do, never."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

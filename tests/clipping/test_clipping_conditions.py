@@ -1,7 +1,5 @@
 """Steps whose shapes depend on values run as programs only while the traced step's conditions hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

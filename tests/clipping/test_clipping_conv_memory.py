@@ -1,7 +1,5 @@
 """What a convolution allocates inside, by formula and by the profiler; and input gradients in pieces of the batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

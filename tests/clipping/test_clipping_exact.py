@@ -5,8 +5,6 @@ which has no rules, and `bk_mixed`, which may take any way, meet all cases, and 
 test_clipping_peers.py has the peers.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import FIFTEEN, NOT_FOR, TAPE

@@ -4,8 +4,6 @@ Each pattern is a module of a few lines, held against the definition in float64,
 refused by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps that run as one graph: the same bits where it is traced, the same but for rounding where it is compiled."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

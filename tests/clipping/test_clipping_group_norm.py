@@ -1,7 +1,5 @@
 """Group norms within the grid of a CUDA kernel, on tensors without values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

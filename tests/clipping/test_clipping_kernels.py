@@ -1,7 +1,5 @@
 """Kernels: exact in Triton's interpreter and on a GPU, compiled for GPUs that need not be here, refused elsewhere."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

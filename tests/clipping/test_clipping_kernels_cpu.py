@@ -3,8 +3,6 @@
 Where they cannot be, the formulas remain, and a line says why.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import platform

@@ -3,8 +3,6 @@
 On tensors of no values and no device ("meta"), by `dpbench.measure.launches`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from functools import cache

@@ -6,8 +6,6 @@ copy to the host. What goes through without an error is caught beside it: data o
 (`torch.tensor(..., device=...)`, a copy, an index that lies on the CPU), which wait for the device's queue.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

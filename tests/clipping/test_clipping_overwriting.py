@@ -1,7 +1,5 @@
 """Activation functions, whose backward pass is written over the gradient that it is handed if that is nobody else's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ private_CNN and fastDP are not on the package index, and Opake is no dependency:
 importable, else they say so.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

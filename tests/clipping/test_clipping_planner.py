@@ -1,7 +1,5 @@
 """The planner: what it chooses, within what memory, when it times; and the file that costs are kept in."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

@@ -1,7 +1,5 @@
 """Products of matrices: the same values by any strides, in float32, and padded where that pays."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

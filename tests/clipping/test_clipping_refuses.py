@@ -1,7 +1,5 @@
 """What a backend cannot do it refuses, by name, with the reason: messages are tested as product."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps as CUDA graphs, on a CPU: a recorder in CUDA's place runs what was recorded in the same memory."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

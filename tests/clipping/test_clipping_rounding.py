@@ -3,8 +3,6 @@
 Products that round their operands, as CUDA's do to TF32, are tried on a CPU, where the same rules sum rounded operands.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -1,7 +1,5 @@
 """All routes are exact: every way of every rule, and the backend with its planner forced to each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import FIFTEEN

@@ -1,7 +1,5 @@
 """Gradients of what was made of parameters, pulled back to them; rows that are copies of one another, once."""
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 

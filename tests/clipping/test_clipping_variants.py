@@ -4,8 +4,6 @@ TF Privacy's microbatches, ``tf_microbatch:M``, are another mechanism, held to i
 clipping per sample.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The noise's Triton program: the words and normals of the kernel in C, in the interpreter, compiled, and on a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Two and four processes give what one does, under DDP and FSDP2: clipped sums, trained parameters, noise once."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The suite itself: its verdicts, the scorecard, and ``dpbench check`` with a backend of one's own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

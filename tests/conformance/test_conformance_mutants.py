@@ -7,8 +7,6 @@ No backend's affair, and so not in here: a last batch divided by the nominal siz
 per microbatch. They are the privacy engine's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The sweep over the models that people load: its list, the rule that makes them small, how it judges and reports."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

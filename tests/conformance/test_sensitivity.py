@@ -1,7 +1,5 @@
 """How far hard records move the sum: backends with known faults are measured, and ours are searched for more."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import product

@@ -1,7 +1,5 @@
 """A model under an engine, as most tests of the engine begin."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

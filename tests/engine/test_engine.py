@@ -1,7 +1,5 @@
 """The privacy engine: the step, the accumulated one, the noise, checkpoints, and that backends agree."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

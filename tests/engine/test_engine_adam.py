@@ -1,7 +1,5 @@
 """AdamBC: against the paper's algorithm written out, and against torch's Adam; what the engine says of the noise."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """In a training loop: a model or a loss that mixes samples is refused before anything is released, in any backend."""
 
-from __future__ import annotations
-
 import copy
 import io
 from contextlib import nullcontext

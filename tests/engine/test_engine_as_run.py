@@ -3,8 +3,6 @@
 Each step is the ordinary one's, clipped: by autograd, in the same graph, of the same random numbers.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Batches read ahead of the step, read and not stepped, stepped and read again, or kept: none is in a wrong sum."""
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 

@@ -1,7 +1,5 @@
 """A collator that mixes records is refused; one that moves, pads or perturbs them is not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

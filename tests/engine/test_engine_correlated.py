@@ -1,7 +1,5 @@
 """Correlated noise in the engine: the stream and its restarts against the definition, batches, ε, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

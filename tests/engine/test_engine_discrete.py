@@ -1,7 +1,5 @@
 """Discrete noise: exactly the distribution that is stated, on a grid, and bounds that hold for it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One process and two take the same path: the same sample, the same sum of clipped gradients, the same noise, once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What would break the guarantee without a sound: failures half-way, checkpoints, infinities, batches of others."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Sums in one flat tensor: the gradients handed over, and a GPU's batches that are not finite, which are told later."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -4,8 +4,6 @@ Tensors of a CUDA device without values: whatever asked it for a number would ra
 after the backend's clipped sums, but for the optimizer's own step.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an engine tells a logger: public numbers alone, one line of them a step that it has time for, and the last."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Loops in which a model is trained beside another one, frozen and thawed, or computes what differs by itself."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

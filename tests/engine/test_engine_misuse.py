@@ -1,7 +1,5 @@
 """What goes wrong in the hands of a user gets one line: what was expected, what came, what to do."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The engine's noise: the cipher's words, the normal distribution, one draw at each place, what checkpoints keep."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import multiprocessing

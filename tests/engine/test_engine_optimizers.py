@@ -1,7 +1,5 @@
 """Every optimizer of torch's takes the engine's gradient as it would any other: once, at the end of a logical batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attached import cross_entropy

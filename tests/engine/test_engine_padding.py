@@ -1,7 +1,5 @@
 """Physical batches of a few sizes: what fills them up is not in the sum, whatever it is."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine plans by timing, and what it found is part of a checkpoint."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

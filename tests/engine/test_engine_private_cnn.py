@@ -4,8 +4,6 @@ The model, the optimizer and every argument of the engine are those of the examp
 loading, `F`, `logits`, the engine's arguments in the second) is filled in.
 """
 
-from __future__ import annotations
-
 import opacus
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The engine's data loader: what is sampled is what is accounted."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

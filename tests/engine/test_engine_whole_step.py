@@ -1,7 +1,5 @@
 """Steps of the engine in one call, as they are and as graphs: what is clipped, noised and counted is the same."""
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """One process of two that train with accelerate."""
 
-from __future__ import annotations
-
 import warnings
 
 from test_accelerate import train

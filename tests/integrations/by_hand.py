@@ -1,7 +1,5 @@
 """DP-SGD written out by hand: one record at a time, no engine."""
 
-from __future__ import annotations
-
 import torch
 
 from dpbench.engine.sampling import Sampler

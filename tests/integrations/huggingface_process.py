@@ -1,7 +1,5 @@
 """One process of two of a PrivateTrainer."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

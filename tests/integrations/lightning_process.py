@@ -1,7 +1,5 @@
 """One process of two of Lightning's training."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Accelerate: `prepare` before the engine or after it, and within accumulate(), gives the engine's own training."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

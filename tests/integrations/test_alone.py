@@ -1,7 +1,5 @@
 """A record's loss is its own, whatever the collator, the labels and the padding: else training does not begin."""
 
-from __future__ import annotations
-
 import random
 import warnings
 

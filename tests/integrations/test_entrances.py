@@ -4,8 +4,6 @@ In a loop of the caller's the engine sees the model, and the operations on its o
 divides the losses by their number, or weighs them by labels that are counted, is the caller's to see to there.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """PrivateTrainer in two processes takes the path of one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

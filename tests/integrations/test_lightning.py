@@ -1,7 +1,5 @@
 """Lightning's Trainer, private: each of its steps is the engine's, and the weights are those of DP-SGD by hand."""
 
-from __future__ import annotations
-
 import csv
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Loops as in Opacus' examples with one import changed: without noise they come to its weights, and at the same ε."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import partial

@@ -1,7 +1,5 @@
 """Thresholds of each parameter, and the norm that follows a quantile: exact, within their sensitivity, accounted."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Opacus' interface in one process and in two: the same sample, the same weights, noise once; and errors end in all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is not sound is refused by name, and what is odd but sound is done: loops as people write them for Opacus."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re

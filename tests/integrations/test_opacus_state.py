@@ -1,7 +1,5 @@
 """What goes on between steps: schedulers of Opacus' classes, accountants, checkpoints, pieces of batches, hooks."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import partial

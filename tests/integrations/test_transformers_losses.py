@@ -1,7 +1,5 @@
 """Losses of transformers' models, one a sample: those that transformers itself computes of each record alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The tutorials run, learn, and do what they say; what they say of weights and gradients is held to loops by hand."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

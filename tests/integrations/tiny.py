@@ -1,7 +1,5 @@
 """Tiny models of transformers, and records for them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel

@@ -4,8 +4,6 @@ A whole run, as a person starts it, of trials that use torch and say where they 
 where tests run, so it is the median of many that is held to the limit, and the best of several tries.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

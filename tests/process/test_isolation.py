@@ -1,7 +1,5 @@
 """However a trial ends, it is answered with a name and evidence, nothing of it is left, and the next one runs."""
 
-from __future__ import annotations
-
 import os
 import platform
 import signal

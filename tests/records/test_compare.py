@@ -1,7 +1,5 @@
 """``dpbench compare``: verdicts of records as runs write them, what is never compared, exit codes, and mistakes."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load, drift and environments: every warning says what is wrong, by how much, and what to do."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

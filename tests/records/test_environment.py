@@ -1,7 +1,5 @@
 """What is recorded of the machine, and when a measurement is another one."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 from pathlib import Path

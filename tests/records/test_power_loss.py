@@ -1,7 +1,5 @@
 """No power loss takes a record that was said to be there."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

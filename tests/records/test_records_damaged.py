@@ -1,7 +1,5 @@
 """Lines that are JSON and no whole records: named, counted and passed over by all that reads them. No traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Verdicts: how often they err, on times as machines give them, and what they make of the edges."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Records survive what happens to a run: kills, torn lines, older and newer versions."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Largest batches foretold and confirmed, in the figure of the stress test: the numbers are an H200's."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 from report_records import CUDA, RunFile

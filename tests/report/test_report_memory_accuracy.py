@@ -1,7 +1,5 @@
 """The table and figure of simulated beside measured peaks."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 from report_records import RunFile

@@ -1,7 +1,5 @@
 """Overhead, resolution and sequence length: the tables, and the figures drawn of them."""
 
-from __future__ import annotations
-
 import json
 import math
 

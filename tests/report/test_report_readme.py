@@ -1,7 +1,5 @@
 """`report --readme`: blocks of made-up records, whose numbers can be worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

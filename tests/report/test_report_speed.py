@@ -1,7 +1,5 @@
 """A report over many records."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Trials that misbehave in every possible way, for tests of the code that runs them. Loaded by its path."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The conformance cases, and how each backend should answer them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 FIFTEEN = (

@@ -4,8 +4,6 @@ It trains without and with DistributedDataParallel, resumes in the middle of an 
 first process's, and makes engines that differ.
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 

@@ -1,7 +1,5 @@
 """Write a CIFAR-10 of a few images in the real layout, with the checksums that torchvision checks."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 from pathlib import Path

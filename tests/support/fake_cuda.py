@@ -23,8 +23,6 @@ Not covered:
 PYTHONPATH, which forked and spawned processes inherit. FAKE_CUDA is the number of devices.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """A recorder in place of a CUDA graph, which runs the recorded operations in the same memory."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

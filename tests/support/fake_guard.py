@@ -5,8 +5,6 @@ virtual tables and replaces some entries by C functions. torch's headers give th
 `fake_cuda.py` describes the whole fake.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -4,8 +4,6 @@ The device is the fake of `fake_cuda.py`, or a real one. Without noise, in float
 both devices are equal up to rounding. Errors have one line.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Starts and steers a run of fake trials from the command line, and reads the records and processes it leaves."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

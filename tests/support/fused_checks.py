@@ -4,8 +4,6 @@ TRITON_INTERPRET=1 python tests/support/fused_checks.py     run all checks on th
 python tests/support/fused_checks.py compile 90             compile for a GPU, present or not: {name: error or null}
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

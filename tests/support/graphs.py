@@ -1,7 +1,5 @@
 """Steps that run as graphs: traced ones beside eager ones, without TorchInductor, which compiles for minutes."""
 
-from __future__ import annotations
-
 import torch
 
 import clipping.program.graphs

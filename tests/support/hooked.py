@@ -1,7 +1,5 @@
 """A backend with module hooks and per-sample gradients, as libraries have; tests derive faulty backends from it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -4,8 +4,6 @@ Timeouts, output and crashes need a separate process: tests/process covers them.
 starts it as a user does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

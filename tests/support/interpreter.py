@@ -4,8 +4,6 @@ Triton 3.6, the version for torch 2.11, reads a loop's bound by `int` of a one-d
 zero-dimensional ones, which Triton 3.7 uses. So `mend` reads the bound by `item`, which works in all versions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

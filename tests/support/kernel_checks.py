@@ -6,8 +6,6 @@ The interpreter must be chosen before Triton is imported, so `test_clipping_kern
     python tests/support/kernel_checks.py compile 90 bfloat16  compile for a GPU, present or not: {name: error or null}
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -6,8 +6,6 @@ The interpreter must be chosen before Triton is imported, so `test_noise_program
     python tests/support/noise_checks.py compile 90              compile, GPU or not: {dtype of the sums: error or null}
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Unusual uses of parameters in models: cases that are exact, and refused cases with their messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

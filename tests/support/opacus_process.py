@@ -1,7 +1,5 @@
 """One process of two of a distributed training by Opacus' interface."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

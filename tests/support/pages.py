@@ -1,7 +1,5 @@
 """Extracts programs and commands from Markdown pages, and checks that they are valid."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Measures processor seconds, which do not include waiting for other programs on the machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Start the processes of one training as torchrun would, forked from one process that has imported torch."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Operations of every kind with random shapes, and a planner with forced choices."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

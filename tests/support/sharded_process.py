@@ -1,7 +1,5 @@
 """One process of several under DDP and FSDP2: `ranks.ranks`, or torchrun sharded_process.py FOLDER, which saves it."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import warnings

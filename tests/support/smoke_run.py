@@ -1,7 +1,5 @@
 """Runs `stress_test --smoke` on an executor and reads its records; locally once for all tests."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

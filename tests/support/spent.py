@@ -1,7 +1,5 @@
 """What an accountant answers for T steps, in one line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from accounting import Guarantee, SubsampledGaussian, load_accountant

@@ -1,7 +1,5 @@
 """Waits for other processes, with a limit; files of an ended process read as empty."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

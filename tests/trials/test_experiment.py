@@ -1,7 +1,5 @@
 """Declarations: identities that last, grids, experiments by name and by file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Precision profiles: what a trial says is what torch does, for every backend, simulated too; and what is read back."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """The search for the largest batch, on memory models of our own making."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -7,8 +7,6 @@ inputs before a normalisation. `dpbench.measure.sensitivity` runs them.
 This module is for the parent process, and imports no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

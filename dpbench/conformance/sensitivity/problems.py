@@ -6,8 +6,6 @@ Functions take:
     shape: of the result.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Sizes depend on the dtype: what overflows float32 is far within float64. C is 1,
 function makes a `Problem` from `numbers`, the `torch.finfo` of the dtype.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Functions take:
     row, rows: of `as_row`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 The tests search it; `FOUND` keeps the worst points as regression cases.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

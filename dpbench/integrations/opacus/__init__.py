@@ -13,8 +13,6 @@
 Opacus itself is needed only for its own layers, schedulers and model fixes.
 """
 
-from __future__ import annotations
-
 from dpbench.integrations.opacus.engine import BatchMemoryManager, PrivacyEngine
 from dpbench.integrations.opacus.loaders import DPDataLoader
 from dpbench.integrations.opacus.module import GradSampleHooks, GradSampleModule

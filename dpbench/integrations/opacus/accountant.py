@@ -1,7 +1,5 @@
 """`privacy_engine.accountant`: the engine's accounting under the names of Opacus' accountants."""
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable

@@ -7,8 +7,6 @@ Functions take:
     optimizer, noise_scheduler, grad_clip_scheduler: saved or restored if given.
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Clipping functions by Opacus' names, at the norms set by a scheduler."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

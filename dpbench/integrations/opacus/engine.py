@@ -1,7 +1,5 @@
 """`PrivacyEngine` and `BatchMemoryManager` with Opacus' arguments, translated to `dpbench.PrivacyEngine`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -6,8 +6,6 @@ counted labels as every other. The returned loss must depend on the parameters t
 checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

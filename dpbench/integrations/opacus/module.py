@@ -1,7 +1,5 @@
 """The modules of `make_private`: the model itself, under Opacus' names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

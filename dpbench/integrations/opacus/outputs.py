@@ -10,8 +10,6 @@ so the engine receives the losses ⟨o_i, B v_i⟩ (⟨o_i, v_i⟩ for a sum). T
 depends on sample i alone, which `dpbench.integrations.reduction` checks.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -13,8 +13,6 @@ and noise of deviation σ S on the sum is accounted as σ: Opacus' adjusted nois
 centred, as the theorem requires, and divided by the expected size b, as the number of records in a batch is private.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -14,8 +14,6 @@ Run it: `python -m dpbench.integrations.tutorials.digits` (a minute). The held-o
 held-out images are private.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

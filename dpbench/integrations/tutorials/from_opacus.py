@@ -21,8 +21,6 @@ Functions take:
     train, noise_multiplier: images and labels; σ.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

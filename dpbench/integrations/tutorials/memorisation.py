@@ -25,8 +25,6 @@ Functions take:
     model, name, number: GPT-2, adapted or not; a canary's name, and its number.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import sysconfig

@@ -1,7 +1,5 @@
 """Run a `dpbench.training.MemorisationTrial`: the tutorial of that name, at one ε."""
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

@@ -18,8 +18,6 @@ Run it: `python -m dpbench.integrations.tutorials.user_level` (seconds). Choose 
 private. More examples a user reduce the noise from sampling, and cost time.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ Functions take:
     where: a predicate on rows: those of the claim's models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple

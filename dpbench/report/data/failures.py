@@ -1,7 +1,5 @@
 """Groups failed trials by cause: how often and where each happened, and the recorded evidence."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable

@@ -9,8 +9,6 @@ Functions take:
     quantity: a column of the figure.
 """
 
-from __future__ import annotations
-
 import csv
 from functools import cache
 from importlib.resources import files

@@ -5,8 +5,6 @@ Functions take:
     group, base: entries of a backend, and of ordinary training in the same cell.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -5,8 +5,6 @@ overlaps at any number of backends, and nothing depends on colour. Lengths are i
 type size is the same at any number of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The area below a certified lower bound is shaded. Every accountant has its own m
 wider beneath them. The legend stands beneath the panels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Functions take:
     look: name, colour and marker.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Draws the trade-off curve of a run: what membership attacks can and cannot reach."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 A new figure is a new file; a module with several has them in `FIGURES`, under their names.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pkgutil
 from importlib import import_module

@@ -4,8 +4,6 @@ One row a trial, with its numbers; an accountant without a result has a row with
 certified one at the same (q, σ, T, δ), and `ratio` is ε over it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ heading says so. The published values come from another machine and mostly anoth
 ratios to that paper's own ordinary training, except for the largest batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial

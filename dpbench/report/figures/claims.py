@@ -5,8 +5,6 @@ from records (`dpbench.report.data.claims`). Nothing else decides: without recor
 not comparable if the machine did not run such a size, or a backend failed there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial

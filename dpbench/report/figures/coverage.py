@@ -3,8 +3,6 @@
 Two tables of the same records: shares by library and task, with a picture, and every reason with its models.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

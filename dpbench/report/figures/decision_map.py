@@ -5,8 +5,6 @@ mark's place depends on the shape of the use alone. Its look is the choice of `b
 norm, hollow for the instantiated gradient, with a ring if the papers' rule decides otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Private and ordinary training in several processes: throughput and memory ratios, and their scaling."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import Any

@@ -4,8 +4,6 @@ Seconds are per sample, since the batch may shrink as the size grows. The panel 
 simple laws.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

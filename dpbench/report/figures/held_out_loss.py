@@ -4,8 +4,6 @@ The first has a panel for each model and ε with a line for each of SGD, Adam an
 Adam's denominators; the second a panel for each ε with a line for each batch size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

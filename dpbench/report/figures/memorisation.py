@@ -1,7 +1,5 @@
 """How much of a secret a language model memorises, by repetitions, and how well it predicts new text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The picture has one mark a cell: simulated over measured for the whole step, wit
 models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

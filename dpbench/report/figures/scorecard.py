@@ -3,8 +3,6 @@
 Beneath it, if measured: how far one hard record moves the sum of each backend, by dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pandas as pd

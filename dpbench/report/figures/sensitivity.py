@@ -1,7 +1,5 @@
 """How far hard records move the clipped sum, in units of C: a row a library, a mark a case, a colour a dtype."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

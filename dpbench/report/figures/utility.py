@@ -1,7 +1,5 @@
 """Accuracy against ε, and during training; the difference of exact backends from the oracle."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

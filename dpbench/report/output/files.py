@@ -1,7 +1,5 @@
 """Writes the files of one figure: the picture as PNG, SVG and PDF, its table as CSV, Markdown and LaTeX."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The preamble needs ``\\usepackage{booktabs,graphicx,longtable}``. A table that f
 than the line; a longer one is a longtable.
 """
 
-from __future__ import annotations
-
 import re
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Installs the fake CUDA device after torch's import, in every Python process with this folder on PYTHONPATH."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

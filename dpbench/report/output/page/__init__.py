@@ -4,8 +4,6 @@ Jinja2 escapes every text. Exceptions (`safe` in the template) are the style she
 and figures serialised by `svg.inline`.
 """
 
-from __future__ import annotations
-
 import html
 import importlib.resources
 import os

@@ -4,8 +4,6 @@ Text stays text (small, searchable, copyable). The page shows the caption. Every
 only a file needs (namespaces, metadata, a style for every element of the page) are removed.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from xml.etree import ElementTree
