@@ -43,7 +43,7 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: takes tensors, numbers and strings, in nested lists and tuples; returns new tensors.
     """
-    name, alone = f"{function.__module__}:{function.__name__}", function.__annotations__["return"] == "Tensor"
+    name, alone = f"{function.__module__}:{function.__name__}", function.__annotations__["return"] in (Tensor, "Tensor")
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
