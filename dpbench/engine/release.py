@@ -225,7 +225,7 @@ def gathered(
 
 @functools.lru_cache(maxsize=2048)
 def _segments(counts: tuple[int, ...], labels: tuple[int, ...]) -> Segments:
-    """Cached for a model, as the tables are on the device."""
+    """Cached, so that a model has its tables on a device, and its arrays for C, made once."""
     return Segments(counts, labels)
 
 

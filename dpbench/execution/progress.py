@@ -55,7 +55,7 @@ class Progress:
         self._write(f"{printable(line)}\n")
 
     def _write(self, text: str = "") -> None:
-        """Write above the bar, and paint the bar anew."""
+        """Write text above the bar, then draw the bar again."""
         self._stream.write((f"\r\x1b[K{text}" if self._shown and text else text) + self._bar())
         self._stream.flush()
 

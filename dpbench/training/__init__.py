@@ -119,7 +119,7 @@ class AuditTrial(Trial):
 
     kind: ClassVar[str] = "audit"
     body: ClassVar[str] = "dpbench.training.audit:run"
-    sources: ClassVar[tuple[str, ...]] = (*UtilityTrial.sources,)
+    sources: ClassVar[tuple[str, ...]] = UtilityTrial.sources
     alone: ClassVar[bool] = False
     fault: str = ""
     form: str = "whole"

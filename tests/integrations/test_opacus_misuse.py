@@ -118,7 +118,7 @@ SOME = torch.rand(120, 5, generator=torch.Generator().manual_seed(3)) < 0.3
 
 
 def tokens(ignored: Tensor | None = None) -> TensorDataset:
-    """Sequences, and their next tokens, of which some are ignored."""
+    """Sequences with their next tokens as targets; `ignored` marks the targets that the loss leaves out."""
     x = torch.randint(0, 11, (120, 5), generator=torch.Generator().manual_seed(2))
     return TensorDataset(x, x.roll(-1, 1) if ignored is None else x.roll(-1, 1).where(~ignored, -100))
 
