@@ -37,7 +37,12 @@ VIT = "timm:vit_tiny_patch16_224?patch_size=4"
 CONVNEXT = "timm:convnext_pico?patch_size=2"
 GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096"
 BERT = "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536"
-BERT += "&vocab_size=4096"
+BERT += "&vocab_size=4096&positions=true"
+# For other libraries: a head that shares no weight, each sample's position ids, and no trained parameter of the root
+# module, for which Opacus would run the whole model again.
+UNTIED = "tie_word_embeddings=false&positions=true"
+UNTIED_GPT2 = f"{GPT2}&{UNTIED}"
+ROOTLESS_VIT = f"{VIT}&frozen=(cls_token,pos_embed)"
 TINY_GPT2 = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64"
 
 Cell = Trial | MaxBatch

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, VIT, Cell, Experiment, grid, ratios
+from dpbench.experiment import BERT, CONVNEXT, TINY_GPT2, UNTIED, UNTIED_GPT2, VIT, Cell, Experiment, grid, ratios
 from dpbench.trials import OverheadTrial, PeakTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.max_batch import searches
@@ -52,7 +52,7 @@ class Model:
         return {"model": self.reference, "batch_size": self.batch_size, "data": "synthetic"} | shape
 
 
-FULL_GPT2 = Model("transformers:gpt2@1024", 8, None)
+FULL_GPT2 = Model(f"transformers:gpt2?{UNTIED}@1024", 8, None)
 RESNET18 = Model("resnet18", 256)
 #: On CUDA, the most informative first.
 MODELS = (
@@ -67,7 +67,7 @@ MODELS = (
 TRAINED = (
     Model("resnet18", 512),
     Model(VIT, 512, optimizer="AdamW"),
-    Model(f"{GPT2}@128", 128, None, optimizer="AdamW"),
+    Model(f"{UNTIED_GPT2}@128", 128, None, optimizer="AdamW"),
     Model("resnet50", 256),
     Model(f"{BERT}@128", 128, None, optimizer="AdamW"),
     Model("cnn", 2048),

@@ -6,7 +6,7 @@ least three (see `OverheadTrial`). At 1024 tokens only backends that end in reas
 longer ones.
 """
 
-from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, VIT, Experiment, grid, ratios
+from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, UNTIED_GPT2, VIT, Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OURS, PEERS
 
@@ -29,7 +29,7 @@ IMAGES = {
     CONVNEXT: (32, 256),
 }
 #: Text: (model, backends, batch size on a CPU, on CUDA, seconds for a backend's turns on a CPU).
-TEXTS = ((f"{GPT2}@128", ALL, 8, 64, 8.0), (f"{BERT}@128", ALL, 8, 64, 8.0), (f"{GPT2}@1024", LONG, 4, 16, 30.0))
+TEXTS = ((f"{UNTIED_GPT2}@128", ALL, 8, 64, 8.0), (f"{BERT}@128", ALL, 8, 64, 8.0), (f"{GPT2}@1024", LONG, 4, 16, 30.0))
 
 
 def cells(device: str) -> list[OverheadTrial]:

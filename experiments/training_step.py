@@ -1,5 +1,8 @@
 """The cost of a whole private step, forward to optimizer: our engine, Opacus', private_CNN's and fastDP's.
 
+Others are measured at their best: on GPT-2 with an untied head, on a ViT with its root's parameters frozen (on all of
+it too), with position ids as inputs, and fastDP with its `origin_params`.
+
 Two trials for each model and optimizer, each in a process, with the plain step taking turns: our engine, and the
 others. Noise is included, each library's default. Memory placement by the C library differs between processes, and
 ratios differ more between processes than within one. Our trial is short and best run in three processes, which are
@@ -15,7 +18,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dpbench.experiment import BERT, CONVNEXT, GPT2, VIT, Cell, Experiment, grid, ratios
+from dpbench.experiment import (
+    BERT,
+    CONVNEXT,
+    GPT2,
+    ROOTLESS_VIT,
+    UNTIED,
+    UNTIED_GPT2,
+    VIT,
+    Cell,
+    Experiment,
+    grid,
+    ratios,
+)
 from dpbench.trials.evidence import PartsTrial
 from dpbench.trials.whole_step import TrainingStepTrial
 
@@ -30,16 +45,23 @@ IMAGES = {
     "resnet50": ("SGD", 32, 256),
     "vgg11": ("SGD", 64, 512),
     VIT: ("AdamW", 64, 512),
+    ROOTLESS_VIT: ("AdamW", 64, 512),
     CONVNEXT: ("AdamW", 32, 256),
 }
 #: Steps so small that Python is much of their cost.
 SMALL = {"cnn": ("SGD", 32, 256), "timm:resnet18": ("SGD", 16, 128), "timm:vit_tiny_patch16_224": ("AdamW", 16, 128)}
-TEXTS = {f"{GPT2}@128": ("AdamW", 16, 128), f"{BERT}@128": ("AdamW", 16, 128)}
+TEXTS = {f"{name}@128": ("AdamW", 16, 128) for name in (GPT2, UNTIED_GPT2, BERT)}
+FULL_GPT2 = "transformers:gpt2"
+#: With a tied head, which Opacus' ghost clipping, private_CNN and fastDP refuse.
+TIED = (f"{GPT2}@128", f"{FULL_GPT2}@1024")
 #: Models that are written in jax, too.
 IN_JAX = ("mlp", "cnn", "resnet18", f"{GPT2}@128")
 #: Models of full size (GPT-2 of 124M, RoBERTa-base, ViT-B/16).
-LARGE_TEXTS = {"transformers:gpt2@1024": ("AdamW", 0, 8), "transformers:roberta@128": ("AdamW", 0, 64)}
+LARGE_TEXTS = {f"{name}@1024": ("AdamW", 0, 8) for name in (FULL_GPT2, f"{FULL_GPT2}?{UNTIED}")}
+LARGE_TEXTS["transformers:roberta@128"] = "AdamW", 0, 64
 LARGE_IMAGES = {"timm:vit_base_patch16_224": ("AdamW", 0, 64)}
+#: Models whose steps are also measured as programs on a CPU.
+IN_ITS_BEST = (VIT, f"{GPT2}@128", f"{BERT}@128")
 #: Models whose steps are measured in parts.
 IN_PARTS = ("cnn", "resnet18", VIT, f"{GPT2}@128")
 
@@ -56,12 +78,13 @@ def cells(device: str) -> list[Cell]:
         for model, (optimizer, on_cpu, on_cuda) in models.items():
             of = {"model": model, "batch_size": on_cuda if cuda else on_cpu, "optimizer": optimizer, "device": device}
             of |= more
-            engines = [OURS] if models is SMALL else [OURS, OTHERS, JAX] if model in IN_JAX else [OURS, OTHERS]
+            alone = models is SMALL or model in TIED
+            engines = [OURS, *([] if alone else [OTHERS]), *([JAX] if model in IN_JAX else [])]
             rounds = 15 if cuda or models is SMALL else 7
             found += grid(TrainingStepTrial, backends=engines, rounds=rounds, max_seconds=12.0, **of)
             if model in IN_PARTS and models is not SMALL:
                 found += grid(PartsTrial, steps=7, **of)
-            if cuda or models in (TEXTS, SMALL) or model == VIT:
+            if cuda or models is SMALL or model in IN_ITS_BEST:
                 found += grid(TrainingStepTrial, backends=OURS, way=programs, rounds=15, max_seconds=12.0, **of)
     return found
 

@@ -2,8 +2,8 @@
 
 One backward pass ("MixOpt"). Where 2T² ≤ pd it uses the ghost norm and a second product for the weighted gradient, else
 it keeps and reduces per-sample gradients. Its hooks compute the factors, so only its clipping functions work: flat,
-automatic, and each of them per parameter. Autograd also computes the weight gradients (fastDP's `origin_params` would
-avoid this, but must be named by hand for each model).
+automatic, and each of them per parameter. Autograd computes no other weight gradient than that of an origin, fastDP's
+`origin_params`: the first layer, from whose output all others are computed. Where they are not, it computes all.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from clipping.core.clip_functions import Automatic, Flat, PerLayer
-from clipping.core.types import Parameters, Problem
+from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.peers.base import Peer, Step, norms_of
 
 CLIPPING: dict[type, tuple[str, str]] = {
@@ -24,6 +24,18 @@ CLIPPING: dict[type, tuple[str, str]] = {
 """Our clipping functions -> its `clipping_fn` and `clipping_style`."""
 
 
+def beyond_origin(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters whose gradient autograd need not compute: all but one of the first layer's.
+
+    fastDP takes parts of names as `origin_params`, of which ``conv1`` would be one of every block.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    layer = next(iter(trained)).rpartition(".")[0]
+    first = (name for name in trained if name.rpartition(".")[0] == layer)
+    origin = min(first, key=lambda name: trained[name].numel())
+    return [p for name, p in trained.items() if name != origin]
+
+
 class FastDP(Peer):
     """`PrivacyEngine(clipping_mode="MixOpt")` without noise. Reads `private_grad`; runs no optimiser step."""
 
@@ -32,6 +44,7 @@ class FastDP(Peer):
     package = "fastDP"
     install = "clone awslabs/fast-differential-privacy from GitHub and put it on PYTHONPATH"
     captured = ("activations", "backprops", "use_gc")
+    _by_origin = True
 
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
@@ -64,6 +77,15 @@ class FastDP(Peer):
             p.noise = 0.0  # type: ignore[attr-defined]  # 0·C is NaN for C = inf
         return engine
 
+    def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
+        try:
+            return super()._clipped(parameters, inputs, targets, batch_size)
+        except UnsupportedModel:
+            if not self._by_origin:
+                raise
+        self._by_origin = False  # some layer is not computed from the first one's output
+        return super()._clipped(parameters, inputs, targets, batch_size)
+
     def _step(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> Step:
         hooks: Any = importlib.import_module(f"{self.package}.autograd_grad_sample")
         clip = hooks._per_block_clip_grad
@@ -73,14 +95,20 @@ class FastDP(Peer):
             norms.update((name, p.norm_sample) for name, p in parameters.items() if hasattr(p, "norm_sample"))
             clip(*args, **kwargs)
 
-        losses = self.losses(inputs, targets, batch_size)
+        held = beyond_origin(self.model) if self._by_origin else []
         hooks._per_block_clip_grad = seen  # its hooks call this; they delete the norms before returning
         try:
+            for p in held:
+                p.requires_grad_(False)
+            losses = self.losses(inputs, targets, batch_size)
             losses.sum().backward()
         finally:
             hooks._per_block_clip_grad = clip
+            for p in held:
+                p.requires_grad_(True)
         grads = {name: p.private_grad for name, p in parameters.items() if hasattr(p, "private_grad")}
-        self._owed([n for n, p in parameters.items() if p.grad is not None and n not in grads], "clipped gradient")
+        owed = (n for n, p in parameters.items() if (held or p.grad is not None) and n not in grads)
+        self._owed(owed, "clipped gradient")
         self._owed([name for name, norm in norms.items() if norm.shape != losses.shape], f"norms [{batch_size}]")
         return Step(grads, norms_of(norms.values(), losses), losses.detach())
 

@@ -26,6 +26,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from clipping import load_backend
 from clipping.core.batches import forward, tensors_of
+from clipping.peers.fastdp import beyond_origin
 from clipping.program.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import counters
@@ -303,7 +304,22 @@ def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, i
 def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
     options = {"clipping_mode": "MixOpt", "clipping_fn": "Abadi", "clipping_style": "all-layer"}
     engine = _theirs("fastDP", workload, optimizer, targets, loss_reduction="mean", **options)
-    return _Opened(_by_backward(workload, workload.model, optimizer, inputs, targets), engine.detach)
+    every, held = list(engine.named_params), beyond_origin(workload.model)
+    step = _by_backward(workload, workload.model, optimizer, inputs, targets)
+
+    def hold(holds: bool) -> None:
+        for p in held:
+            p.requires_grad_(not holds)
+
+    def take() -> Tensor:
+        losses = step()
+        if len(engine.named_params) < len(every):  # it drops what is not computed from the first layer's output
+            engine.named_params = list(every)
+            hold(False)
+        return losses
+
+    hold(True)
+    return _Opened(take, engine.detach)
 
 
 def _nothing() -> None:

@@ -18,6 +18,9 @@ Examples: ``timm:vit_tiny_patch16_224?patch_size=4`` and ``transformers:gpt2?n_l
 Values are numbers, ``true``, ``false``, ``none``, tuples like ``(3,3,9,3)``, and otherwise text (see
 `dpbench.models.options`).
 
+Two options are the harness' own, as other libraries need them: ``frozen=(cls_token,pos_embed)`` freezes parameters or
+modules by name, and ``positions=true`` passes a text model the position ids [B, T] of each sample.
+
 Nothing is ever downloaded. `dpbench.models.references` checks a reference without torch, for the parent process, which
 must not import it; `dpbench.models.loading` builds the model.
 

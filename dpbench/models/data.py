@@ -135,8 +135,8 @@ def split(spec: str, *, image_size: int) -> tuple[tuple[Tensor, Tensor], tuple[T
 
 
 def tokens(
-    *, vocabulary: int, length: int, num_classes: int | None, device: str, seed: int
-) -> Callable[[int], tuple[Tensor, Tensor]]:
+    *, vocabulary: int, length: int, num_classes: int | None, positions: bool = False, device: str, seed: int
+) -> Callable[[int], tuple[Any, Tensor]]:
     """batch(B) -> (token ids [B, length], targets), int64, uniformly random.
 
     Targets are labels [B] below `num_classes`, or, if that is None, the next tokens [B, length]. The first ten ids are
@@ -146,16 +146,20 @@ def tokens(
         vocabulary: ids are below it.
         length: of a sequence, in tokens.
         num_classes: labels are below it; None for the next tokens.
+        positions: the inputs are keyword arguments, ``input_ids`` and ``position_ids``, [B, length] each.
     """
     import torch
 
-    def batch(batch_size: int) -> tuple[Tensor, Tensor]:
+    def batch(batch_size: int) -> tuple[Any, Tensor]:
         generator = torch.Generator().manual_seed(seed + 1)
         first = min(10, vocabulary // 2)
         text = torch.randint(first, vocabulary, (batch_size, length + 1), generator=generator).to(device)
+        inputs: Any = text[:, :-1].contiguous()
+        if positions:
+            inputs = {"input_ids": inputs, "position_ids": torch.arange(length, device=device).repeat(batch_size, 1)}
         if num_classes is None:
-            return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        return text[:, :-1].contiguous(), torch.randint(num_classes, (batch_size,), generator=generator).to(device)
+            return inputs, text[:, 1:].contiguous()
+        return inputs, torch.randint(num_classes, (batch_size,), generator=generator).to(device)
 
     return batch
 

@@ -137,6 +137,7 @@ MODELS = {
     "timm:vit_base_patch16_224": "ViT-B/16",
     "timm:vit_tiny_patch16_224": "ViT-tiny/16",
     "timm:vit_tiny_patch16_224?patch_size=4": "ViT-tiny/4",
+    "timm:vit_tiny_patch16_224?patch_size=4&frozen=(cls_token,pos_embed)": "ViT-tiny/4, root frozen",
     "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3": "BEiT 12×192/4",
     "timm:convnext_pico?patch_size=2": "ConvNeXt-pico/2",
     "timm:deit_tiny_patch16_224": "DeiT-tiny",
@@ -149,13 +150,18 @@ MODELS = {
     "timm:beit_base_patch16_224": "BEiT-base",
     "timm:beit_large_patch16_224": "BEiT-large",
     "transformers:gpt2": "GPT-2",
+    "transformers:gpt2?tie_word_embeddings=false&positions=true": "GPT-2, untied",
     "transformers:roberta": "RoBERTa",
     "transformers:gpt2-medium": "GPT-2 medium",
     "transformers:gpt2-large": "GPT-2 large",
     "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096": "GPT-2 6×384",
+    "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096&tie_word_embeddings=false&positions=true": ""
+    "GPT-2 6×384, untied",
     "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024": "GPT-2 2×256",
     "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
     "": "BERT 6×384",
+    "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
+    "&positions=true": "BERT 6×384",
 }
 
 _FAMILIES = {"cnn": "CNN", "mlp": "MLP", "resnet": "ResNet", "vgg": "VGG"}

@@ -40,6 +40,17 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
 
 
+class Beside(nn.Module):
+    """Adds a layer of constants, which no output of another layer reaches."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x.new_ones(len(x), 2))
+
+
 def outcome(backend: str, problem, verify: bool) -> str:
     """exact, refuses or wrong; found out if the backend's own verification says so."""
     model, inputs, targets, loss_fn = problem
@@ -249,6 +260,24 @@ def test_coverage_says_how_the_norms_were_found(backend: str, ghost: list[str], 
         assert b.coverage["ghost"] == pytest.approx((sum(sizes[g] for g in ghost) - bias) / total)
         assert b.coverage["fallback"] == pytest.approx(sum(sizes[f] for f in fallback or []) / total)
         assert sum(b.coverage.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("backend", ["fastdp"])
+def test_fastdp_computes_the_weight_gradient_of_its_origin_alone(backend: str):
+    """Where all layers are computed from the first one's output; else it computes all of them."""
+    seen: list[tuple[bool, ...]] = []
+    for beside in (False, True):
+        model, x, y, loss = images(layers(), nn.Linear(3, 3))
+        if beside:
+            model = nn.Sequential(model, Beside(3)).double()
+        seen.clear()
+        hook = lambda module, _, seen=seen: seen.append(tuple(p.requires_grad for p in module.parameters()))  # noqa: E731
+        model.register_forward_pre_hook(hook)
+        assert outcome(backend, (model, x, y, loss), verify=False) == "exact"
+        assert all(p.requires_grad for p in model.parameters())
+        every = (True,) * len(seen[-1])
+        alone = (False, True, *(False,) * (len(every) - 2))
+        assert seen[-2:] == ([alone, every] if beside else [every, alone])  # after the oracle's
 
 
 @pytest.mark.parametrize("backend", ["private_cnn"])

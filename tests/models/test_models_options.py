@@ -1,10 +1,11 @@
 """Models with options in their reference: values, what reaches the constructor, and refusals of one line."""
 
 import pytest
+import torch
 
 from dpbench.execution.selection import parse_only
 from dpbench.models.loading import load_workload
-from dpbench.models.options import parse_value, split_options
+from dpbench.models.options import parse_value, split_options, take_options
 from dpbench.models.references import validate_reference
 from dpbench.models.workload import ModelError
 
@@ -92,3 +93,38 @@ def test_what_cannot_be_built_is_one_line():
 def test_a_tuple_among_options_can_be_selected():
     chosen = parse_only(["model=timm:convnext_atto?depths=(1,1,2,1)&x=2,cnn", "backend=a,b"])
     assert chosen == {"model": ["timm:convnext_atto?depths=(1,1,2,1)&x=2", "cnn"], "backend": ["a", "b"]}
+
+
+def test_own_options_are_taken_out_of_a_reference():
+    taken = take_options("gpt2?n_layer=6&positions=true&act=relu@1024", "positions", "frozen")
+    assert taken == ("gpt2?n_layer=6&act=relu@1024", {"positions": True})
+    assert take_options("vit?frozen=(cls_token,norm)", "frozen") == ("vit", {"frozen": ("cls_token", "norm")})
+    assert take_options("vit?depth=1", "frozen") == ("vit?depth=1", {})
+
+
+@pytest.mark.parametrize("ref", [GPT2, BERT])
+def test_positions_are_an_input_and_change_nothing(ref: str):
+    given, plain = (load_workload(f"{ref}{option}@16") for option in ("&positions=true", ""))
+    inputs, targets = given.batch(3)
+    assert list(inputs) == ["input_ids", "position_ids"] and inputs["position_ids"].shape == (3, 16)
+    own, labels = plain.batch(3)
+    assert torch.equal(inputs["input_ids"], own) and torch.equal(targets, labels)
+    with torch.no_grad():
+        assert torch.equal(given.loss_fn(given.model(**inputs), targets), plain.loss_fn(plain.model(own), labels))
+
+
+def test_frozen_parameters_are_named_by_themselves_or_by_their_module():
+    vit = "timm:vit_tiny_patch16_224?patch_size=4&depth=1&embed_dim=24&num_heads=3&frozen="
+    frozen = lambda names: {n for n, p in load_workload(vit + names).model.named_parameters() if not p.requires_grad}  # noqa: E731
+    assert frozen("(cls_token,pos_embed)") == {"cls_token", "pos_embed"}
+    assert frozen("patch_embed") == {"patch_embed.proj.weight", "patch_embed.proj.bias"}
+
+
+def test_own_options_that_a_model_cannot_have_are_refused_in_a_line():
+    for ref, said in [
+        ("timm:vit_tiny_patch16_224?patch_size=4&depth=1&frozen=cls", "to freeze, got 'cls'; did you mean 'cls_token'"),
+        ("timm:vit_tiny_patch16_224?patch_size=4&depth=1&positions=true", "a text model that takes position_ids"),
+    ]:
+        with pytest.raises(ModelError, match=said) as caught:
+            load_workload(ref)
+        assert "\n" not in str(caught.value)

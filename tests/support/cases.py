@@ -38,6 +38,7 @@ BARE_USES = (
     "a power that is a parameter",
 )
 CUSTOM = ("a custom function beside another use", "a custom function from the second step on")
+TWICE = "a derivative of a derivative"
 LATE = "samples mix: from the second step on"
 MIXING = (
     "samples mix: statistics in training alone",
@@ -50,7 +51,7 @@ GROUPS = ("conv1d strided", "conv2d groups", "conv2d depthwise")
 PADDING_MODE = ("conv2d circular", "conv2d reflect")
 PADDING_IDX = ("embedding padding_idx", "embedding negative padding_idx")
 HOOKS = not_for(
-    (*MIXING, CUSTOM[1], "a derivative of a derivative", "self attention", "lstm"),
+    (*MIXING, CUSTOM[1], TWICE, "self attention", "lstm"),
     wrong=(CUSTOM[0], LATE, "as many positions as samples", "penalised"),
 )
 WRONG_HOOKS = not_for((), wrong=(*PADDING_MODE, *PADDING_IDX, "bags of different sizes"))
@@ -59,20 +60,21 @@ NO_FORMULA = ("conv_transpose2d", "self attention", "prelu by the fallback", "wi
 NOT_FOR: dict[str, dict[str, str]] = {
     **dict.fromkeys(
         ("vmap", "opake"),
-        not_for(("lstm", "gru", "rnn", "bags of different sizes", *CUSTOM, "a derivative of a derivative")),
+        not_for(("lstm", "gru", "rnn", "bags of different sizes", *CUSTOM, TWICE)),
     ),
-    **dict.fromkeys(TAPE, not_for((*CUSTOM, "a derivative of a derivative", *MIXING[:-1], LATE))),  # rows are followed
+    **dict.fromkeys(TAPE, not_for((*CUSTOM, TWICE, *MIXING[:-1], LATE))),  # rows are followed
     "opacus_hooks": HOOKS | WRONG_HOOKS,
     "opacus_functorch": HOOKS,
-    "opacus_ew": not_for(
-        (*NO_FORMULA, *MIXING, *CUSTOM, "keyword inputs"), wrong=(*PADDING_IDX, "a derivative of a derivative", LATE)
-    ),
+    "opacus_ew": not_for((*NO_FORMULA, *MIXING, *CUSTOM, "keyword inputs"), wrong=(*PADDING_IDX, TWICE, LATE)),
     "opacus_ghost": HOOKS | WRONG_HOOKS | not_for(("tied head",)),
     "private_cnn": not_for(
-        (*NO_FORMULA, "lstm", "instance norm", "tied head", "keyword inputs"),
-        wrong=(*GROUPS, *PADDING_MODE, "conv3d everything", "penalised"),
+        (*NO_FORMULA, *MIXING, "lstm", "instance norm", "tied head", "keyword inputs", CUSTOM[1], TWICE),
+        wrong=(*GROUPS, *PADDING_MODE, "conv3d everything", "penalised", CUSTOM[0], LATE),
     ),
-    "fastdp": not_for((*NO_FORMULA, "lstm"), wrong=(*GROUPS, *PADDING_MODE, "reused", "tied head", "penalised")),
+    "fastdp": not_for(
+        (*NO_FORMULA, *MIXING, "lstm", CUSTOM[1]),
+        wrong=(*GROUPS, *PADDING_MODE, "reused", "tied head", "penalised", CUSTOM[0], TWICE, LATE),
+    ),
 }
 """Cases that a backend "refuses", or gets "wrong" and is detected: of a peer those of `FIFTEEN` and all wrong ones.
 

@@ -29,6 +29,8 @@ from dpbench.trials.whole_step import JAX_PRIVACY, TrainingStepTrial
 
 #: Models that `dpbench.measure.jax_peer.models` has; that module imports jax.
 KNOWN = ("mlp", "cnn", "resnet18", "transformers:gpt2")
+#: Options of a model that are not written in jax.
+NOT_WRITTEN = ("frozen=", "positions=", "tie_word_embeddings=")
 #: Our precision profile -> jax's name for the precision of products on a GPU. A CPU does not round operands.
 PRECISIONS = {"float32": "highest", "float64": "highest", "tf32": "tensorfloat32"}
 TURNS = ("plain", "private")
@@ -114,7 +116,7 @@ def settings_of(trial: TrainingStepTrial, workload: Workload) -> dict[str, Any]:
         UnsupportedModel: there is no such model in jax here, or no such precision.
     """
     plain = trial.model.partition("?")[0].partition("@")[0]
-    if plain not in KNOWN:
+    if plain not in KNOWN or any(option in trial.model for option in NOT_WRITTEN):
         remedy = f"one of {', '.join(KNOWN)}"
         raise UnsupportedModel(JAX_PRIVACY, [Problem("model", f"{trial.model} is not written in jax here", remedy)])
     if trial.precision not in PRECISIONS:
