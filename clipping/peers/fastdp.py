@@ -2,13 +2,15 @@
 
 One backward pass ("MixOpt"). Where 2T² ≤ pd it uses the ghost norm and a second product for the weighted gradient, else
 it keeps and reduces per-sample gradients. Its hooks compute the factors, so only its clipping functions work: flat,
-automatic, and each of them per parameter. Autograd computes no other weight gradient than that of an origin, fastDP's
-`origin_params`: the first layer, from whose output all others are computed. Where they are not, it computes all.
+automatic, and each of them per parameter. Autograd computes the weight gradients of the origins alone, fastDP's
+`origin_params`: the embeddings, or the first layer, from whose output all others are computed. Where they are not, it
+computes all.
 """
 
 import importlib
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 
@@ -24,16 +26,28 @@ CLIPPING: dict[type, tuple[str, str]] = {
 """Our clipping functions -> its `clipping_fn` and `clipping_style`."""
 
 
+def engine_of(model: nn.Module, **options: Any) -> Any:
+    """fastDP's engine, without its own forward passes for models of transformers, which end in a TypeError since 5.0.
+
+    They hand each sample its position ids; ``positions=true`` in a model's reference does.
+    """
+    support = importlib.import_module("fastDP.transformers_support")
+    with mock.patch.object(support, "forward_swapper", lambda module: None):
+        return importlib.import_module("fastDP").PrivacyEngine(model, **options)
+
+
 def beyond_origin(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters whose gradient autograd need not compute: all but one of the first layer's.
+    """The trained parameters but the origins: the embeddings, or without any one parameter of the first layer.
 
     fastDP takes parts of names as `origin_params`, of which ``conv1`` would be one of every block.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    layer = next(iter(trained)).rpartition(".")[0]
-    first = (name for name in trained if name.rpartition(".")[0] == layer)
-    origin = min(first, key=lambda name: trained[name].numel())
-    return [p for name, p in trained.items() if name != origin]
+    origins = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    if not origins.intersection(map(id, trained.values())):
+        layer = next(iter(trained)).rpartition(".")[0]
+        first = [p for name, p in trained.items() if name.rpartition(".")[0] == layer]
+        origins = {id(min(first, key=Tensor.numel))}
+    return [p for p in trained.values() if id(p) not in origins]
 
 
 class FastDP(Peer):
@@ -60,7 +74,7 @@ class FastDP(Peer):
         known = layers._supported_layers_norm_sample_AND_clipping
         if not any(type(m) in known and any(p.requires_grad for p in m.parameters()) for m in self.model.modules()):
             self._owed(parameters, "hook: there is no layer of a type that it knows")
-        engine = importlib.import_module(self.package).PrivacyEngine(
+        engine = engine_of(
             self.model,
             batch_size=1,
             sample_size=2,

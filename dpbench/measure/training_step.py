@@ -26,7 +26,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from clipping import load_backend
 from clipping.core.batches import forward, tensors_of
-from clipping.peers.fastdp import beyond_origin
+from clipping.peers.fastdp import beyond_origin, engine_of
 from clipping.program.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import counters
@@ -275,20 +275,21 @@ def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, 
     return _Opened(take, model.to_standard_module)
 
 
-def _theirs(package: str, workload: Workload, optimizer: torch.optim.Optimizer, targets: Any, **options: Any) -> Any:
+def _theirs(
+    make: Callable[..., Any], workload: Workload, optimizer: torch.optim.Optimizer, targets: Any, **options: Any
+) -> Any:
     """The attached engine of a library whose engine is like ours."""
     size = len(targets)
     options |= {"batch_size": size, "sample_size": STEPS * size, "epochs": 1}
-    engine = importlib.import_module(package).PrivacyEngine(
-        workload.model, max_grad_norm=1.0, noise_multiplier=1.0, **options
-    )
+    engine = make(workload.model, max_grad_norm=1.0, noise_multiplier=1.0, **options)
     engine.attach(optimizer)
     return engine
 
 
 def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
     hooks = importlib.import_module("private_CNN.privacy_utils.autograd_grad_sample")
-    engine = _theirs("private_CNN", workload, optimizer, targets, ghost_clipping=True, mixed=True)
+    make = importlib.import_module("private_CNN").PrivacyEngine
+    engine = _theirs(make, workload, optimizer, targets, ghost_clipping=True, mixed=True)
     step: Any = optimizer.step
 
     def take() -> Tensor:
@@ -303,7 +304,7 @@ def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, i
 
 def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
     options = {"clipping_mode": "MixOpt", "clipping_fn": "Abadi", "clipping_style": "all-layer"}
-    engine = _theirs("fastDP", workload, optimizer, targets, loss_reduction="mean", **options)
+    engine = _theirs(engine_of, workload, optimizer, targets, loss_reduction="mean", **options)
     every, held = list(engine.named_params), beyond_origin(workload.model)
     step = _by_backward(workload, workload.model, optimizer, inputs, targets)
 
