@@ -5,10 +5,10 @@ that always form Gram matrices are left out, so that the experiment ends in a qu
 it is the model of the overhead experiment (6 layers, 384 wide).
 """
 
-from dpbench.experiment import GPT2, TINY_GPT2, Experiment, grid, ratios
+from dpbench.experiment import TINY_GPT2, UNTIED, UNTIED_GPT2, Experiment, grid, ratios
 from dpbench.trials import OverheadTrial
 
-SMALL = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
+SMALL = f"transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024&{UNTIED}"
 BACKENDS = ("nonprivate", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost")
 WITHOUT_GRAMS = ("nonprivate", "mixed_ghost", "bk_mixed")
 #: Tokens -> (batch size on a CPU, on CUDA).
@@ -32,7 +32,7 @@ def _backends(tokens: int, cuda: bool) -> tuple[str, ...]:
 def cells(device: str) -> list[OverheadTrial]:
     cuda = device == "cuda"
     same = {"image_size": None, "data": "synthetic", "max_seconds": 4.0, "device": device}
-    model = GPT2 if cuda else SMALL
+    model = UNTIED_GPT2 if cuda else SMALL
     found = []
     for tokens, batch_sizes in LENGTHS.items():
         rounds = 15 if cuda else 5 if tokens < LONGEST else 3

@@ -79,7 +79,8 @@ def cells(device: str) -> list[Cell]:
             of = {"model": model, "batch_size": on_cuda if cuda else on_cpu, "optimizer": optimizer, "device": device}
             of |= more
             alone = models is SMALL or model in TIED
-            engines = [OURS, *([] if alone else [OTHERS]), *([JAX] if model in IN_JAX else [])]
+            in_jax = models is not SMALL and model in IN_JAX
+            engines = [OURS, *([] if alone else [OTHERS]), *([JAX] if in_jax else [])]
             rounds = 15 if cuda or models is SMALL else 7
             found += grid(TrainingStepTrial, backends=engines, rounds=rounds, max_seconds=12.0, **of)
             if model in IN_PARTS and models is not SMALL:

@@ -158,6 +158,8 @@ MODELS = {
     "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096&tie_word_embeddings=false&positions=true": ""
     "GPT-2 6×384, untied",
     "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024": "GPT-2 2×256",
+    "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024&tie_word_embeddings=false&positions=true": ""
+    "GPT-2 2×256, untied",
     "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
     "": "BERT 6×384",
     "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"

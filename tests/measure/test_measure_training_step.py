@@ -145,7 +145,7 @@ def test_an_engine_without_noise_that_clips_nothing_takes_the_plain_step(monkeyp
 
 def test_records_are_those_of_engines():
     assert {cell.kind for cell in EXPERIMENT.cells("cpu")} == {"training_step", "parts"}
-    assert len({cell.model for cell in EXPERIMENT.cells("cpu")}) == 11
+    assert len({cell.model for cell in EXPERIMENT.cells("cpu")}) == 13
     in_jax = {cell.model for cell in EXPERIMENT.cells("cpu") if "jax_privacy" in getattr(cell, "backends", ())}
     assert {model.partition("?")[0] for model in in_jax} == set(KNOWN)
     with pytest.raises(ValueError, match="expected an optimizer, one of SGD, AdamW, got 'Adam'"):
