@@ -18,6 +18,7 @@ import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from statistics import fmean
@@ -215,11 +216,13 @@ def spread(model: nn.Module, trial: DistributedTrial) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    wide = torch.float32
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=wide, output_dtype=wide)
-    policy = mixed if trial.precision == "mixed" else MixedPrecisionPolicy()
-    for part in (*blocks(model), model):
-        fully_shard(part, mp_policy=policy)
+    policy = MixedPrecisionPolicy()
+    if trial.precision == "mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks(model):
+        fully_shard(block, mp_policy=policy)
+    # the root's own layers read what blocks return, in their dtype: only the losses read float32
+    fully_shard(model, mp_policy=replace(policy, output_dtype=torch.float32))
     return model
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable, style
 from dpbench.report.captions import join
-from dpbench.report.drawing.sheet import grid, logarithmic
+from dpbench.report.drawing.sheet import WIDTH, grid, logarithmic
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import of
 
@@ -19,6 +19,7 @@ BASELINE = "nonprivate"
 SPREADS = {"ddp": "DDP", "fsdp": "FSDP2"}
 _COLORS = ("#0077BB", "#EE7733", "#009988", "#CC3311", "#33BBEE", "#EE3377")
 _MARKERS = "os^Dvp"
+_ACROSS = 4
 _SAME = ["model", "spread", "precision", "backend", "batch_size", "processes"]
 _ALIKE = [name for name in _SAME if name != "processes"]
 _NUMBERS = ["samples_per_second", "throughput_ratio", "least", "greatest", "scaling", "peak_bytes", "memory_ratio"]
@@ -89,16 +90,18 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """Throughput above, memory below, a column for DDP and one for FSDP2; a line a model and precision."""
     spreads = [name for name in SPREADS if name in set(frame.spread)] or ["ddp"]
-    figure, panels = grid(caption, 2 * len(spreads), len(spreads), 1.9, foot=0.5)
     private = frame[frame.backend != BASELINE]
     lines = list(private.groupby(["model", "precision", "backend"], sort=False))
+    models = list(dict.fromkeys(private.model))
+    below = 0.2 * -(-len(lines) // _ACROSS) + 0.1
+    figure, panels = grid(caption, 2 * len(spreads), len(spreads), 1.9, foot=0.5, below=below)
     for index, axes in enumerate(panels):
         row, column = divmod(index, len(spreads))
         field, most = (("throughput_ratio", "greatest"), ("memory_ratio", "memory_ratio"))[row]
-        for i, (key, own) in enumerate(lines):
+        for key, own in lines:
             part = own[own.spread == spreads[column]].sort_values("processes")
             if len(part):
-                _line(axes, part, field, i, key)
+                _line(axes, part, field, models.index(key[0]), key)
         axes.axhline(1.0, color="#555555", linewidth=1.0)
         logarithmic(axes.xaxis, at=sorted(set(frame.processes)) or [1])
         highest = frame[most].astype(float).max()
@@ -106,16 +109,18 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.set(xlabel="processes")
         if column == 0:
             axes.set_ylabel(f"{('throughput', 'peak memory')[row]} / ordinary")
-    if lines:
-        panels[len(spreads) - 1].legend(fontsize=6.8, loc="lower right")
+    entries = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    looks: dict[str, Any] = {"fontsize": 7.4, "borderaxespad": 0, "loc": "lower left", "ncols": _ACROSS}
+    bottom = panels[-1].get_position().y0 - (0.5 + below) / figure.get_figheight()
+    if entries:
+        figure.legend(entries.values(), entries.keys(), bbox_to_anchor=(0.1 / WIDTH, bottom), **looks)
     return figure
 
 
 def _line(axes: Axes, part: pd.DataFrame, field: str, i: int, key: Any) -> None:
     model, precision, backend = key
     color, marker = _COLORS[i % len(_COLORS)], _MARKERS[i % len(_MARKERS)]
-    name = model.partition("?")[0].rpartition(":")[2]
-    label = f"{name}, {backend}" + (", mixed precision" if precision == "mixed" else "")
+    label = f"{style.model(model)}, {style.backend(backend).name}" + (", mixed" if precision == "mixed" else "")
     axes.plot(part.processes, part[field], "--" if precision == "mixed" else "-", color=color, label=label)
     for row in readable.rows(part):
         face = "white" if row.oversubscribed else color
