@@ -120,7 +120,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 def _line(axes: Axes, part: pd.DataFrame, field: str, i: int, key: Any) -> None:
     model, precision, backend = key
     color, marker = _COLORS[i % len(_COLORS)], _MARKERS[i % len(_MARKERS)]
-    label = f"{style.model(model)}, {style.backend(backend).name}" + (", mixed" if precision == "mixed" else "")
+    label = f"{style.model(model)}, {style.backend(backend).name}" + (", bfloat16" if precision == "mixed" else "")
     axes.plot(part.processes, part[field], "--" if precision == "mixed" else "-", color=color, label=label)
     for row in readable.rows(part):
         face = "white" if row.oversubscribed else color
