@@ -78,7 +78,7 @@ def test_every_model_is_measured_once_beside_ordinary_training_and_has_a_short_n
     assert len({(cell.model, cell.image_size) for cell in cells}) == len(cells)
     for cell in cells:
         assert cell.backends[0] == "nonprivate" and "bk_mixed" in cell.backends
-        assert len(style.model(cell.model)) <= 24 and "?" not in style.model(cell.model)
+        assert len(style.model(cell.model)) <= 28 and "?" not in style.model(cell.model)
 
 
 def test_canonical_json_knows_no_infinity():

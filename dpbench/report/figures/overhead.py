@@ -195,7 +195,7 @@ def _head(axes: Axes, key: tuple[Any, ...], own: pd.DataFrame, with_size: bool) 
         words = f"1× = {style.duration(base.step_seconds)}"
         words += "" if missing(base.peak_bytes) else f", {style.size(base.peak_bytes)}"
     after = (f", {size:g} px" if with_size and not missing(size) else "") + f", B={batch_size}"
-    axes.set_title(style.shortened(style.model(model), 34 - len(after)) + after, pad=17, fontsize=8.8)
+    axes.set_title(style.shortened(style.model(model), 32 - len(after)) + after, pad=17, fontsize=8.8)
     looks: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "color": style.FAINT}
     axes.annotate(words, (0, 1), (0, 5), fontsize=7.4, **looks)
     for word, at in _AT.items():
