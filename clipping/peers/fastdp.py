@@ -37,7 +37,7 @@ def engine_of(model: nn.Module, **options: Any) -> Any:
 
 
 def beyond_origin(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters but the origins: the embeddings, or without any one parameter of the first layer.
+    """The trained parameters except the origins: the embeddings, or else one parameter of the first layer.
 
     fastDP takes parts of names as `origin_params`, of which ``conv1`` would be one of every block.
     """

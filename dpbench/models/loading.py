@@ -95,7 +95,7 @@ def _freeze(ref: str, model: nn.Module, names: str | tuple[str, ...]) -> None:
     """Freeze parameters, named by themselves or by their modules.
 
     Raises:
-        ModelError: there is none of such a name.
+        ModelError: no parameter and no module has that name.
     """
     for name in (names,) if isinstance(names, str) else names:
         found = {key: p for key, p in model.named_parameters() if f"{key}.".startswith(f"{name}.")}
