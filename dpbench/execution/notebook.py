@@ -23,7 +23,7 @@ from dpbench.experiment import Cell, Experiment, MaxBatch, load_experiment
 from dpbench.records.environment import DEVICES
 from dpbench.records.reader import LeftOut, Record, entries, locate, newest, read
 from dpbench.trials import Trial
-from dpbench.trials.shapes import COUNT, NUMBER, SECONDS, TEXT, WHOLE, check, either, flaw
+from dpbench.trials.shapes import COUNT, NUMBER, SECONDS, TEXT, WHOLE, check, flaw, optional
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -155,10 +155,10 @@ def _only(given: Mapping[str, object] | None) -> dict[str, list[str]]:
 #: The parts of a result that have columns of their own, in the form of our records.
 _READ = check(
     {
-        "memory?": either({"source": TEXT, "peak_bytes": WHOLE}, None),
-        "epsilon?": either(NUMBER, None),
-        "turns?": either([{"round": COUNT, "step_seconds": [SECONDS]}], None),
-        "step_seconds?": either([SECONDS], None),
+        "memory?": optional({"source": TEXT, "peak_bytes": WHOLE}),
+        "epsilon?": optional(NUMBER),
+        "turns?": optional([{"round": COUNT, "step_seconds": [SECONDS]}]),
+        "step_seconds?": optional([SECONDS]),
     }
 )
 #: Fields of a result, and of those parts, that are columns as they are.

@@ -106,7 +106,8 @@ def read(source: Path) -> list[Record]:
 
 
 def _records(runs: Iterable[Run]) -> list[Record]:
-    return [from_line(line, run.environment, run.path.stem, run.path) for run in runs for line in run.records]
+    named = [(run, run.path.stem) for run in runs]
+    return [from_line(line, run.environment, name, run.path) for run, name in named for line in run.records]
 
 
 def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str, path: Path | None = None) -> Record:

@@ -25,6 +25,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dpbench.errors import RunEnded, printable
 from dpbench.records.host import host_name
 from dpbench.trials.json_text import to_json
@@ -357,11 +359,11 @@ def _whole(text: bytes, trials: dict[str, Any]) -> Line:
         ValueError: it is no complete record; with the reason.
         RecursionError: endlessly nested brackets.
     """
-    line = _DECODER.decode(text.decode(errors="surrogatepass"))
+    if b"\\ud" in text.lower():  # perhaps half of a pair, which msgspec refuses
+        text = to_json(json.loads(text)).encode()
+    line = msgspec.json.decode(text)
     if text.count(b"[") + text.count(b"{") > DEPTH and too_deep(line):
         raise ValueError("nested too deeply")
-    if b"\\ud" in text.lower():
-        line = json.loads(to_json(line))
     if b"\\u" in text or not text.isascii():
         line = _shown(line)
     upgraded = _upgrade(line)
@@ -382,13 +384,6 @@ def _shown(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(name): _shown(each) for name, each in value.items()}
     return value
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _upgrade(line: Any) -> Line:

@@ -26,26 +26,24 @@ from dpbench.trials.shapes import (
     TEXT,
     UTC,
     WHOLE,
-    Check,
     Shape,
+    by_tag,
     check,
-    either,
     every,
     flaw,
     is_number,
     one_of,
+    optional,
     some,
-    that,
     too_deep,
 )
 
 OUTCOME = one_of(*map(str, Outcome))
-_TEXT = either(TEXT, None)
-_NUMBER = either(NUMBER, None)
-_WHOLE = either(WHOLE, None)
+_TEXT = optional(TEXT)
+_NUMBER = optional(NUMBER)
+_WHOLE = optional(WHOLE)
 
 _VERSIONS = every(_TEXT)
-_ANY_RESULT = every(ANY)
 _WITH_HOST = check({"host": TEXT})
 _WITH_KIND = check({"kind": TEXT})
 ENVIRONMENT: Shape = {
@@ -55,17 +53,17 @@ ENVIRONMENT: Shape = {
     "torch?": _TEXT,
     "cpu_model?": _TEXT,
     **dict.fromkeys(("threads?", "cpu_count?", "cpus_available?", "memory_total?", "device_memory?"), _WHOLE),
-    "load_average?": either(SECONDS, None),
+    "load_average?": optional(SECONDS),
     "packages?": _VERSIONS,
     "variables?": every(TEXT),
-    "libraries?": either(_VERSIONS, None),
-    "executor?": either({"name": TEXT, "cluster": TEXT, "driver": TEXT, "versions": _VERSIONS}, None),
+    "libraries?": optional(_VERSIONS),
+    "executor?": optional({"name": TEXT, "cluster": TEXT, "driver": TEXT, "versions": _VERSIONS}),
     "results_folder?": _TEXT,
-    "gpu_state?": either(_VERSIONS, None),
-    "gpu_processes?": either([TEXT], None),
+    "gpu_state?": optional(_VERSIONS),
+    "gpu_processes?": optional([TEXT]),
 }
 _RUN: Shape = {"id": TEXT, "round": COUNT, "fingerprint": TEXT, "trial": {"kind": TEXT}, "seconds": SECONDS, "utc": UTC}
-LINES: Mapping[str, Check] = {
+LINES: Mapping[str, Any] = {
     "environment": check({"environment": ENVIRONMENT}),
     "trial": check(
         _RUN
@@ -74,16 +72,16 @@ LINES: Mapping[str, Check] = {
             "version?": _TEXT,
             "outcome": OUTCOME,
             "evidence?": _TEXT,
-            "load?": either(SECONDS, None),
-            "stolen?": either(SECONDS, None),
-            "result": either(every(ANY), None),
+            "load?": optional(SECONDS),
+            "stolen?": optional(SECONDS),
+            "result": optional(every(ANY)),
         }
     ),
     "cut": check(_RUN),
 }
 
 #: A trial's answer.
-ANSWER = check({"outcome": OUTCOME, "evidence": _TEXT, "result": either(every(ANY), None)})
+ANSWER = check({"outcome": OUTCOME, "evidence": _TEXT, "result": optional(every(ANY))})
 
 #: Field of a trial, in any kind -> shape.
 _FIELDS: Mapping[str, Shape] = {
@@ -93,11 +91,11 @@ _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("seed", "canaries", "public_epochs"), WHOLE),
     **dict.fromkeys(("batch_size", "epochs", "processes", "rounds", "runs", "records", "public_records"), POSITIVE),
     **dict.fromkeys(("steps", "threads", "memory_budget"), _WHOLE),
-    **dict.fromkeys(("image_size", "num_classes"), either(POSITIVE, None)),
+    **dict.fromkeys(("image_size", "num_classes"), optional(POSITIVE)),
     **dict.fromkeys(("dataset_size", "max_batch_size"), _WHOLE),
     **dict.fromkeys(("sample_rate", "delta", "max_grad_norm", "lr", "max_seconds", "timeout"), FINITE),
-    "noise_multiplier": either(FINITE, None),
-    "target_epsilon": either(ABOVE_0, None),
+    "noise_multiplier": optional(FINITE),
+    "target_epsilon": optional(ABOVE_0),
     **dict.fromkeys(("simulated", "measure", "small", "compiled"), FLAG),
     "backends": [TEXT],
 }
@@ -141,8 +139,7 @@ _TRIALS = {
 }
 
 _FILES: Shape = {"files?": every(FILE_NAME)}
-_HAS_FILES = check(_FILES)
-#: The same before they are written, with their content.
+#: A result whose files are not written yet, with their content.
 _CONTENTS = check({"files?": every(BASE64)})
 _MEMORY: Shape = {
     "source": TEXT,
@@ -156,10 +153,9 @@ _TURN: Shape = {
     "round": COUNT,
     "position?": COUNT,
     "step_seconds": some(ABOVE_0),
-    "joules_per_step?": either(FINITE, None),
+    "joules_per_step?": optional(FINITE),
 }
 _ENTRY: Shape = {
-    "outcome": OUTCOME,
     "evidence?": _TEXT,
     "memory?": _MEMORY,
     "verification?": _VERIFICATION,
@@ -171,22 +167,27 @@ _ENTRY: Shape = {
     # of an engine in another framework (`dpbench.measure.jax_peer.entry`)
     "plain?": {"turns": [_TURN], "memory": _MEMORY},
     "compile_seconds?": every(SECONDS),
-    "microbatch?": either(COUNT, None),
+    "microbatch?": optional(COUNT),
     "versions?": every(TEXT),
 }
-_MEASURED: Shape = _ENTRY | {"outcome": one_of("ok"), "turns": some(_TURN), "memory": _MEMORY}
-_FAILED: Shape = _ENTRY | {"outcome": one_of(*(str(outcome) for outcome in Outcome if outcome is not Outcome.OK))}
+
+
+def _of_each_backend(ok: Shape) -> Any:
+    """Backend -> its entry, of another shape if its outcome is not "ok"."""
+    return every(by_tag("outcome", {str(each): _ENTRY for each in Outcome} | {str(Outcome.OK): ok}))
+
+
+_MEASURED: Shape = _ENTRY | {"turns": some(_TURN), "memory": _MEMORY}
 _PROFILED: Shape = {
-    "outcome": one_of("ok"),
-    **dict.fromkeys(("launches", "waits"), either(FINITE, None)),
+    **dict.fromkeys(("launches", "waits"), optional(FINITE)),
     **dict.fromkeys(("operations", "device_seconds"), FINITE),
     "top": [{"name": TEXT, "asked_by": _TEXT, "calls": FINITE, "seconds": SECONDS, "share": FINITE}],
 }
 _LAUNCHED = ("launches", "bytes_read", "bytes_written", "flops")
-_PAIRED: Shape = {"backends": every(either(_MEASURED, _FAILED)), "parameters?": WHOLE}
-_PART: Shape = {"seconds": some(SECONDS), "launches": either(FINITE, None), "waits": either(FINITE, None)}
+_PAIRED: Shape = {"backends": _of_each_backend(_MEASURED), "parameters?": WHOLE}
+_PART: Shape = {"seconds": some(SECONDS), "launches": optional(FINITE), "waits": optional(FINITE)}
 _CLAIM: Shape = {"epsilon": NUMBER, "kind": TEXT, "detail?": every(ANY)}
-_ERRORS: Shape = {"norm_error": _NUMBER, "grad_error": _NUMBER, "reason": _TEXT, "coverage": either(_COVERAGE, None)}
+_ERRORS: Shape = {"norm_error": _NUMBER, "grad_error": _NUMBER, "reason": _TEXT, "coverage": optional(_COVERAGE)}
 _ROW: Shape = _ERRORS | {"backend": TEXT, "status": one_of("exact", "refused", "wrong", "crash", "unavailable")}
 _ROWS: Shape = {"rows": [_ROW], "tolerance?": FINITE, "mixes": FLAG, "random": FLAG}
 _COUNTS: Shape = {"ghost": _WHOLE, "instantiate": _WHOLE}
@@ -220,7 +221,7 @@ _RESULTS: Mapping[str, Shape] = {
         "probes?": [{"batch_size": POSITIVE, "fits": FLAG, "peak_bytes": POSITIVE}],
     },
     "confirm": {
-        "probes": [{"batch_size": POSITIVE, "fits": FLAG, "memory?": either(_MEMORY, None)}],
+        "probes": [{"batch_size": POSITIVE, "fits": FLAG, "memory?": optional(_MEMORY)}],
         "verification": _VERIFICATION,
     },
     "overhead": _PAIRED,
@@ -234,23 +235,16 @@ _RESULTS: Mapping[str, Shape] = {
     },
     **dict.fromkeys(("epsilon", *(f"epsilon_{kind}" for kind in ("sweep", "scheme", "map", "tuned"))), _EPSILON_FOUND),
     "calibration": _CLAIM | {"value": NUMBER, "steps?": WHOLE},
-    "explain": either(
-        {"rows": [_USE], "summary": {"batch_size": WHOLE, "inputs": some(some(WHOLE))}},
-        {"problems": [{"module": TEXT, "reason": TEXT}]},
-        {"usage": TEXT},
-    ),
-    "coverage": either(
-        _ROWS | {"built": that("true", lambda built: built is True)},
-        {"built": that("false", lambda built: built is False), "reason": TEXT},
-    ),
+    "explain": {"rows": [_USE], "summary": {"batch_size": WHOLE, "inputs": some(some(WHOLE))}},
+    "coverage": _ROWS | {"built": FLAG},
     "conformance": {"rows": [_ERRORS | {"case": TEXT, "result": one_of("exact", "refuses", "wrong"), "raised": FLAG}]},
     "sensitivity": {
         "rows": [
             {
                 **dict.fromkeys(("case", "outcome"), TEXT),
-                **dict.fromkeys(("excess", "limit"), either(FINITE, None)),
+                **dict.fromkeys(("excess", "limit"), optional(FINITE)),
                 "batch_size?": _WHOLE,
-                "counts?": either(every(COUNT), None),
+                "counts?": optional(every(COUNT)),
                 **dict.fromkeys(("record?", "reason?"), _TEXT),
             }
         ]
@@ -283,8 +277,8 @@ _RESULTS: Mapping[str, Shape] = {
             )
         },
     },
-    "profile": {"counted": TEXT, "backends": every(either(_PROFILED, _FAILED))},
-    "launches": {"backends": every(either({"outcome": one_of("ok"), **dict.fromkeys(_LAUNCHED, COUNT)}, _FAILED))},
+    "profile": {"counted": TEXT, "backends": _of_each_backend(_PROFILED)},
+    "launches": {"backends": _of_each_backend(dict.fromkeys(_LAUNCHED, COUNT))},
     **{
         kind: {
             "accuracy": FINITE,
@@ -292,7 +286,7 @@ _RESULTS: Mapping[str, Shape] = {
             "test_losses": some(NUMBER),
             "noise?": TEXT,
             "steps?": COUNT,
-            **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?", "spread?"), either(FINITE, None)),
+            **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?", "spread?"), optional(FINITE)),
             "kind_of_epsilon?": _TEXT,
         }
         for kind in ("utility", "correlated", "adam_bias")
@@ -310,15 +304,21 @@ _RESULTS: Mapping[str, Shape] = {
         "exposures": some({"times": POSITIVE, "bits": SECONDS}),
         "bits_of_all": ABOVE_0,
         **dict.fromkeys(("bits_per_byte", "bits_per_byte_before"), ABOVE_0),
-        **dict.fromkeys(("epsilon", "delta"), either(FINITE, None)),
+        **dict.fromkeys(("epsilon", "delta"), optional(FINITE)),
         "seconds": SECONDS,
     },
 }
-_CHECKS = {kind: check(shape) for kind, shape in _RESULTS.items()}
+_OF_ANY_RESULT = check(_FILES)
+_CHECKS = {kind: check(shape | _FILES) for kind, shape in _RESULTS.items()}
+#: The same of a result without rows.
+_WITHOUT_ROWS = {
+    "coverage": check({"built": FLAG, "reason": TEXT}),
+    "explain": check({"usage?": TEXT, "problems?": [{"module": TEXT, "reason": TEXT}]}),
+}
 
 
 def flaw_of_result(kind: str, result: Any) -> str | None:
-    """What a successful trial's result lacks, by its kind; None if it is whole.
+    """What a successful trial's result lacks, by its kind, before its files are written; None if it is whole.
 
     Args:
         kind: of the trial.
@@ -326,18 +326,27 @@ def flaw_of_result(kind: str, result: Any) -> str | None:
     """
     if too_deep(result):
         return "result: nested too deeply"
-    return flaw(result, _CHECKS.get(kind, _ANY_RESULT), "result") or flaw(result, _CONTENTS, "result")
+    return flaw(result, _CONTENTS, "result") or _flaw_of_whole(kind, _with_names(result))
 
 
 def flaw_of_record(record: Mapping[str, Any]) -> str | None:
     """Why readers would reject a trial's record, before its files are written; None if it is whole."""
     result = record["result"]
-    if isinstance(result, Mapping) and "files" in result:
-        if (found := flaw(result, _CONTENTS, "result")) is not None:
-            return found
-        record = {**record, "result": {**result, "files": dict.fromkeys(result["files"], "a name")}}
-    line = {**record, "type": "trial"}
+    if result is not None and (found := flaw(result, _CONTENTS, "result")) is not None:
+        return found
+    line = {**record, "result": _with_names(result), "type": "trial"}
     return "nested too deeply" if too_deep(line) else flaw_of_line(line, {})
+
+
+def _with_names(result: Any) -> Any:
+    """The result with a name in place of each file's content."""
+    return result | {"files": dict.fromkeys(result["files"], "a name")} if result and "files" in result else result
+
+
+def _flaw_of_whole(kind: str, result: Any) -> str | None:
+    """What the result of a trial that succeeded lacks."""
+    checks = _WITHOUT_ROWS if kind in _WITHOUT_ROWS and isinstance(result, dict) and "rows" not in result else _CHECKS
+    return flaw(result, checks.get(kind, _OF_ANY_RESULT), "result")
 
 
 def flaw_of_line(line: Mapping[str, Any], sound: Mapping[str, Any]) -> str | None:
@@ -371,7 +380,7 @@ def _flaw_of_trial(trial: Mapping[str, Any]) -> str | None:
 
 
 @functools.cache
-def _fields_of(kind: str) -> Check:
+def _fields_of(kind: str) -> Any:
     shape: dict[str, Shape] = {f"{name}?": each for name, each in _FIELDS.items()}
     shape |= {name: _FIELDS[name] for name in _TRIALS[kind].split()}
     if kind.startswith("epsilon"):  # only a calibration leaves these open
@@ -396,15 +405,13 @@ def _flaw_of_found(kind: str, line: Mapping[str, Any]) -> str | None:
     """The same of a result; that of a failed trial may be partial."""
     result = line["result"]
     if line["outcome"] == Outcome.OK:
-        found = flaw(result, _CHECKS.get(kind, _ANY_RESULT), "result") or flaw(result, _HAS_FILES, "result")
+        found = _flaw_of_whole(kind, result)
         asked = line["trial"]["backends"] if found is None and kind in ("overhead", "training_step") else ()
         missing = [name for name in asked if name not in result["backends"]]
         return f"result.backends: expected {missing[0]}, got none" if missing else found
-    if result is None or not isinstance(_RESULTS.get(kind), dict):
-        return None
-    return flaw(result, _partial_result(kind), "result")
+    return None if result is None or kind not in _RESULTS else flaw(result, _partial_result(kind), "result")
 
 
 @functools.cache
-def _partial_result(kind: str) -> Check:
-    return check({f"{name.removesuffix('?')}?": either(each, None) for name, each in _RESULTS[kind].items()} | _FILES)
+def _partial_result(kind: str) -> Any:
+    return check({f"{name.removesuffix('?')}?": optional(each) for name, each in _RESULTS[kind].items()} | _FILES)

@@ -42,7 +42,7 @@ def verdicts(record: Record) -> list[tuple[str, str, str]]:
     if record.outcome != "ok":
         said = (record.evidence.splitlines() or ["no evidence recorded"])[0]
         return [(name, "crash", f"{style.OUTCOMES.get(record.outcome, record.outcome)}: {said}") for name in backends]
-    if not record.result["built"]:
+    if "rows" not in record.result:
         return [(name, NOT_BUILT, record.result["reason"]) for name in backends]
     return [(row["backend"], row["status"], row["reason"] or "") for row in record.result["rows"]]
 
@@ -98,8 +98,8 @@ _TEXT = {
 
 
 def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    built = [record for record in records if record.result.get("built")]
-    failing = sum(not r.result["built"] for r in records if r.outcome == "ok")
+    built = [record for record in records if "rows" in record.result]
+    failing = sum("rows" not in r.result for r in records if r.outcome == "ok")
     said = [
         f"{len(records)} trials: the smallest model of each family of timm and torchvision, every type of transformers"
         " made tiny, with each of its heads; a mixture of experts in both of its implementations, which count as one"
