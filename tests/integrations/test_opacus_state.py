@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accounting import SubsampledGaussian, load_accountant
 from dpbench import AdamBC, Misuse, PrivacyWarning
 from dpbench.integrations.opacus import DPOptimizer, GradSampleHooks, PrivacyEngine
+from dpbench.integrations.opacus.outputs import Cut, _running
 
 ADAPTIVE = {
     **dict(clipping="adaptive", target_unclipped_quantile=0.5, clipbound_learning_rate=0.3),
@@ -399,3 +401,17 @@ def test_a_wrapper_stands_for_its_model():
     assert not made.net.training
     made.model.train()
     assert made.net.training and next(iter(made.model.parameters())) is made.net[1].weight
+
+
+def test_a_backward_pass_is_known_in_another_thread():
+    """On a GPU autograd calls hooks in a thread of its own."""
+    cut, other, found = Cut(2, lambda nodes: None), Cut(2, lambda nodes: None), []
+    with ThreadPoolExecutor(1) as pool:
+
+        def arrived(gradient: torch.Tensor) -> None:
+            found.extend(pool.submit(_running, each.anchors).result() for each in (cut, other))
+
+        y = cut.take(torch.ones(2, 3, requires_grad=True))
+        y.register_hook(arrived)
+        y.exp().sum().backward()
+    assert [name.partition("Backward")[0] for name in found[0][:2]] == ["Sum", "Exp"] and found[1] == ()

@@ -74,7 +74,7 @@ class Cut:
             number = torch._C._current_graph_task_id()
             if number not in self.passes:
                 self.passes.add(number)
-                self._ran(_running())
+                self._ran(_running(self.anchors))
 
         handed, anchor = _handed(x, arrived)
         self._leaves.append(anchor)
@@ -258,14 +258,21 @@ def _handed(x: Tensor, arrived: Callable[[Tensor], None]) -> tuple[Tensor, Tenso
     return _Handed.apply(anchor, [x], arrived), anchor
 
 
-def _running() -> tuple[str, ...]:
-    """Names of the nodes of this thread's backward pass; none if it runs on another thread (on a GPU)."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        loss = frame.f_locals.get("self")
-        if frame.f_code.co_name == "backward" and isinstance(loss, Tensor) and loss.grad_fn is not None:
-            return tuple(node.name() for node in islice(nodes(loss.grad_fn), MANY))
-        frame = frame.f_back
+def _running(anchors: set[int]) -> tuple[str, ...]:
+    """Names of the nodes of the backward pass that ends at these leaves; on a GPU it calls hooks in other threads.
+
+    Args:
+        anchors: identities of the leaves.
+    """
+    for started in sys._current_frames().values():
+        frame: Any = started
+        while frame is not None:
+            loss = frame.f_locals.get("self")
+            if frame.f_code.co_name == "backward" and isinstance(loss, Tensor) and loss.grad_fn is not None:
+                graph = list(islice(nodes(loss.grad_fn), MANY))
+                if len(graph) == MANY or any(id(getattr(node, "variable", None)) in anchors for node in graph):
+                    return tuple(node.name() for node in graph)
+            frame = frame.f_back
     return ()
 
 
