@@ -221,5 +221,8 @@ def test_a_run_goes_on_beside_damaged_records(tmp_path, capsys):
     capsys.readouterr()
     assert main(run) == 0
     said = capsys.readouterr().err
-    assert "recorded 4 trials (4 ok)" in said and f"{kept}:2: not a record (Object missing required field `seconds`" in said
+    assert (
+        "recorded 4 trials (4 ok)" in said
+        and f"{kept}:2: not a record (Object missing required field `seconds`" in said
+    )
     assert main(run) == 0 and "nothing is left to run" in capsys.readouterr().err
