@@ -2,10 +2,7 @@
 
     gram_norm_and_reach   Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
     pixel_norms           the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
-    sum_of_squares        ‖x_i‖² of instantiated gradients                   reads them once
-    scale_gradient        Σ_t g x̂ of a layer norm                            reads g and x once
-    row_reach             Σ_t ‖a_t‖ ‖g_t‖ of a linear layer                  reads a and g once
-    patch_reach           the same of a convolution, from norms of pixels    reads them once for each kernel offset
+    patch_reach           Σ_t ‖a_t‖ ‖g_t‖ of a convolution's patches         reads pixels' norms for each kernel offset
 
 torch's matrix libraries are built for large matrices; the Gram matrices of one sample are small and symmetric. Here a
 tile of inner products stays in registers for all features, only a triangle is computed, and entries of the two Gram
@@ -62,16 +59,22 @@ def supported(*tensors: Tensor) -> bool:
 
 @operation
 def gram_norm_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
-    """Σ_{t,s} (a_t · a_s)(g_t · g_s) of each sample, and `row_reach` from the diagonals of the Gram matrices: [n, 3].
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) of each sample, and the reach from the diagonals of the Gram matrices: [n, 3].
 
     float32 or wider. Rounding may make the square of a vanishing gradient slightly negative.
     """
     parts = max(1, -(-a.shape[1] // PART))
     found = a.new_empty(len(a), parts, 3, dtype=norm_dtype(g.dtype))
+    a, g = (
+        x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous() for x in (a.to(found.dtype), g.to(found.dtype))
+    )
     if not len(a) or not a.shape[1]:
         found.zero_()
-    else:
-        _run_on_rows("gram_norm", a.to(found.dtype), g.to(found.dtype), [parts], lost, found)
+    elif not isinstance(found, FakeTensor):
+        sizes = _numbers([g.shape[1], a.shape[2], *a.stride()[:2], g.shape[2], *g.stride()[:2], parts])
+        _loaded(g.dtype).gram_norm(
+            _torch().torch_parallel_for, a.data_ptr(), g.data_ptr(), sizes, len(g), *lost, found.data_ptr()
+        )
     return found.sum(1) if parts > 1 else found[:, 0]
 
 
@@ -106,74 +109,18 @@ def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -
 
 
 @operation
-def sum_of_squares(x: Tensor) -> Tensor:
-    """Squared norms [n] of rows, with partial sums added in float64.
-
-    Args:
-        x: [n, d], float32 or float64, contiguous.
-    """
-    found = x.new_empty(len(x))
-    if not isinstance(x, FakeTensor):
-        _loaded(x.dtype).squares(_torch().torch_parallel_for, x.data_ptr(), *x.shape, found.data_ptr())
-    return found
-
-
-@operation
-def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
-    """Σ_t g (x - mean) rstd: per-sample gradients [n, features] of a layer norm's γ, without storing x̂.
-
-    Args:
-        x, g: [n, *, *normalized], contiguous, of one dtype.
-        mean, rstd: of each position, likewise.
-        features: ∏ normalized.
-    """
-    count = len(x)
-    found = x.new_empty(count, features)
-    if found.numel() and not isinstance(x, FakeTensor):
-        addresses = [tensor.data_ptr() for tensor in (x, mean, rstd, g)]
-        positions = x.numel() // (count * features)
-        _loaded(x.dtype).scale_gradients(
-            _torch().torch_parallel_for, *addresses, count, positions, features, found.data_ptr()
-        )
-    return found
-
-
-@operation
-def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
-    """Σ_t ‖a_t‖ ‖g_t‖ and Σ_t (‖a_t‖ · lost[0] + ‖g_t‖ · lost[1]) of each sample, [n, 2].
-
-    Args:
-        a, g: float32 or float64, of one dtype.
-    """
-    found = g.new_empty(len(g), 2)
-    _run_on_rows("row_reaches", a, g, [], lost, found)
-    return found
-
-
-def _run_on_rows(kernel: str, a: Tensor, g: Tensor, more: list[int], lost: tuple[float, float], found: Tensor) -> None:
-    """Run a kernel on rows a [n, T, d] and g [n, T, p], with `more` sizes."""
-    a = a if a.stride(2) == 1 or a.shape[2] == 1 else a.contiguous()
-    g = g if g.stride(2) == 1 or g.shape[2] == 1 else g.contiguous()
-    if found.numel() and not isinstance(found, FakeTensor):
-        sizes = _numbers([g.shape[1], a.shape[2], *a.stride()[:2], g.shape[2], *g.stride()[:2], *more])
-        getattr(_loaded(g.dtype), kernel)(
-            _torch().torch_parallel_for, a.data_ptr(), g.data_ptr(), sizes, len(g), *lost, found.data_ptr()
-        )
-
-
-@operation
 def patch_reach(
     pixels: Tensor, norms: Tensor, geometry: Sequence[Sequence[int]], width: int, lost: tuple[float, float]
 ) -> Tensor:
-    """`row_reach` of the patches of a convolution in one or two dimensions, [n, 2].
+    """Σ_t ‖a_t‖ ‖g_t‖ and Σ_t (‖a_t‖ · lost[0] + ‖g_t‖ · lost[1]) of patches in one or two dimensions, [n, 2].
 
     Args:
-        pixels: [n, *size], norms of the input's pixels, contiguous.
-        norms: [n, T], norms of the output gradient's positions, contiguous.
+        pixels: [n, *size], norms of the input's pixels, float32 or float64.
+        norms: [n, T], norms of the output gradient's positions, of the same dtype.
         geometry: kernel, stride, padding and dilation, one number a spatial dimension.
         width: size of the output's last dimension.
     """
-    found = norms.new_empty(len(norms), 2)
+    pixels, norms, found = pixels.contiguous(), norms.contiguous(), norms.new_empty(len(norms), 2)
     if found.numel() and not isinstance(found, FakeTensor):
         flat = () if pixels.dim() == 3 else (1,)
         two = [n for each, one in zip(geometry, (1, 1, 0, 1), strict=True) for n in (*(one for _ in flat), *each)]
@@ -183,13 +130,6 @@ def patch_reach(
             *lost, found.data_ptr(),
         )  # fmt: skip
     return found
-
-
-def in_one_piece(*tensors: Tensor) -> bool:
-    """True if they are `supported`, contiguous, and all float32 or all float64."""
-    dtype = tensors[0].dtype
-    alike = dtype in REALS and all(x.dtype == dtype and x.is_contiguous() for x in tensors)
-    return alike and supported(*tensors)
 
 
 def scratch_bytes(pixels: int, positions: int, features: int, samples: int, dtype: torch.dtype) -> int:
@@ -252,9 +192,6 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     arguments = {
         "gram_norm": reach,
         "pixel_norms": [address, number, *[address] * 3, number, address, real, real, address],
-        "squares": [address, address, number, number, address],
-        "scale_gradients": [*[address] * 5, *[number] * 3, address],
-        "row_reaches": reach,
         "patch_reaches": reach,
     }
     for name, types in arguments.items():

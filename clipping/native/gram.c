@@ -147,7 +147,8 @@ static void gram_units(I low, I high, void *given) {
   }
 }
 
-/* Squared norms and reaches [samples, parts, 3]. `sizes`: those of `row_reaches`, and parts. */
+/* Squared norms and reaches [samples, parts, 3]. `sizes`: positions; then for a and for g: features, stride of a sample,
+   stride of a position; and parts. */
 void gram_norm(for_each *parallel, const REAL *a, const REAL *g, const I *sizes, I samples, double beside_inputs,
                double beside_outputs, REAL *out) {
   const I *n = sizes;

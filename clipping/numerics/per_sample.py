@@ -63,8 +63,6 @@ def sum_of_squares(x: Tensor) -> Tensor:
     x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
     if x.shape[1] < 2 * SUMMED:
         return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()
-    if kernels.cpu.in_one_piece(x):
-        return kernels.cpu.sum_of_squares(x)
     whole = x.shape[1] // SUMMED * SUMMED
     rest, x = x[:, whole:], x[:, :whole] if whole < x.shape[1] else x
     squares = torch.linalg.vector_norm(x.view(x.shape[0], -1, SUMMED), dim=2, dtype=dtype).square_().sum(1)

@@ -145,8 +145,6 @@ class Reach(NamedTuple):
 
 def of_operands(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
     """Reach of rows a_t and g_t themselves; by one kernel, if there is one."""
-    if kernels.cpu.supported(a, g) and g.dtype in kernels.cpu.REALS:
-        return Reach.of_columns(kernels.cpu.row_reach(a, g, of_lost(g.dtype, inputs, outputs)))
     if kernels.fused.runs(a, g):
         return Reach.of_columns(kernels.cuda.row_reach(a, g, of_lost(g.dtype, inputs, outputs))[:, 1:])
     return of_rows(row_norms(a), row_norms(g), inputs, outputs)

@@ -43,7 +43,7 @@ class ConvolutionWeight(OfPatches):
             pixels = row_norms(x.reshape(count, -1, *x.shape[2:]), 1)
             norms = row_norms(of.reshape(count, self.outputs, self.positions), 1)
             by_kernel = kernels.fused.runs(pixels, norms)
-            if len(self.kernel) <= 2 and (by_kernel or kernels.cpu.in_one_piece(pixels, norms)):
+            if len(self.kernel) <= 2 and (by_kernel or kernels.cpu.supported(pixels, norms)):
                 found = reach_of_pixels if by_kernel else kernels.cpu.patch_reach
                 made = found(pixels, norms, self.geometry(), of.shape[-1], self.lost(of))
                 return Reach.of_columns(made).of_groups(self.groups)

@@ -64,14 +64,10 @@ class LayerNormWeight(_Scale):
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         given = x, mean, rstd, of = tuple(part(each, samples) for each in (self.x, self.mean, self.rstd, g))
-        features = self.parameter.numel()
-        if kernels.cpu.in_one_piece(*given):
-            found = kernels.cpu.scale_gradient(x, mean, rstd, of, features)
-        elif kernels.fused.runs(*given) and all(each.is_contiguous() for each in given):
-            found = kernels.fused.scale_gradient(x, mean, rstd, of, features)
-        else:
-            return super().instantiate(g, samples)
-        return found.reshape(-1, *self.parameter.shape)
+        if kernels.fused.runs(*given) and all(each.is_contiguous() for each in given):
+            found = kernels.fused.scale_gradient(x, mean, rstd, of, self.parameter.numel())
+            return found.reshape(-1, *self.parameter.shape)
+        return super().instantiate(g, samples)
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
         return (part(self.x, at).to(dtype) - part(self.mean, at)).mul_(part(self.rstd, at))

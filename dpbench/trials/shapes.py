@@ -9,6 +9,12 @@ A shape is one of
     optional(shape)                        such a value, or null
 
 `check` makes a type of a shape, once; `flaw` tells where a value differs from a type.
+
+Functions take:
+    shape, shapes: of a value; of each.
+    names: the texts.
+    field: name of a field.
+    value: as read from JSON.
 """
 
 from collections.abc import Mapping
@@ -98,7 +104,6 @@ def flaw(value: Any, kind: Any, where: str = "") -> str | None:
     """Where and how `value` first differs from a type, in one line; None if it does not.
 
     Args:
-        value: as read from JSON.
         kind: the expected type, made by `check`.
         where: path to the value, for the line.
     """
