@@ -12,7 +12,7 @@ IMAGES = {"cnn": 256, "resnet18": 32, VIT: 32, CONVNEXT: 16}
 
 
 def cells(device: str) -> list[OverheadTrial]:
-    each = {"backends": BACKENDS, "rounds": 7, "max_seconds": 12.0, "device": device}
+    each = {"backends": BACKENDS, "rounds": 15, "max_seconds": 20.0, "device": device}  # to tell 5 % from noise
     found = [trial for model, b in IMAGES.items() for trial in grid(OverheadTrial, model=model, batch_size=b, **each)]
     text = {"model": f"{GPT2}@128", "batch_size": 8, "image_size": None, "data": "synthetic"}
     return found + grid(OverheadTrial, **text, **each)
