@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 stress_test: install
 	$(BIN)/python -m dpbench run stress_test $(ARGS)
 
-# Measures on a GPU, the most informative trials first. Uses PYTHON and installs nothing. Run it again to resume.
+# Measures on a GPU, the most informative trials first. Uses PYTHON, which needs msgspec beside torch, pandas and
+# matplotlib, and installs nothing. Run it again to resume.
 gpu:
 	$(PYTHON) -m dpbench run evidence --device cuda --minutes $(MINUTES) $(ARGS)
 

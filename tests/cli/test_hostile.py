@@ -49,7 +49,7 @@ EXPERIMENTS = {
     "EXPERIMENT = make(lambda device: [1, 'x'])": "expected a trial or a search in cells of mine, got 1",
     "EXPERIMENT = make(lambda device: [t.replace(noise_multiplier=float('nan')) for t in good(device)])": "not JSON",
     "EXPERIMENT = make(lambda device: [t.replace(steps=object()) for t in good(device)])": "not JSON serializable",
-    "EXPERIMENT = make(lambda device: [t.replace(steps=10**400) for t in good(device)])": "a number of many digits",
+    "EXPERIMENT = make(lambda device: [t.replace(steps=10**400) for t in good(device)])": "steps: Expected `int` <= ",
     "EXPERIMENT = make(lambda device: [t.replace(accountant=None) for t in good(device)])": "trial.accountant",
     "EXPERIMENT = make(lambda device: sys.exit(0))": "SystemExit: 0",
     "sys.exit(0)": "SystemExit: 0",

@@ -25,7 +25,7 @@ from dpbench.records.store import read_records
 from dpbench.trials.outcome import FINAL
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = {"torch", "torchvision", "pandas", "matplotlib", "jinja2", "scipy", "scikit-learn", "tqdm"}
+NEEDED = {"torch", "torchvision", "pandas", "matplotlib", "jinja2", "msgspec", "scipy", "scikit-learn", "tqdm"}
 OPTIONAL = {"opacus", "dp-accounting"}
 MODELS = {"timm", "transformers"}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
