@@ -93,11 +93,10 @@ def check(shape: Shape) -> Any:
 
 
 def _struct(shape: Shape, **tag: Any) -> Any:
-    fields: list[Any] = []
-    for key, each in shape.items():
-        name, kind = key.removesuffix("?"), check(each)
-        fields.append((name, kind) if name == key else (name, kind if kind is Any else kind | UnsetType, UNSET))
-    return defstruct("Shape", fields, kw_only=True, **tag)
+    required = [(name, check(each)) for name, each in shape.items() if not name.endswith("?")]
+    others = {key.removesuffix("?"): check(each) for key, each in shape.items() if key.endswith("?")}
+    optionals = [(n, k if k is Any else k | UnsetType, UNSET) for n, k in others.items() if n not in shape]
+    return defstruct("Shape", [*required, *optionals], kw_only=True, **tag)
 
 
 def flaw(value: Any, kind: Any, where: str = "") -> str | None:

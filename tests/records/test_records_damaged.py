@@ -151,6 +151,14 @@ def test_records_after_an_environment_that_is_none_are_counted(tmp_path):
     assert [":1: not a record" in said[0], "30 lines with no whole 'environment'" in said[1], len(said)] == [1, 1, 2]
 
 
+def test_a_field_that_a_kind_needs_is_asked_for():
+    step = {"model": "m", "backend": "b", "batch_size": 1, "device": "cpu", "precision": "float32", "steps": 3}
+    step |= {"kind": "step", "image_size": None, "num_classes": None}
+    assert whole.flaw_of_trial(step) is None
+    for name in ("batch_size", "image_size"):
+        assert name in str(whole.flaw_of_trial({key: value for key, value in step.items() if key != name}))
+
+
 def test_what_a_sweep_says_of_its_machine_is_asked_for():
     sweep = {"name": "n", "cluster": "c", "driver": "d", "versions": {}}
     where = ENVIRONMENT["environment"] | {"executor": sweep}
