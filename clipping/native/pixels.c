@@ -1,6 +1,6 @@
-/* pixel_norms and patch_reaches. Pixels are contiguous, as in an image's memory. A tile multiplies HIGH pixels with vectors of others,
-   after a copy that makes its input contiguous: a large image's features are a power of two apart, and few of them
-   would fit into a first-level cache at a time. */
+/* pixel_norms and patch_reaches. Pixels are contiguous, as in an image's memory. A tile multiplies HIGH pixels with
+   vectors of others, after a copy that makes its input contiguous: a large image's features are a power of two apart,
+   and few of them would fit into a first-level cache at a time. */
 
 #include <math.h>
 

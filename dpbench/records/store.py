@@ -360,7 +360,7 @@ def _whole(text: bytes, trials: dict[str, Any]) -> Line:
         RecursionError: endlessly nested brackets.
     """
     if b"\\ud" in text.lower():  # perhaps half of a pair, which msgspec refuses
-        text = to_json(json.loads(text)).encode()
+        text = to_json(json.loads(text, parse_constant=_refuse)).encode()
     line = msgspec.json.decode(text)
     if text.count(b"[") + text.count(b"{") > DEPTH and too_deep(line):
         raise ValueError("nested too deeply")
@@ -384,6 +384,10 @@ def _shown(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(name): _shown(each) for name, each in value.items()}
     return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _upgrade(line: Any) -> Line:

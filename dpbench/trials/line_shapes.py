@@ -31,7 +31,6 @@ from dpbench.trials.shapes import (
     check,
     every,
     flaw,
-    is_number,
     one_of,
     optional,
     some,
@@ -310,10 +309,10 @@ _RESULTS: Mapping[str, Shape] = {
 }
 _OF_ANY_RESULT = check(_FILES)
 _CHECKS = {kind: check(shape | _FILES) for kind, shape in _RESULTS.items()}
-#: The same of a result without rows.
-_WITHOUT_ROWS = {
-    "coverage": check({"built": FLAG, "reason": TEXT}),
-    "explain": check({"usage?": TEXT, "problems?": [{"module": TEXT, "reason": TEXT}]}),
+#: kind -> field that a result without rows has instead -> the result.
+_INSTEAD_OF_ROWS = {
+    "coverage": {"reason": check({"built": FLAG, "reason": TEXT})},
+    "explain": {"usage": check({"usage": TEXT}), "problems": check({"problems": [{"module": TEXT, "reason": TEXT}]})},
 }
 
 
@@ -345,8 +344,10 @@ def _with_names(result: Any) -> Any:
 
 def _flaw_of_whole(kind: str, result: Any) -> str | None:
     """What the result of a trial that succeeded lacks."""
-    checks = _WITHOUT_ROWS if kind in _WITHOUT_ROWS and isinstance(result, dict) and "rows" not in result else _CHECKS
-    return flaw(result, checks.get(kind, _OF_ANY_RESULT), "result")
+    found = set(result) if isinstance(result, dict) else set()
+    others = () if "rows" in found else found & _INSTEAD_OF_ROWS.get(kind, {}).keys()
+    checks = [_INSTEAD_OF_ROWS[kind][name] for name in others] or [_CHECKS.get(kind, _OF_ANY_RESULT)]
+    return flaw(result, checks[0], "result")
 
 
 def flaw_of_line(line: Mapping[str, Any], sound: Mapping[str, Any]) -> str | None:
@@ -396,8 +397,8 @@ def _too_large(value: Any, where: str = "trial") -> str | None:
         if isinstance(each, (dict, list)):
             if (found := _too_large(each, f"{where}.{key}")) is not None:
                 return found
-        elif isinstance(each, (int, float)) and not isinstance(each, bool) and not is_number(each):
-            return flaw(each, NUMBER, f"{where}.{key}")
+        elif type(each) in (int, float) and (found := flaw(each, NUMBER, f"{where}.{key}")) is not None:
+            return found
     return None
 
 

@@ -17,6 +17,7 @@ Functions take:
     value: as read from JSON.
 """
 
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -30,6 +31,7 @@ DEPTH = 48
 _LARGEST = 2**63 - 1
 _GREATEST = 1e200  # axes hold no more than this
 _SHOWN = 200
+_UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z", re.ASCII)
 #: Of any type, for types that are made here.
 _LIST: Any = list
 _DICT: Any = dict
@@ -50,11 +52,21 @@ ABOVE_0 = POSITIVE | Annotated[float, Meta(gt=0, lt=_GREATEST)]
 SECONDS = Annotated[int, Meta(ge=0, lt=10**12)] | Annotated[float, Meta(ge=0, lt=1e12)]
 #: A number to compute with, or the text of one that is not finite.
 NUMBER = FINITE | Literal["inf", "-inf", "nan"]
-UTC = Annotated[datetime, Meta(tz=True)]
 #: The content of a file in base64.
 BASE64 = bytes
 #: A file beside the records, never a path to another folder.
 FILE_NAME = Annotated[str, Meta(pattern=r"\A[^/\\\0.][^/\\\0]{0,250}\Z")]
+
+
+class UTC(str):
+    """A time in a record's format: ISO 8601, Z, with microseconds or none."""
+
+
+def _time(kind: type[UTC], value: Any) -> UTC:
+    if not isinstance(value, str) or not _UTC.fullmatch(value):
+        raise ValueError("Expected a time as 2026-01-31T12:00:00.000000Z")
+    datetime.fromisoformat(value)  # a day that exists
+    return kind(value)
 
 
 def optional(shape: Shape) -> Any:
@@ -107,17 +119,12 @@ def flaw(value: Any, kind: Any, where: str = "") -> str | None:
         where: path to the value, for the line.
     """
     try:
-        convert(value, kind)
+        convert(value, kind, dec_hook=_time)
     except (ValidationError, OverflowError) as error:
         text, _, path = str(error).partition(" - at `$")
         where = (where + path.rstrip("`")).removeprefix(".")
         return printable(f"{where}: {text}" if where else text)[:_SHOWN].replace("\n", " ")
     return None
-
-
-def is_number(value: Any) -> bool:
-    """Returns whether a value of JSON is a number to compute with, or the text of one that is not finite."""
-    return flaw(value, NUMBER) is None
 
 
 def too_deep(value: Any) -> bool:

@@ -113,6 +113,8 @@ LINES: dict[str, Callable[[], bytes]] = {
     "no UTF-8": lambda: b'{"type": "\xff"}',
     "an outcome that is none": lambda: json.dumps(trial(outcome="fine")).encode(),
     "a day that is none": lambda: json.dumps(trial(utc="2026-02-31T00:00:00.000000Z")).encode(),
+    "a time of another zone": lambda: json.dumps(trial(utc="2026-01-31T00:00:00+02:00")).encode(),
+    "half a face, and no number": lambda: json.dumps(trial(result={"a": "\ud83d", "b": float("nan")})).encode(),
     "a step without times": lambda: json.dumps(trial(trial={"kind": "step"})).encode(),
     "a way to another folder": lambda: json.dumps(
         trial(
@@ -196,6 +198,7 @@ def test_every_kind_that_a_figure_is_drawn_of_has_a_shape():
 
 def test_results_of_kinds_of_ones_own_have_any_form():
     assert flaw_of_result("of ours", {"anything": [None, {"at": "all"}]}) is None
+    assert flaw_of_result("explain", {}) is not None and flaw_of_result("explain", {"usage": "expected"}) is None
     assert flaw_of_result("of ours", [1]) is not None and flaw_of_result("of ours", {"a": nested(DEPTH)}) is not None
 
 
