@@ -98,8 +98,9 @@ _TEXT = {
 
 
 def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    built = [record for record in records if "rows" in record.result]
-    failing = sum("rows" not in r.result for r in records if r.outcome == "ok")
+    ended = [record for record in records if record.outcome == "ok"]
+    built = [record for record in ended if "rows" in record.result]
+    failing = len(ended) - len(built)
     said = [
         f"{len(records)} trials: the smallest model of each family of timm and torchvision, every type of transformers"
         " made tiny, with each of its heads; a mixture of experts in both of its implementations, which count as one"
