@@ -30,7 +30,7 @@ def _without(part: str, module: Any, **values: Any) -> type[Ablated]:
     return type(name, (Ablated,), {"name": f"bk_mixed:without_{part}", "module": module, "values": values})
 
 
-WithoutKernels = _without("kernels", kernels, cpu=kernels.Missing())
+WithoutKernels = _without("kernels", kernels.cpu, supported=lambda *tensors: False)
 """Uses torch's own operations in place of the kernels in C."""
 WithoutChunks = _without("chunks", kernels, chunked_conv=kernels.Missing())
 """Forms a convolution's input gradient at once."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from clipping import BACKENDS, FAMILIES, VARIANTS, Flat, PerLayer, WrongGradient, is_backend, load_backend
+from clipping.accel.ways import COMPILED
 from clipping.backends.microbatch import TfMicrobatch, tf_microbatch
 from clipping.checks.verification import compare, verify
 from dpbench import PrivacyEngine
@@ -22,15 +23,22 @@ from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.backends import validate_backend
 
 
+def test_kernels_left_out_are_no_ways():
+    with load_backend("bk_mixed:without_kernels")(nn.Linear(4, 64), lambda outputs, targets: outputs.sum((1, 2))) as one:
+        one(torch.randn(3, 8, 4), torch.zeros(3))
+        costs = [each for plan in one.planner._plans.values() for each in plan.costs.values()]
+    assert costs and all(way != COMPILED for each in costs for _, way, *_ in each.norms)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_has_its_name_and_strategy(name):
     cls = load_backend(name)
     assert cls.name == name and issubclass(cls, load_backend("bk_mixed"))
-    with cls(nn.Linear(2, 2), lambda outputs, targets: outputs.sum(1), verify=False) as backend:
+    model = nn.Sequential(nn.Conv2d(8, 32, 3), nn.ReLU(), nn.Flatten(2), nn.Linear(4, 64))  # Gram norms are the cheaper
+    with cls(model, lambda outputs, targets: outputs.flatten(1).square().sum(1)) as backend:
         part = name.partition(":")[2]
         assert backend.planner.strategy == ("auto" if part.startswith("without_") else part)
-        out = backend(torch.ones(3, 2), torch.zeros(3))
-    assert out.norms is not None and out.norms.shape == (3,)
+        verify(backend, torch.randn(3, 8, 4, 4), torch.zeros(3))
     assert validate_backend(name) is None and backend_class(name) is cls
 
 
