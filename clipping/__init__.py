@@ -6,13 +6,13 @@
         out = backend(inputs, targets)      # out.grads, out.norms [B], out.losses [B]
 
 `dpbench.guide.backends` lists the backends, and `dpbench.guide.algorithms` explains them. All of ours but `vmap` and
-`microbatch` work on a *tape* of operations, not of modules (`clipping.tape.record`). What a backend cannot do it
-refuses, by name, with the reason and the remedy. A wrong gradient does not pass in silence:
+`microbatch` work on a *tape* of operations, not of modules (`clipping.tape.record`). A backend refuses a model that it
+cannot clip exactly, with the reason and the remedy. These checks detect wrong gradients:
 
 - every read of a parameter in the graph of the losses must be one that the tape recorded, and each gradient must arrive
   once (`clipping.tape.graph`, in every call);
 - two samples of the first batch are compared with the definition, in float64 (`clipping.checks.verification`);
-- samples must not mix: at first, on new shapes and graphs, and in one step of 200 (`clipping.checks.second_look`);
+- samples must not mix: checked for new graphs and shapes, and in random steps (`clipping.checks.sample_independence`);
 - one record moves the sum by C(1 + η) at the most, in floating point too (`clipping.numerics.rounding_bounds`).
 
 `bk_mixed` times the ways to each norm on the device (`clipping.planning.planner`). `compile=True` runs a step as one

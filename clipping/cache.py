@@ -1,7 +1,7 @@
-"""Where what was timed or compiled once is kept for the next run, and whom that folder is trusted to.
+"""Read and write the cache of timings and compiled kernels, in a folder that only this user can change.
 
-Code that is loaded may do anything, and costs decide what a step runs. So a folder or a file is refused if it belongs
-to somebody else or others may write to it, or if a folder above is such that others may put another one in its place.
+Cached code is executed, and cached timings decide what a step runs. So a folder or a file is refused if another user
+owns it or may write to it, or may replace a folder above it.
 
 Functions take:
     path: of the folder or file.
@@ -14,11 +14,11 @@ from pathlib import Path
 
 
 class Untrusted(OSError):
-    """Somebody else could have written what lies there: who, in a line, with what to do."""
+    """Raised for a path that another user could have written; the message says who, and what to do."""
 
 
 def folder() -> Path | None:
-    """DPBENCH_CACHE, else dpbench in $XDG_CACHE_HOME or ~/.cache; None if it says "off", or without a home."""
+    """$DPBENCH_CACHE, or None if it is "off"; else dpbench in $XDG_CACHE_HOME or ~/.cache; None without a home."""
     named, home = os.environ.get("DPBENCH_CACHE"), os.path.expanduser("~/.cache")
     if named == "off" or (not named and home.startswith("~")):
         return None
@@ -33,7 +33,7 @@ def own_folder(path: Path) -> Path:
         OSError: it cannot be made.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = path.resolve()  # where a link leads is looked at once
+    path = path.resolve()  # follow links only once
     own = path.stat()
     if own.st_uid != os.geteuid():
         raise Untrusted(f"{path} belongs to another user; name a folder of your own by DPBENCH_CACHE")
@@ -47,16 +47,16 @@ def own_folder(path: Path) -> Path:
                 f"others may write to {above}, above {path}: name a folder by DPBENCH_CACHE where they may not"
             )
         if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-            break  # nobody else comes further
+            break  # other users cannot enter this folder
     return path
 
 
 def read(path: Path) -> bytes:
-    """The content of a file of one's own; a link is not followed.
+    """Return the content of a file that this user owns; links are not followed.
 
     Raises:
-        Untrusted: somebody else could have written it.
-        OSError: it is not there, or cannot be read.
+        Untrusted: another user could have written it.
+        OSError: it is missing or cannot be read.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
@@ -66,13 +66,13 @@ def read(path: Path) -> bytes:
 
 
 def replace(path: Path, data: bytes, *, mode: int = 0o600, sync: bool = False) -> None:
-    """Write a file whole or not at all: beside `path`, under a name that nobody can guess, then renamed.
+    """Write a file atomically: to a temporary file with a random name beside `path`, which is then renamed.
 
     Args:
-        path: of the file; what is there is replaced, a link and not what it leads to.
-        data: what it is to hold.
-        mode: its permissions, of which the umask takes some.
-        sync: wait until it is on the disk, so that a power loss leaves it whole, too.
+        path: of the file. An existing file is replaced; so is a link, and not its target.
+        data: the content.
+        mode: the permissions, before the umask.
+        sync: write to the disk before renaming, so that the file also survives a power loss.
 
     Raises:
         OSError: it cannot be written; the error names the file.

@@ -156,7 +156,7 @@ BACKENDS: dict[str, BackendInfo] = {
         peer=True,
     ),
 }
-#: name:variant -> the same; loaded wherever a backend is, and in no list.
+#: "name:variant" -> backend. `load_backend` accepts it, but no list shows it.
 VARIANTS: dict[str, BackendInfo] = {
     "bk_mixed:paper": BackendInfo(
         "clipping.backends.tape:BkMixedPaper", "bk_mixed with the rule of the paper: ghost norm where 2T² ≤ pd"
@@ -177,7 +177,7 @@ VARIANTS: dict[str, BackendInfo] = {
         )
     },
 }
-#: name:M, with M samples -> the same, of a function of M. Another mechanism than the others, and in no list.
+#: "name" of "name:M" -> function of M (samples) that returns the class. A different mechanism, which no list shows.
 FAMILIES: dict[str, BackendInfo] = {
     "tf_microbatch": BackendInfo(
         "clipping.backends.microbatch:tf_microbatch",

@@ -1,15 +1,15 @@
 """Squared per-sample norms on CUDA by Triton kernels, which store no Gram matrices or per-sample gradients.
 
-    gram_norm_and_reach     Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²     operations 2 · n T² (d + p) / 2
-    embedding_gram_norm     Σ_{t,s} [id_t = id_s] (g_t · g_s)           operations 2 · n T² p / 2
-    instantiated_norm       ‖Σ_t g_t a_tᵀ‖²                             operations 2 · n T p d
-    convolution_norm        the same over the patches of an image, without unfolding it
-    row_reach               Σ_t ‖a_t‖ ‖g_t‖, and the rest of a reach (`clipping.numerics.rounding_bounds`)
+    gram_norm_and_reach             Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²     operations 2 · n T² (d + p) / 2
+    embedding_gram_norm_and_reach   Σ_{t,s} [id_t = id_s] (g_t · g_s)           operations 2 · n T² p / 2
+    instantiated_norm_and_reach     ‖Σ_t g_t a_tᵀ‖²                             operations 2 · n T p d
+    convolution_norm                the same over the patches of an image, without unfolding it
+    row_reach                       Σ_t ‖a_t‖ ‖g_t‖, and the rest of a reach (`clipping.numerics.rounding_bounds`)
 
 A program reduces one tile of the Gram matrices, or of the per-sample gradient, to one number in registers. A norm
 allocates 16 bytes for each tile of up to 128 × 128 numbers. Gram matrices are symmetric, so half of the tiles are
-computed. Their diagonals hold the squared norms of rows, so the first two kernels find the reach in the same pass
-(`..._and_reach`). The third launches extra programs that read rows.
+computed. Their diagonals hold the squared norms of rows, so the first two kernels compute the reach in the same pass.
+The third launches extra programs that read rows.
 
 **Exactness.** Accumulators are float32. Products of float32 use IEEE arithmetic, not TF32, whatever
 torch.backends.cuda.matmul.allow_tf32 says. There are no atomic operations, and tiles depend on sizes, layout and dtype,

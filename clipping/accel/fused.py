@@ -2,7 +2,7 @@
 
     shifted_norms     Σ_{t,u} A_tu G_tu and the reach, from the Gram matrices of an image's pixels and of the output's
                       gradient; A sums shifts of the former (see `clipping.rules.pixel_gram`)
-    patch_norms       the same of patches, which the kernel reads from the image without unfolding it
+    patch_norms       the same results from the image itself, without unfolded patches or Gram matrices in memory
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels or input rows, and of gradient rows (see
                       `clipping.numerics.rounding_bounds`)
     weighted_patches  Σ_i c_i g_i of a convolution's weight in half precision, without scaled or wide copies
@@ -13,8 +13,8 @@
                       sums in registers, so no scaled copy is allocated or rounded
 
 `shifted_norms` reads each Gram matrix once; torch's operations would read and write it once for each side of the
-kernel. All but `added` accumulate in float32. All but `weighted` and `weighted_patches`, which sum a
-portion's, sum at most 4,096 products before torch sums their results.
+kernel. All but `added` accumulate in float32. A program of `weighted` or `weighted_patches` sums the products of a
+portion; any other program sums at most 4,096 products, and torch sums the results.
 
 Functions take:
     geometry: kernel, stride, padding and dilation of a convolution, two numbers each; in `reach` None for rows.

@@ -1,4 +1,4 @@
-"""Ways of rules that the kernels of `clipping.accel` add, and the sums that they form."""
+"""Norms (`Way`) and clipped sums of rules by the kernels of `clipping.accel`."""
 
 import math
 from typing import Any, TypeVar
@@ -114,7 +114,7 @@ class _PatchTiles(_OfImages):
 
     def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice) -> Parts:
         x, of = rule.operands(g, samples)
-        if rule.turns(g):  # decided by the whole batch: a block of one sample may have channels last where it has not
+        if rule.turns(g):  # decided for the whole batch, as a block of one sample can have both layouts
             x, of = (fused.turned(y)[0] for y in (x, of))
         return rule.by_sample(fused.patch_norms(x, of, rule.geometry(), rule.groups, rule.lost(g)))
 

@@ -46,7 +46,7 @@ class Backend(ABC):
         loss_fn: loss_fn(outputs, targets) -> [B], one loss a sample (`reduction="none"`).
         clip: norms [B] -> factors [B].
         verify: compare two samples of the first batch with the microbatch oracle, and check that samples do not mix
-            (`clipping.checks.sample_independence`): at first, for new shapes and graphs, and in one step of 200.
+            (`clipping.checks.sample_independence`): for new graphs and shapes, and in random steps.
         compile: from the third batch of a shape on, run the step as one program if that is faster
             (`clipping.program.graphs`). True raises if the step is not a graph; "auto" then runs it eagerly, and does
             not use TorchInductor on a CPU, where compiling takes a minute. By default "auto" for a model on a CUDA
@@ -70,7 +70,7 @@ class Backend(ABC):
     trusted: ClassVar[bool] = False
     """Correct by definition, so not verified."""
     refuses_no_numbers = True
-    """Raise for a record whose gradient is NaN or infinite. Comparisons turn this off to see such gradients."""
+    """Raise for a record with a NaN or infinite gradient. Peers and tests set this to False."""
     book_kept: ClassVar[bool] = False
     """One backward pass leaves all that the sum needs. FSDP2 requires this."""
     compilable: ClassVar[bool] = False
@@ -164,7 +164,7 @@ class Backend(ABC):
                 if self.graphs is not None and self.graphs.is_new:
                     self.occasions.insist()
                 changes = self.occasions.changes(batch_size, inputs, targets, self.model.training, len(parameters))
-                if changes:  # vmap and peers take seconds a step: they are checked with other records alone
+                if changes:  # vmap and peers take seconds a step: new shapes are checked with other records only
                     some = changes[: 3 if self.compilable else 2]
                     return self._twice(some, parameters, inputs, targets, batch_size)
             found = found or self._clipped(parameters, inputs, targets, batch_size)
@@ -283,8 +283,8 @@ class Backend(ABC):
 
         Returns:
             The bound, in units of the gradient, for the shapes seen so far; before the first call, for T = 1,024
-            positions. Infinite for `nonprivate` and for peers, whose arithmetic is unknown. It holds among steps that
-            run in one way (`ways`): a program may round the norms of the other records otherwise than an eager step.
+            positions. Infinite for `nonprivate` and for peers, whose arithmetic is unknown. It holds if both data sets
+            run in the same way (`ways`), because a program may round the other records' norms differently.
         """
         excess = self._rounding(batch_size)
         if excess is None:
@@ -315,7 +315,7 @@ class Backend(ABC):
         return losses_of(self.model, self.loss_fn, inputs, targets, batch_size)
 
     def blamed(self, error: Exception, reason: str, inputs: Any, targets: Any) -> Exception:
-        """`UnsupportedModel` for an error in the underlying library; the error itself if the model is at fault.
+        """Return `UnsupportedModel` for an error of the underlying library, or the error itself if the model causes it.
 
         The model is at fault if it fails on the first sample without the library. An out-of-memory error is returned as
         it is.

@@ -180,7 +180,7 @@ class TapeBackend(Backend):
         """Context that closes the tape.
 
         Raises:
-            UnsupportedModel: in place of an error that says that the model is.
+            UnsupportedModel: in place of an error that an unsupported model causes.
         """
         try:
             yield

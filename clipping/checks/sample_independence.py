@@ -5,7 +5,7 @@ rows    For a subset S of the samples, run a backward pass of Σ_{i∈S} ℓ_i. 
 others  Run the step again with other records, or more or fewer of them, beside those of S. Losses and norms of S must
         not change (`clipping.checks.second_look`). This finds what no gradient shows (a detached mean of the batch).
 
-Rows are checked when the graph of the losses is new, the others when shapes are new, and both in about one step of 400.
+"rows" runs when the graph of the losses is new, "others" when shapes are new, and each in about one step of 400.
 The first check of rows uses enough sets S to separate any two samples.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RATE = 1 / 400
 KNOWN = 32
-"""The most graphs and shapes to tell apart; beyond it graphs are not, and sizes only by powers of two."""
+"""Most graphs and shapes to distinguish. Further graphs count as known; further sizes are rounded to powers of two."""
 
 
 class Occasions:

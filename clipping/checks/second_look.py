@@ -12,10 +12,10 @@ model's own changes every run. NaN always counts.
 
 Functions take:
     size: B.
-    run: (change, only losses?) -> tensors [B'·k, ...].
-    change, changes: of the batch.
+    run: (change, return only the losses) -> tensors [B'·k, ...] of a step on the changed batch.
+    change, changes: a `Change` of the batch, or several.
     tolerance: the largest relative difference that rounding explains.
-    kept: (tensor, its copy, its version when copied) each.
+    kept: list of (tensor, its copy, its version when copied).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REMEDY = (
     "(GroupNorm for BatchNorm); if only the order of rows differs from that of the samples, use microbatch or vmap"
 )
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Tolerance of the second step, by the dtype of the computation. Kernels and shapes are the same in both steps."""
+"""Relative tolerance of a rerun of the same shapes, and so of the same kernels, by the dtype of the computation."""
 OF_OTHER_SHAPES, OF_ROUNDED_OPERANDS = 10, 2e-2
 """For a batch of another size, whose kernels round differently: the factor on `TOLERANCE`, and the least tolerance
 where operands are rounded (TF32)."""

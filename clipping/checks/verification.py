@@ -38,13 +38,12 @@ LOWERED = 1e-3
 EXACT = 1e-9
 """For a computation in float64 throughout."""
 ROUNDINGS, FLIPS = 8, 2e-2
-"""What rounding explains of a norm, and of most gradients: `ROUNDINGS` unit roundoffs of the coarsest format, but at
-least `FLIPS`.
+"""Relative error of a norm that rounding explains: `ROUNDINGS` unit roundoffs of the coarsest dtype, at least `FLIPS`.
 
 A norm is the root of a sum of many squares, whose roundings mostly cancel. A sum of gradients is rounded when formed
-and again when stored. `FLIPS`: in any format a pre-activation within rounding of zero may pass a ReLU in a batch of one
-and not of two, which changes a small layer's gradient by one unit's share. A fault of 5 % in one sample's norm is found
-in every format."""
+and again when stored. `FLIPS`: a pre-activation within rounding of zero may pass a ReLU in a batch of one and not in
+one of two. This changes a small layer's gradient by one unit's share. In every dtype an error of 5 % in one sample's
+norm is detected."""
 SPREAD = 4
 """Many layers of ReLUs add up such differences beyond any multiple of u (ResNet18 in bfloat16). The definition's
 distance from its own answer in float64 then measures the arithmetic; this multiple of it is allowed."""
@@ -156,9 +155,9 @@ def agreement_with_oracle(backend: Clips, inputs: Any, targets: Any, samples: in
 
 
 def agreement_in_own_arithmetic(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
-    """The same in the formats of training, where other kernels run than in float64.
+    """As `agreement_with_oracle`, in the dtypes of training, whose kernels differ from those of float64.
 
-    The limit: see `ROUNDINGS` and `SPREAD`.
+    See `ROUNDINGS` and `SPREAD` for the limit.
     """
     return _on_few(_agreement_as_it_is, backend, inputs, targets, samples)
 

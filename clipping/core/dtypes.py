@@ -48,7 +48,7 @@ def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float])
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Disable the caller's autocast while norms are computed, so that they are not cast down."""
+    """Context without the caller's autocast, so that norms are not computed in half precision."""
     if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return _NOTHING

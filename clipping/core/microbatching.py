@@ -5,8 +5,8 @@ at most one, the last block is one of the largest, and the results of earlier bl
 block has the peak memory. A simulation of the memory therefore runs only the last one (`taken_by`).
 
 Functions take:
-    of_block, blocks: from the samples of a block to its tensor, or tensors; slices of the batch, at least one.
-    count, part, way: of blocks or samples; a summand; runs the blocks.
+    of_block, blocks: function from the samples of a block to its tensor or tensors; slices of the batch, at least one.
+    count, part, way: number of blocks or samples; a summand; the `InTurn` that runs the blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,12 +71,12 @@ class InTurn:
 
 
 def each(of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
-    """Call `InTurn.each` of the present way, or `of_block` itself for a single one."""
+    """Return the results of `of_block` for all blocks, run by the `InTurn` in force; a single block runs directly."""
     return list(map(of_block, blocks)) if len(blocks) < 2 else _way.each(of_block, blocks)
 
 
 def added(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-    """Call `InTurn.added` of the present way: accumulates several in float64, returns float32 or wider."""
+    """Return the sum of `of_block` over the blocks: several accumulate in float64; the result is float32 or wider."""
     return of_block(blocks[0]) if len(blocks) == 1 else _way.added(of_block, blocks)
 
 

@@ -1,6 +1,6 @@
 """Find out how a model is spread over processes, and which ways are unsupported. See `distributed.fsdp` for clipping.
 
-Imports nothing to find that a model is not spread.
+Does not import torch.distributed for a model that is not distributed.
 
 Functions take:
     model: any module, without its DistributedDataParallel wrapper.
@@ -81,7 +81,7 @@ def problems(model: nn.Module, book_kept: bool) -> Iterable[Problem]:
     """The unsupported parts of a model's sharding.
 
     Args:
-        book_kept: the backend forms the sum from what one backward pass left.
+        book_kept: the backend forms the sum after one backward pass.
     """
     if type(model).__name__ == "FullyShardedDataParallel":
         yield Problem("model", "FullyShardedDataParallel makes one flat parameter of many", "use fully_shard")

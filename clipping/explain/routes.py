@@ -109,7 +109,7 @@ def record(
         tape.backward(losses, gradients.__setitem__, retain_graph=False)
         for reading in readings:
             reading.g = gradients.get(reading.use)
-            if reading.rule.is_fallback and reading.g is not None:  # a fallback fails only when it runs
+            if reading.rule.is_fallback and reading.g is not None:  # run it, as only this shows that it fails
                 reading.rule.instantiate(reading.g, slice(0, reading.rule.samples(reading.g)))
     return readings, made
 

@@ -62,8 +62,8 @@ APART void chacha(const uint32_t states[SETS][WORDS], blocks out[SETS]) {
   }
 }
 
-/* Tensors to add noise to, in one flat tensor, each from the beginning of a group on: for each the last word of its
-   nonce, its number of entries, and its first group among all groups (units has one number more, the end). */
+/* Tensors to add noise to, in one flat tensor; each begins at a group. labels: the last word of each tensor's nonce.
+   counts: its number of entries. units: the index of its first group; one more number marks the end. */
 typedef struct {
   const uint32_t *state, *labels;
   REAL *flat;

@@ -1,7 +1,7 @@
 """Normals from the cipher ChaCha20, added to sums and rounded: in C on CPUs, else by Triton or torch's operations.
 
     words           blocks of ChaCha20, RFC 8439 (Nir and Langley 2018): 20 rounds, a key of 256 bits
-    normals         N(0, 1) from these words
+    _normals        N(0, 1) from these words
     add_to_flat     N(0, deviation²) added to many tensors in one flat tensor, rounded to multiples of a power of two
 
 **A normal** is one of two from 128 bits by Box and Muller (1958), in float64: √(-2 ln u) uses 63 bits, the cos and sin
@@ -256,7 +256,7 @@ def _ciphered(state: Tensor) -> Tensor:
 
 
 def state_of(key: bytes, nonce: Sequence[int], segments: Segments) -> list[int]:
-    """Return the cipher's state before block 0, whose last word labels replace.
+    """Return the cipher's state before block 0. The labels of tensors replace its last word.
 
     Args:
         nonce: its first two words.

@@ -5,7 +5,7 @@
 N_ℤ(0, s²) takes each integer x with probability proportional to exp(-x² / 2s²); here s = 2^log. We sample it by their
 Algorithms 1 to 3, with s and the scale of the Laplace proposal both 2^log:
 
-    exp(-a)       draw until false, the k-th true with probability a / k; true if their number is odd (von Neumann)
+    exp(-a)       draw until false, the k-th true with probability a/k; true after an odd number of draws (von Neumann)
     exp(-n)       n times exp(-1)
     proposal      u below 2^log, kept with exp(-u / 2^log); the number of times exp(-1) is true; a sign: exp(-|y| / s)
     kept          with exp(-(|y| - s)² / 2s²)

@@ -171,7 +171,7 @@ class Norms(ABC):
         """Handle the only use of its parameters."""
 
     def _doubtful(self, term: Term, squares: Tensor, reach: Reach | None, doubt: Doubt | None = None) -> None:
-        """Record that this use's squared norms are not those of the tensor that is summed."""
+        """Add the rounding errors of a use whose norm was not computed from the tensor that is summed."""
         source, rule, route, g = term
         reach = reach or (rule.reach(g) if source.rearranged else None) or _unknown(squares)
         features, doubt = rule.features(route), doubt or self._doubt
@@ -204,7 +204,7 @@ class _WholeNorms(Norms):
             super()._several(term)
 
     def _total(self) -> tuple[Tensor, Tensor]:
-        """‖g_i‖ [B], and the bound to clip by. Leaves paired uses in `_pairs` and instantiated gradients in `_sums`."""
+        """‖g_i‖ [B], and n̂ [B], to clip by. Keeps paired uses in `_pairs` and instantiated gradients in `_sums`."""
         self._squares += self._small.squares(self._squares)
         for name in list(self._pairs):
             found = self._pairwise(self._pairs[name]) if name not in self._sums else None
@@ -285,8 +285,8 @@ class Joined:
 class TwoPasses(_WholeNorms):
     """Finds the norms, then repeats the same backward pass to form the sums.
 
-    A pass of Σ_i c_i ℓ_i would round differently: where something before a use cancels (the softmax of attention), g
-    would not be the one that gave the norm. Gradients that are small, or of several uses, are kept from the first pass.
+    The second pass is not one of Σ_i c_i ℓ_i, which would round differently: where terms cancel (in the softmax of
+    attention), its g would differ from the g of the norm. Small gradients, and those of several uses, are kept.
 
     Attributes:
         again: runs the second pass.
@@ -333,10 +333,10 @@ class TwoPasses(_WholeNorms):
 
 
 class Book(_WholeNorms):
-    """Finds the norms, and keeps one entry a use from which to form Σ_i c_i g_i.
+    """Book-keeping: finds the norms, and keeps an entry for each use to form Σ_i c_i g_i.
 
-    An entry holds the per-sample gradients if the route keeps them, else their factors (a, g). Norms from (a, g) are
-    found after the backward pass, whose memory is then free. Small gradients, of biases and scales, are batched.
+    An entry holds the per-sample gradients if the route keeps them, else input and output gradient (a, g). Norms from
+    (a, g) are computed after the backward pass has freed its memory. Small gradients (biases, scales) are batched.
     """
 
     joins: ClassVar[bool] = True

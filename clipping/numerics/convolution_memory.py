@@ -9,9 +9,9 @@ that layout, frees these copies, and then copies the result back. With ' for a c
 
 An operand that the kernel reads as it lies is not copied: an input of less than a block, or groups whose number of
 channels does not fit the blocks. Weight gradients of such groups use the patches of one sample in each thread, as do
-those of kernels larger than their image without AVX-512. Where oneDNN is not used (one small sample, or float64),
-everything uses the patches of the whole batch. s' is one copy of the weight for each further thread, where threads
-share the positions of an image: each reads a part of it, and the partial results are summed.
+those of kernels larger than their image without AVX-512. Where oneDNN is not used (one small sample, or float64), the
+forward pass and the weight gradient use the patches of the whole batch. s' is one copy of the weight for each further
+thread, where threads share the positions of an image: each reads a part of it, and the partial results are summed.
 
 The rules were found by the profiler's memory timeline (torch 2.14 and 2.15, AVX-512 and AVX2, 1 or 2 threads). They
 are meant to be right within a few percent of an operation. cuDNN's workspaces differ, and are not predicted.
@@ -44,7 +44,7 @@ class Convolution(NamedTuple):
     dtype: torch.dtype
 
     def forward(self) -> int:
-        """Bytes at once."""
+        """Peak bytes of the forward pass."""
         if not self._is_blocked():
             return self._bytes(self.y) + self._patches()
         y, weight = self._copy(self.y), self._copy_of_weight()
@@ -55,7 +55,7 @@ class Convolution(NamedTuple):
         return max(x + weight + y, y + self._bytes(self.y))
 
     def input_gradient(self) -> int:
-        """Bytes at once."""
+        """Peak bytes of the input's gradient."""
         result = self._bytes(self.x)
         if not self._is_blocked():
             return result
@@ -66,7 +66,7 @@ class Convolution(NamedTuple):
         return max(y + weight + x, x + (2 if strided else 1) * result)
 
     def weight_gradient(self) -> int:
-        """Bytes at once."""
+        """Peak bytes of the weight's gradient."""
         result = self._bytes(self.weight)
         if not self._is_blocked():
             return result + self._patches()

@@ -13,7 +13,7 @@ PLACES = ("ways", "cpu", "cuda", "fused", "chunked_conv", "overwriting")
 
 
 class Missing:
-    """Stands in for a missing module: every call returns False."""
+    """Stands in for a missing module: every function without a method here returns False."""
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
         if name.startswith("__"):

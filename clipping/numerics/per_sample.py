@@ -6,8 +6,8 @@ GPU each portion would cost a few kernel launches, so one operation forms many p
 (`added_at_once`). This takes more memory, so batches with large portions are split into blocks.
 
 Functions take:
-    form: forms the sums of some portions; it may assign samples to portions in any way.
-    most, together: largest number of samples in a portion; samples whose portions may be formed at once.
+    form: returns the sums of some portions [count, *shape]; it may assign samples to portions in any way.
+    most, together: largest number of samples in a portion, and in all portions that are formed at once.
     available: bytes that Gram matrices may take.
     a, g: [n, T, d] and [n, T, p], rows of an input and of an output's gradient, of one dtype.
 """

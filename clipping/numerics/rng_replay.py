@@ -17,7 +17,7 @@ DROPPED = {
     F.multi_head_attention_forward: (10,),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (5, 6)),  # padded and packed
 }
-"""Operations with internal dropout, where samples may not come first, and the position of its float argument."""
+"""Operation with internal dropout -> positions of its dropout argument. Samples may not come first in its operands."""
 
 
 class Draws:
@@ -58,8 +58,8 @@ class SameForEach(TorchDispatchMode):
     """Make each sample draw the same numbers in any batch, so that one sample can be compared alone and in a batch.
 
     Acts on the operations beneath autograd. A random operation runs for one sample after the other, each time from the
-    same seed, one more than the last operation's. torch's generator keeps that: checkpointed parts, for which torch
-    restores its state, draw the same numbers when they are computed again.
+    same seed, which is one more than the last operation's. The seed is part of torch's generator state, which torch
+    restores for checkpointed parts: so they draw the same numbers when they are recomputed.
 
     Args:
         batch_size: B; a tensor whose first dimension is a multiple of B has as many rows for each sample.
@@ -141,9 +141,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """True if an operation draws random numbers. Fused attention and recurrence with dropout 0 draw none.
+    """True if an operation draws random numbers.
 
-    On a GPU some of their results, such as a generator's state, have no row for each sample.
+    Fused attention and recurrence with dropout 0 draw none. They must not run sample by sample: on a GPU some of their
+    results, such as a generator's state, have no row for each sample.
 
     Args:
         func: an overload.

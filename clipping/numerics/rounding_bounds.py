@@ -111,8 +111,8 @@ class Reach(NamedTuple):
 
     Attributes:
         terms: U [B].
-        lost: [B] the bound on terms from entries that may have been too small to be squared.
-        apart: R² [B], or an upper bound.
+        lost: [B], bound on the terms of entries that may have underflowed when squared.
+        apart: [B], R² or an upper bound of it.
     """
 
     terms: Tensor
@@ -168,9 +168,9 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
 
 @functools.cache
 def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float]:
-    """Return the factors of an input row's and of a gradient row's norm that bound what the other row has lost.
+    """Return the factors of ‖a_t‖ and ‖g_t‖ that bound the terms lost to underflow when the other row was squared.
 
-    Each entry of that row may be too small to be squared. Products of two such entries are negligible.
+    All entries of a row may be too small to be squared. Products of two such entries are negligible.
     """
     least = smallest(dtype)
     return least * math.sqrt(outputs), least * math.sqrt(inputs)
@@ -286,7 +286,7 @@ def excess(
 
 
 class Doubt:
-    """Bounds each record's norm, with the rounding errors of all uses of parameters.
+    """Collects the rounding errors of all uses of parameters, and computes n̂, the bound on each record's norm.
 
     Args:
         like: [B], any tensor of the norms' dtype.

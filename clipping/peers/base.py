@@ -1,8 +1,8 @@
 """The common part of the adapters of other libraries.
 
-A library puts hooks, methods and `inplace` flags on modules, and norms, gradients and counters on parameters. These are
-mounted for the length of a call and then removed: the model is unchanged between calls, several backends may share it,
-and no state of a step reaches the next.
+A library puts hooks, methods and `inplace` flags on modules, and norms, gradients and counters on parameters. An
+adapter adds these before each call and removes them after it. So the model is unchanged between calls, several backends
+may share it, and no state of a step reaches the next.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 One backward pass ("MixOpt"). Where 2T² ≤ pd it uses the ghost norm and a second product for the weighted gradient, else
 it keeps and reduces per-sample gradients. Its hooks compute the factors, so only its clipping functions work: flat,
-automatic, and each of them per parameter. Autograd computes the weight gradients of the origins alone, fastDP's
-`origin_params`: the embeddings, or the first layer, from whose output all others are computed. Where they are not, it
-computes all.
+automatic, and each of them per parameter. Autograd computes weight gradients of the origins only (`origin_params` of
+fastDP): the embeddings, or the first layer. If another layer does not depend on the first one's output, it computes all
+weight gradients.
 """
 
 import importlib
@@ -39,7 +39,7 @@ def engine_of(model: nn.Module, **options: Any) -> Any:
 def beyond_origin(model: nn.Module) -> list[nn.Parameter]:
     """The trained parameters except the origins: the embeddings, or else one parameter of the first layer.
 
-    fastDP takes parts of names as `origin_params`, of which ``conv1`` would be one of every block.
+    fastDP matches `origin_params` with parts of names, so ``conv1`` would match a parameter of every block.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     origins = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}

@@ -1,9 +1,9 @@
 """Measure the cost of each way to find a norm, and cache it in a file for later runs.
 
 A kind of use is a rule with its shapes and dtype, and the number of samples rounded to a power of two. For each kind,
-the seconds of one sample are measured, on the input of the current step and a random output gradient: of the norm, by
-every way that is not hopeless, in several block sizes; and of its share of the clipped sum, by the ordinary weight
-gradient and from kept gradients.
+the seconds of one sample are measured on the input of the current step and a random output gradient. The norm is timed
+by every way whose predicted time is not far too long, in several block sizes. Its share of the clipped sum is timed by
+the ordinary weight gradient and from kept gradients.
 
 There is one file for each device, torch version, number of threads and source of the rules, in the folder DPBENCH_CACHE
 (default: $XDG_CACHE_HOME/dpbench or ~/.cache/dpbench; "off" writes no file). A folder or file that others could have
@@ -95,7 +95,7 @@ def predicted(rule: Rule, output: Spec, *, kernels: float | None = None) -> Cost
     """Predict the costs by formula, from rough rates.
 
     Args:
-        kernels: how much slower than libraries those ways multiply that only some machines have; None leaves them out.
+        kernels: factor by which ways with `is_kernel` multiply more slowly than libraries; None leaves them out.
     """
     norms = {}
     for way in rule.ways:

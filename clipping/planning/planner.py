@@ -6,7 +6,7 @@ A use has three kinds of routes for its norm and its share of the clipped sum:
     kept       gradients instantiated and kept, sum from them
     discarded  gradients instantiated for their norm only, (a, g) kept, sum by the ordinary weight gradient
 
-The strategies of arXiv:2205.10683 and what is better known since:
+Strategies:
 
     auto       least time, with no more kept for the sum than g, and little workspace
     time       least time, whatever the memory
@@ -48,12 +48,12 @@ from clipping.tape.uses import Use
 
 _LOG = logging.getLogger(__name__)
 UNTIMED = {False: 2.0, True: 3.0}
-"""In half precision or not: how much slower than libraries a Triton kernel is taken to multiply, in a plan that nothing
-is timed for. It wins where Gram matrices or gradients would be written, and read, for little work."""
+"""Is the dtype half precision? -> factor by which an untimed plan assumes a Triton kernel multiplies more slowly than
+libraries. The kernel is chosen where writing and reading Gram matrices or gradients would take most of the time."""
 
 WORKSPACES = {"cpu": 4}
-"""The share of a rule's room that "auto" may use as a workspace, if any route needs so little. A GPU's may be whole:
-smaller blocks are more launches."""
+"""Divisor of a rule's room, which gives the workspace that "auto" allows if any route needs so little. Other devices
+may use the whole room: smaller blocks are more launches."""
 
 CALL = 3e-5
 """Rough seconds of another block of samples, added to smaller blocks that were not timed."""

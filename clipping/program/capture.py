@@ -33,7 +33,7 @@ class Captured:
     Attributes:
         graph: torch functions: arguments -> outputs, which include the losses and new values for Python variables.
         losses: index of the losses among the outputs.
-        notes: free for the owner's use.
+        notes: storage for the user of the graph; `clipping.program.graphs` keeps its traced steps there.
     """
 
     graph: GraphModule

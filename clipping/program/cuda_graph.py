@@ -13,14 +13,14 @@ WARM = 3
 class Pool:
     """Device memory that CUDA graphs share. They must not run at the same time.
 
-    A small graph of its own keeps the pool: torch takes no pool again whose graphs are all gone.
+    A small extra graph keeps the pool alive: torch cannot reuse a pool whose graphs have all been freed.
     """
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def record(self, run: Callable[[], object], device: torch.device) -> Any:
-        """A CUDA graph of what `run` does, in this memory.
+        """Record `run` as a CUDA graph in this memory, and return the graph.
 
         Args:
             run: reads nothing back from the device.

@@ -1,4 +1,4 @@
-"""Let TorchDynamo capture code that it refuses, although a graph of it is right here.
+"""Patch TorchDynamo to capture two constructs that it refuses.
 
 `x.requires_grad = True` and `x.requires_grad_()` for an activation x: models write it so that gradient checkpointing,
 or a branch without parameters, has something to differentiate. AOTAutograd cannot return such a leaf or a result of it.

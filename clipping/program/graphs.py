@@ -5,8 +5,8 @@
     traced     the private step of that graph depends on shapes only. So it runs once on fake tensors under `make_fx`,
                which records all operations: forward pass, gradients of activations, norms, factors and weighted sums,
                with the kernels of `clipping.accel`, without autograd and hooks. A step that depends on values (rows
-               sorted by expert, a mask that selects rows) is traced on one batch's; the graph checks in each batch
-               what was decided from them, and the step runs eagerly if it does not hold
+               sorted by expert, a mask that selects rows) is traced on one batch's values. The decisions made from
+               them become conditions; the step of a batch that does not meet them runs eagerly
 
 A step has about a thousand operations. The Python of autograd and of the tape between them takes most of the time of a
 small model, or of any model on a GPU. A graph runs in one of these ways:
@@ -54,11 +54,11 @@ GLOBAL_HOOKS = (
 )
 """Hooks of all modules, which Dynamo does not guard."""
 BEFORE, MOST = 2, 12
-"""Eager steps before a graph, in which routes are planned and timed; and most graphs."""
+"""Number of eager steps before a graph, in which routes are planned and timed; largest number of graphs."""
 RATE = 1 / 200
 """Share of a graph's steps, besides its second one, in which the caller's code also computes the losses."""
 LOOKS = sample_independence.RATE
-"""Share of steps that run eagerly to check that samples do not mix, as eager steps do: values may decide that."""
+"""Share of steps that run eagerly to check that samples do not mix, because values may decide whether they do."""
 
 
 class _AsItIs(Exception):
@@ -218,7 +218,7 @@ class Graphs:
         captured.notes[version] = graph, calls + 1
         if graph is None or graph.way == "eager":
             raise _AsItIs
-        has_memory = graph.device.type == "cpu" or graph.is_conditional  # beside a CUDA graph there may be none
+        has_memory = graph.device.type == "cpu" or graph.is_conditional  # an eager step may not fit beside a CUDA graph
         if has_memory and self._looks.random() < LOOKS:
             self.is_new = True
             raise _AsItIs

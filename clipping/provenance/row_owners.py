@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from clipping.provenance.static_values import at_most, holds, require_numbers, with_numbers
 
 NOBODY = -1
-"""The owner of a row that no sample has written."""
+"""Owner of a row without a sample, such as one that was never written."""
 
 
 class Rows:

@@ -37,9 +37,9 @@ _known = WeakTensorKeyDictionary()
 
 @contextmanager
 def with_numbers() -> Iterator[None]:
-    """Context outside the traced step: results have values if their operands do.
+    """Context that suspends tracing, so that results have values if their operands do.
 
-    A step that is traced on the values of one batch is not left, as another batch has other values.
+    Has no effect in a step that is traced on one batch's values: another batch has other values.
     """
     if not is_traced() or _assumed is not None:
         yield

@@ -143,7 +143,7 @@ class Way(ABC, Generic[R]):
     Attributes:
         name: see `Route.way`.
         ghost: True if no per-sample gradient is stored.
-        is_kernel: True if some machines lack it. The first step uses it only if nothing will be timed.
+        is_kernel: True if some machines lack it. The first step uses it only if routes are not timed.
 
     Methods take:
         rule, g, samples: as the methods of `Rule`.
@@ -224,7 +224,7 @@ class Rule(ABC):
     fold = 1
     """Output rows for each sample: more than one where windows or tokens were folded into the batch."""
     share: Any = None
-    """Told if only the gradient of the operation's input is needed; None if the operation cannot use that."""
+    """`chunked_conv.Share` of the operation's node, whose `input_only` is set before a backward pass; else None."""
 
     def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
         self.parameter = parameter

@@ -49,10 +49,10 @@ class Broadcast(Rule):
         return self.factor is None and self.dim == 0
 
     def row(self, tensor: Tensor) -> Broadcast:
-        """Return the rule for the tensor that D's rows are copies of.
+        """Change this rule to one for the tensor that D's rows are copies of, and return it.
 
         Args:
-            tensor: one row, of the shape of all.
+            tensor: one row of D, [1, ...] or [...].
         """
         self.parameter, self.aligned = tensor, False
         return self

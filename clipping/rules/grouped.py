@@ -56,10 +56,10 @@ class GroupedWeight(Rule):
         return self.of_rows(Rows(in_order(len(self.a), len(self.a) // fold, self.a.device), len(self.a) // fold))
 
     def of_rows(self, rows: Rows) -> Rule:
-        """Return the rule for rows of these samples.
+        """Set the owners of the rows, and return this rule.
 
         Args:
-            rows: whose they are, in one dimension.
+            rows: the owners, [n].
         """
         self.owners, self.count = rows.owners, rows.batch_size
         rows_each = -(-len(self.a) // max(1, self.count * self.groups))

@@ -1,9 +1,9 @@
 """Tables of handlers: each runs an operation and returns the gradients of its parameters.
 
 A handler takes the operation's own arguments and returns (output, gradients), or raises `Refused`. A composite is a
-torch function that runs as its parts, unless it returns NotImplemented. Handlers that need a copy of each parameter for
-each sample take `Tape.each` first, which makes and records the copies. Operations in no table use the fallback, which
-assumes no formula.
+torch function that runs as its parts, unless its entry returns NotImplemented. Handlers that need a copy of each
+parameter for each sample take `Activations.each` (`clipping.tape.uses`) first, which makes and records the copies.
+Operations in no table use the fallback, which assumes no formula.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Rules of weights that multiply the operation's input, which form the clipped sum in portions of the batch.
+"""Rules of linear layers, and `Bilinear`, the base of rules whose weight multiplies the input.
 
 A linear layer is y = a Wᵀ + b: W [p, d], a [B, *, d], y [B, *, p]; the middle dimensions are positions.
 """

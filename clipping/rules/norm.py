@@ -100,7 +100,7 @@ def layer_norm(
 
 
 Each = Callable[[Tensor, int], Tensor]
-"""(vector [C], n) -> [n·C], with C entries for each row of the batch: `Tape.each`."""
+"""(vector [C], n) -> [n·C], with C entries for each row of the batch: `clipping.tape.uses.Activations.each`."""
 
 
 def group_norm(

@@ -38,8 +38,8 @@ class OfPatches(Bilinear):
 
     Methods take:
         x, g: some samples' input, and their output's gradient (or its `Spec`).
-        found, squares: numbers of each sample and group.
-        fold: how many times as many groups.
+        found, squares: [b · groups, 1 + k] and [b · groups], results of each sample and group.
+        fold: factor by which the number of groups is multiplied.
     """
 
     library = "cudnn"
@@ -78,7 +78,7 @@ class OfPatches(Bilinear):
         return self.add_groups(found[:, 0]), *Reach.of_columns(found[:, 1:]).of_groups(self.groups)
 
     def turns(self, g: Tensor | Spec) -> bool:
-        """True if GPU kernels get copies with channels last; otherwise they would read single entries several times."""
+        """True if GPU kernels read copies with channels last, because other layouts would be read entry by entry."""
         if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1 or self.groups > 1:
             return False
         known = [y for y in (self.x, g) if isinstance(y, Tensor)]  # a gradient may not exist yet

@@ -6,8 +6,8 @@ stride s, dilation d and padding P, and zero outside of x. Then
     a_t · a_u = Σ_k Σ_c x[c, st + dk − P] x[c, su + dk − P] = Σ_k X[st + dk − P, su + dk − P],
 
 a sum of diagonal shifts of the *pixel* Gram matrix X = xᵀx, where shifts outside of the image add nothing. With a
-stride, st + dk − P = s(t + o) + r for one remainder r and one offset o. Only pixels of the same remainder meet, so the
-matrix splits into s matrices in each dimension, one for each phase x[r::s]. With N pixels and K kernel offsets in one
+stride, st + dk − P = s(t + o) + r for one remainder r and one offset o. Only pixels of equal remainder are multiplied,
+so X splits into s matrices in each dimension, one for each phase x[r::s]. With N pixels and K kernel offsets in one
 group, one sample takes Σ_r (N/s²)²·C + KT² multiplications and additions instead of T²·C·K, and no unfolded copy of x.
 
 The offsets of a phase are all combinations of those in each dimension, so shifts are summed one dimension after the
@@ -104,8 +104,8 @@ def compiled_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float,
 def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int) -> Tensor:
     """‖Σ_t g_t a_tᵀ‖² = Σ_{t,u} (a_t · a_u)(g_t · g_u) of a convolution of one group, without its patches.
 
-    Computed in blocks of the output's first spatial dimension: halves, or more blocks where all pairs of positions
-    exceed the available bytes. A block of rows meets each block up to its own; those before it count twice.
+    Computed in blocks of the output's first spatial dimension: two, or more if all pairs of positions exceed the
+    available bytes. Each block is paired with itself and with the blocks before it; the latter pairs count twice.
 
     Args:
         available: bytes that Gram matrices may take (or one row of the output with itself, if that is more).

@@ -1,11 +1,11 @@
 """LSTM, GRU, plain RNN and their cells, step by step, as torch's kernels return no gradient for each step.
 
-A cell is one step, which the tape sees, and the uses of several steps add up before the norm. The steps of a layer run
-as one autograd node, which uses the recurrent weight once: step t applies a linear layer to h_{t-1}; unrolled, this is
-one use of the weight and some ten nodes a step. Here the steps run without a graph; then one linear layer reads all of
-h_0 ... h_{T-1}. Only its gradient is needed, not its output: its node receives the gradient δ_t of each step's gates by
-backpropagation through time. So the per-sample gradient of the weight is Σ_t δ_t h_{t-1}ᵀ, as for any linear layer over
-T positions. A packed sequence is padded; after its end the state stays.
+The tape sees each call of a cell as one use, and adds the uses of several steps before the norm. A whole layer would
+have one use of the recurrent weight and some ten nodes a step, as step t applies a linear layer to h_{t-1}. Here all
+steps run without a graph, as one autograd node. Then one linear layer reads all of h_0 ... h_{T-1}. Only its gradient
+is needed, not its output: its node receives the gradient δ_t of each step's gates by backpropagation through time. So
+the per-sample gradient of the weight is Σ_t δ_t h_{t-1}ᵀ, as for any linear layer over T positions. A packed sequence
+is padded; its state does not change after its end.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ class Cell(NamedTuple):
 
     Attributes:
         run: (gates from the input [B, gH], gates from the hidden state [B, gH], state [B, H]) -> (output, new state).
-        slopes: (the same for all steps [B, T, ·], the states after each) -> the factors that `back` uses, each [B, T,
-            ·].
+        slopes: (the arguments of `run` for all steps, and the states after each, [B, T, ·]) -> factors that `back`
+            uses, each [B, T, ·].
         back: (factors of one step, gradients [B, H] of its output and of its state) -> gradients of both its gates and
             of the previous state.
     """

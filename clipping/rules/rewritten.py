@@ -1,6 +1,6 @@
 """Rewrite operations on data and tensors made of parameters as operations that have rules.
 
-    reads only the shape and type of its second operand      of a shape: `p.expand_as(x)` is made of p alone
+    reads only the shape and type of its second operand      with the shape: `p.expand_as(x)` as `p.expand(x.shape)`
     a matrix on the left of the data, W x                    (xᵀ Wᵀ)ᵀ
     combines its operands row by row                         on a copy of the parameters for each row
     changes a tensor in place                                on a copy of the parameters for each row
@@ -9,9 +9,9 @@ A copy for each row is an activation: operations on it need no rule, and its gra
 copied tensor. The backward pass requests that gradient itself, so later changes in place do not matter.
 
 Functions take:
-    rows: the tape.
-    target, index, value: of a write at an index; the target may be changed as a whole.
-    entry: of an index: an integer, a slice, None, a list or a tensor.
+    rows: copies tensors made of parameters (`clipping.tape.uses.Activations`).
+    target, index, value: of `target[index] = value`, or of an in-place operation on the whole target.
+    entry: one entry of an index: an integer, a slice, None, a list or a tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -202,7 +202,7 @@ def _stacked(rows: Rows, input: Tensor, other: Tensor) -> Instead:
 
 
 def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
-    """einsum with samples first in data and output; or with a weight's row for each sample as activations."""
+    """Move the samples to the first dimension of data and output; treat a weight with a row a sample as activations."""
     flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
     if not isinstance(equation, str) or not all(isinstance(x, Tensor) for x in flat):
         return None

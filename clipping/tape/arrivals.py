@@ -31,7 +31,7 @@ class Arrivals:
     """Tracks the gradients of the uses of one forward pass.
 
     Attributes:
-        by_hand: called when a gradient arrives in a backward pass that `run` did not start.
+        by_hand: called when a gradient arrives in a backward pass that `run` did not start, such as the user's.
         graph: number of the losses' graph; see `clipping.tape.graph`.
     """
 

@@ -3,8 +3,8 @@
 The batch starts as the first dimension. A transposition moves it; an operation that keeps its size keeps its position.
 After any other operation the first dimension is assumed, which the first batch's verification tests.
 
-Uses by activations that have rows in several dimensions, or one sample without a batch dimension, run on the same
-values with the rows in the first dimension, for which there are rules (`as_rows`).
+Rules need the rows in the first dimension. A use whose activations have rows in several dimensions, or one sample
+without a batch dimension, therefore runs on reshaped activations (`as_rows`).
 """
 
 import functools
@@ -57,7 +57,7 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
 
 
 def _viewed(before: torch.Size, after: torch.Size, at: int, batch_size: int) -> int:
-    """Find dimension `at` in a view: the dimension after as many entries, ignoring dimensions of size 1."""
+    """Find dimension `at` in a view: the one preceded by as many entries; dimensions of size 1 do not matter."""
     if batch_size == 1:
         return 0  # one sample has all rows, and a dimension of size 1 cannot be tracked
     count, entries = 1, before[:at].numel()
@@ -70,7 +70,7 @@ def _viewed(before: torch.Size, after: torch.Size, at: int, batch_size: int) -> 
 
 @functools.cache
 def _permuted(func: Any, before: int, dims: int, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> int:
-    """Find dimension `before` after a permutation; the first if it no longer is one dimension."""
+    """Return the new index of dimension `before` after a permutation; 0 if it is no longer one dimension."""
     probe = torch.empty([2 + i for i in range(dims)], device="meta")  # each dimension has its own size
     found = func(probe, *args, **dict(kwargs))
     sizes = list((found if isinstance(found, Tensor) else found[0]).shape)

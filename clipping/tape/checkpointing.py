@@ -3,7 +3,7 @@
 Autograd compares the tensors saved by the forward pass and by the recomputation, and a handler may run another
 operation than the model wrote: group norm with a scale for each sample runs as one norm of a batch of one.
 
-Inputs of uses that will be recomputed need not be kept for a norm meanwhile (`LetGo`).
+Checkpointed inputs of uses are freed after the forward pass, and recomputed for the norm (`LetGo`).
 """
 
 import copy
@@ -122,7 +122,7 @@ def _stand_in(x: Tensor) -> Tensor:
 
 
 def with_numbers(rule: Rule) -> Rule:
-    """Return the rule of a use with its freed input replaced by random numbers, to be timed."""
+    """Return a copy of a rule with its freed input replaced by random numbers, so that it can be timed."""
     filled = copy.copy(rule)
     for name, value in vars(rule).items():
         if _is_large(value) and not any(value.stride()):

@@ -18,7 +18,7 @@ from clipping.numerics import kernels
 from clipping.tape.record import Tape
 
 _NODES: Any = torch._C._functions
-"""Types of autograd's nodes, listed by name: with gradients disabled, no node can be made to read its type."""
+"""Types of autograd's nodes. (With gradients disabled, a node cannot be created to read its type.)"""
 _LEAF: Any = _NODES.AccumulateGrad
 """Node type of a leaf."""
 _CAST: Any = _NODES.ToCopyBackward0

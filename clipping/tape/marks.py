@@ -71,11 +71,11 @@ class Marks:
         return x
 
     def placed(self, x: Tensor) -> Tensor:
-        """Mark and return a tensor of one row for each row of the current use, in the same order."""
+        """Return a tensor whose rows are those of the current use; marks it if they are not in the samples' order."""
         return x if self.order is None else self.put(x, self.order)
 
     def _moved(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> bool:
-        """Mark the output of an operation on rows out of the samples' order; return False if in order."""
+        """Mark the output of an operation if rows leave, or have left, the samples' order; return whether it did."""
         irregular = not self._in_order and any(isinstance(samples_of(x), Rows) for x in data)
         if func in CONSTANTS or not (irregular or func in GATHERS):
             return False

@@ -1,4 +1,4 @@
-"""One operation, and the owners of its operands' rows; `clipping.tape.moves` has the operations."""
+"""`Mover`: an operation with the owners of its operands' rows, as the functions of `clipping.tape.moves` take it."""
 
 import functools
 from collections.abc import Sequence

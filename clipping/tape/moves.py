@@ -43,7 +43,7 @@ def _read(it: Mover) -> Moved:
 
 
 def _with_numbers(entries: Sequence[Any], owners: Tensor) -> tuple[Any, ...]:
-    """Return an index for owners; where all along a dimension are the same, any numbers will do."""
+    """Return an index into `owners`. A dimension whose owners are all equal is indexed by 0 if values are unknown."""
     found: list[Any] = []
     dim = 0
     for entry in entries:
@@ -142,7 +142,7 @@ def _joined(it: Mover) -> Moved:
     if not irregular:
         at = max(places)
         if stacked and (it.batch_size == 1 or dims == 1):
-            return None  # one sample has all rows; numbers have none
+            return None  # with one sample every row is its own; scalars have no rows
         if stacked:
             return at + 1 if dim <= at else at
         if dim != at:

@@ -66,8 +66,8 @@ class Tape(TorchFunctionMode):
         uses: in the order of the forward pass; complete when the tape has exited.
         counts: parameter name -> number of uses.
         problems: operations without an exact rule; the forward pass goes on, so that all are listed.
-        arrivals, let_go, hooked: the uses' gradients; the freed inputs; whether hooks save the tensors that operations
-            keep.
+        arrivals, let_go: the gradients of the uses; the freed inputs.
+        hooked: True if an operation on parameters ran under hooks for saved tensors, as a checkpoint sets them.
     """
 
     def __init__(

@@ -146,10 +146,10 @@ def given(output: Tensor, first: int) -> Tensor:
 
 
 def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule]:
-    """Trace a source made of rows back to the tensor of these rows.
+    """Replace a source by the tensor that its rows are copies of, and the rule by that tensor's.
 
-    The source has one row for each row of the output (an expanded token), or rows read from an embedding, for each
-    sample or for all alike (positions).
+    This applies to a source with one row for each row of the output (an expanded token), and to rows read from an
+    embedding at ids that are given for each sample, or once for all (positions).
     """
     shape = source.tensor.shape
     if rule.aligned and source.row is not None:

@@ -29,11 +29,11 @@ The rule on more or fewer records covers losses if the loss function is known: i
 Trainer. In your own loop it covers the model's outputs. Losses there that are divided by their number, or by a sum over
 the labels, are not detected: divide by constants.
 
-A compiled program does the same to every batch of its shape. Values in tensors may decide
-what it does: a model that mixes samples once a buffer reaches some count is found in eager steps alone, 1 in 800.
+A compiled program does the same to every batch of its shape. A model whose behaviour depends on values in tensors, such
+as one that mixes samples once a buffer reaches some count, is detected in eager steps only, 1 in 800.
 
-If a model's results differ from run to run (its own generator, say), only NaN is tried, with a warning. Block-diagonal
-attention over all records of a batch multiplies other records by 0, and is refused.
+If a model's results differ from run to run (it has its own generator, say), it is checked with NaN only, and a warning
+says so. Block-diagonal attention over all records of a batch multiplies other records by 0, and is refused.
 
 Functions take:
     engine, model, optimizer: an engine, its model without a wrapper, and an optimizer.

@@ -249,7 +249,7 @@ class Tickets:
         return next(iter(read), None)
 
     def _likely(self, tensors: list[Tensor], batch_size: int) -> Ticket | None:
-        """The ticket of which `tensors` are a scaled copy, else the one to be read next."""
+        """Return the ticket whose tensors, scaled and shifted, are `tensors`; else the one most likely to be next."""
         if not self._unsure:
             only, done = self._open[:1], [ticket for ticket in self._closed if ticket.handed == batch_size]
             on_host = all(x.device.type == "cpu" for x in tensors)

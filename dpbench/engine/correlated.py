@@ -9,9 +9,9 @@
 Each row of the state is in float64 and takes twice the memory of the parameters in float32.
 
 **Security.** A step releases round(total - Σ c_i x_{t-i} / c_0 + N(0, (σS/c_0)²)), drawn and rounded by `Secure`. x is
-the released value less the total, rounding included. So the normal's mean is a function of earlier releases and of
-(CG)_t / c_0, and an attack on a step is an attack on `Secure`. x reveals the totals of released steps: a checkpoint
-holds it and is as secret as the data.
+the released value minus the total, rounding included. Let G be the totals, one row a step. The normal's mean is then a
+function of earlier releases and of (CG)_t / c_0, so an attack on a step is an attack on `Secure`. x reveals the totals
+of released steps: a checkpoint holds it and is as secret as the data.
 
 **Restarts.** A fresh stream drops the history. That is private (see both modules) and costs some accuracy. It happens:
 when the parameters differ from those of the step before; when the loader's batch was left out, as a record's steps

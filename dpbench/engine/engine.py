@@ -227,7 +227,7 @@ class PrivacyEngine(State):
         self._accumulate(loss, None)
 
     def empty_step(self) -> None:
-        """Step a logical batch of no samples, for a model that cannot take one: adds noise, and counts."""
+        """Release a logical batch without samples, for a model that cannot run on one: adds noise, and counts."""
         require_accounted(self._attached().optimizer, self.steps)
         if sharded_modules(self.model):
             raise Misuse("expected a forward pass in every process, of no samples too: the model's shards are gathered")
@@ -443,7 +443,7 @@ class PrivacyEngine(State):
             warnings.warn(text, PrivacyWarning, stacklevel=4)
 
     def _begin(self, ticket: Ticket | None) -> None:
-        """Begin to step the loader's batch of this ticket; None: one of the caller's."""
+        """Begin a step on the loader's batch of this ticket, or on one of the caller's (None)."""
         before, self._drawing = self._drawing, -1 if ticket is None else ticket.step
         if before != self._drawing:  # drop an unfinished batch: its last piece was left out
             self._drop_parts()

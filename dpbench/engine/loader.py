@@ -207,9 +207,10 @@ def _without_rows(x: Tensor) -> Tensor:
 
 
 def require_own_numbers(dataset: Any, most: int, collate: Collate) -> None:
-    """Require the numbers of a record in a batch to be those beside copies of itself, if both batches have one shape.
+    """Require that a record's floating-point values do not depend on the other records that are collated with it.
 
-    Both batches are built from the same random numbers. Integers (words, labels) are not compared.
+    Compares each of two records among others with the same record among copies of itself, if both batches have one
+    shape. Both batches are built from the same random numbers. Integers (words, labels) are not compared.
 
     Args:
         dataset: indexable.

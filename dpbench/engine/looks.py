@@ -4,10 +4,10 @@ If the loss function is known (`make_step`), the whole step is rerun. In the cal
 rerun, and the operations on their outputs that `loss_mixing_check` can follow. Where it cannot follow them, and for
 batches of another size, whose labels are unknown, only the model's outputs are compared.
 
-A model may also keep something of its records: in a persistent buffer or frozen parameter, which is published without
-noise, or for a later step, whose gradient then depends on records that are not clipped with it. So if a forward pass
-writes to the model, two batches of other records must leave the same state_dict, and the same outputs of the next
-batch. A rerun begins from the state before the step, so that it shows a layer that is initialised from its first batch.
+A model may also store information about its records: in a persistent buffer or frozen parameter, which is published
+without noise, or for a later step, whose gradient then depends on records that are not clipped with it. So if a forward
+pass writes to the model, batches of different records must leave the same state_dict, and the same outputs of the next
+batch. A rerun begins from the state before the step, so that it detects a layer that its first batch initialises.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Record the caller's operations on some tensors, to rerun them with other values.
+"""`Trace`: record the caller's operations on some tensors, and rerun them with other values.
 
 The engine does not know the loss function. So in the steps that check whether samples stay apart, it returns the
 model's outputs as tensors that record each operation on them. A rerun repeats these operations and the model's forward
@@ -209,7 +209,7 @@ def _in_place(operation: Any) -> bool:
 
 
 def _is_telling(x: Any) -> bool:
-    """Whether a number has so many digits that it identifies its origin."""
+    """Whether a float has so many digits that an equal float must come from the same computation."""
     return isinstance(x, float) and math.isfinite(x) and float(f"{x:.6g}") != x
 
 

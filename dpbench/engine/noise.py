@@ -7,8 +7,8 @@
 
           Box-Muller makes two normals of 128 bits in float64. The noisy sum is formed in float64 and rounded to
           multiples of a power of two near 2^-20 of the noise's deviation, the same for every batch. The attack on
-          floating-point noise (Mironov 2012) reads from the last bits of a release which sums could have led to it, as
-          some numbers come from one sum alone. Here those bits are not released. Some 2^105 of the 2^127 pairs of words
+          floating-point noise (Mironov 2012) uses the last bits of a release: some values can result from one sum
+          only. Here those bits are not released. About 2^105 of the 2^127 pairs of words
           are rounded to a grid point near the middle, whatever the sum. The normals' errors of about 2^-50 move the
           edges of a grid point's interval by 2^-30 of its width: its probability is the real Gaussian's to about one
           part in 2^30. So one draw serves as well as the sum of four (Holohan and Braghin 2021), which hides the bits

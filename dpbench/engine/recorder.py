@@ -1,9 +1,9 @@
 """Record the model's forward passes, and check the losses before clipping.
 
 The hooks are on the model, not on its modules. A forward pass in training mode with gradients enabled runs under a
-recording's tape; any other (evaluation, no_grad, a deep copy) runs as without an engine. Forward passes on as many
-samples as the last one extend its recording, so that losses may depend on several of them (two views of one sample). A
-pass on another size, or on another batch of the loader, starts a fresh recording; so does the first pass of a step.
+recording's tape. Other passes (evaluation, no_grad, a deep copy) are not changed. A pass with the batch size of the
+last one extends its recording, so that losses may depend on several passes (two views of one sample). A pass of another
+batch size, or on another batch of the loader, starts a fresh recording; so does the first pass of a step.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ of it while the next step runs. The next call that may raise does so: the next s
 `detach`, the end of the loader's epoch. The error names a parameter in both cases.
 
 A record with an infinite gradient zeros the whole sum, or stops the step, so the sum moves by more than the
-sensitivity: *whether* a step was finite is not covered by ε, on either device. Everything else is: such a step releases
-only noise, and the rest of the training is computed from that. It counts, though it spends nothing.
+sensitivity. So ε does not cover *whether* a step was finite, on either device. It covers everything else: such a step
+releases only noise, and later steps use nothing but that. The step counts, though it spends nothing.
 """
 
 from __future__ import annotations
@@ -237,12 +237,12 @@ def release_gradients(
 
     Args:
         members: all parameters of the model, resharded, in its own order.
-        sums: this process's, of the parameters that a loss depended on; overwritten. Of a sharded parameter, over all
-            processes.
-        noise: of the first process, or of the one that has the shard.
+        sums: clipped sums of this process, for the parameters that a loss depended on; overwritten. The sum of a
+            sharded parameter is over all processes.
+        noise: added by the first process, or by the one that has the shard.
         deviation: σ times the sensitivity.
         batch_size: b.
-        step: its number, unique among the releases with this noise.
+        step: number of the logical batch, unique among the releases with this noise.
 
     Returns:
         The flags that the host has not read: (names, [names] bool), whether each sum on a GPU was finite. If one was

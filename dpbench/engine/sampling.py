@@ -1,10 +1,10 @@
 """Draw the records of each batch as a function of a secret key and the step's number alone.
 
-(After training returns to a checkpoint, also of the number of abandoned steps: a batch that is accounted again is drawn
-again.)
+(After training resumes from an earlier checkpoint, also of the number of undone steps: a step that is accounted twice
+draws two different batches.)
 
-So training can resume in the middle of an epoch, whatever a loader's workers had fetched ahead, and all processes of a
-distributed run draw the same batch. The bits are SHAKE-256 of key and number, and look random without the key.
+So training can resume in the middle of an epoch, even if a loader's workers had fetched batches ahead. All processes of
+a distributed run draw the same batch. The bits are SHAKE-256 of key and number, and look random without the key.
 Amplification by sampling assumes that the batches are secret: keep the key secret.
 
     poisson              each record with probability q = b/n; the batch may be empty
@@ -38,7 +38,7 @@ SURE = 1e-9
 DEVIATIONS = 7.0
 """The same for the two tails of the sum, in standard deviations."""
 FEW = 8
-"""Least number of batches for a test of their sum: an example of a step or two may be of any size."""
+"""Least number of batches for a test of their sum, so that a short example with any batch size passes."""
 
 
 class Sampler:

@@ -56,8 +56,8 @@ class Settings:
         mechanism: one step.
         epoch: steps of an epoch, if not those of the sizes.
         earlier: (mechanism, steps) of the first steps, which had other noise than `mechanism`.
-        bands: b of `accounting.banded`, whose mechanism is that of b steps; 1 for noise without bands.
-        blt: of `accounting.blt`, where all steps are one mechanism; None for other noise.
+        bands: b of `accounting.banded`; `mechanism` is then that of b steps. 1 for other noise.
+        blt: parameters of `accounting.blt`; all steps are then one mechanism. None for other noise.
     """
 
     batch_size: int

@@ -1,4 +1,4 @@
-"""The state of an engine, for its parts that read and change it: loader, patch of `step`, log, adapters."""
+"""`State`: the attributes of an engine that its loader, its patch of `step`, its log and adapters use."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -16,7 +16,7 @@ from dpbench.engine.spent import Abandoned, PrivacySpent
 
 
 class State(ABC):
-    """What `dpbench.engine.engine.PrivacyEngine` is for the modules below it.
+    """Base class of `dpbench.engine.engine.PrivacyEngine`, for modules that `engine` itself imports.
 
     Methods take:
         loss, delta: the losses [B], with their graph; δ, the engine's if None.

@@ -7,6 +7,6 @@ tutorials      four programs to read and run
 sharp_edges    common mistakes, and how each is caught
 
 accelerate needs no module: `PrivacyEngine` accepts the results of its `prepare`, and `prepare` those of the engine.
-Then call `optimizer.step(loss=losses)`, and no `accelerator.backward()`. Step schedulers where `engine.stepped`, and
-once in several processes with `Accelerator(step_scheduler_with_optimizer=False)`.
+Then call `optimizer.step(loss=losses)`, and no `accelerator.backward()`. Step schedulers only if `engine.stepped`. In
+several processes create `Accelerator(step_scheduler_with_optimizer=False)`, or each steps once for every process.
 """

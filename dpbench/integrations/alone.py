@@ -5,8 +5,9 @@ collator pads to the longest record and the model sees the padding (no attention
 padding), or if it mixes records (mixup). Then C does not bound one record's share of the sum. So the check runs a few
 records through the caller's own collator and loss, without dropout, together and one by one.
 
-If collator or model draw random numbers (masked language models), a record alone differs. Then the check draws the same
-numbers twice, for a record beside others and beside copies of itself, if both batches have one shape; else it skips.
+If collator or model draw random numbers (masked language models), the losses of a record alone differ anyway. The check
+then compares the record among others with the record among copies of itself, for the same random numbers. It does
+nothing if these two batches differ in shape.
 """
 
 from __future__ import annotations

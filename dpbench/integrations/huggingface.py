@@ -61,14 +61,14 @@ class PrivacyArguments:
     target_delta: float | None = field(default=None, metadata={"help": "Delta; 1/(2n) if left out."})
     backend: str = field(default="bk_mixed", metadata={"help": "How per-sample gradients are clipped."})
     clip: str = field(default="flat", metadata={"help": "The clipping function: flat, automatic or per_layer."})
-    accountant: str | None = field(default=None, metadata={"help": "Who says what epsilon is, as prv, rdp or pld."})
+    accountant: str | None = field(default=None, metadata={"help": "The accountant, such as prv, rdp or pld."})
     noise: str = field(default="gaussian", metadata={"help": "gaussian, discrete (on a grid), banded:8, or blt:3."})
     secure: bool = field(default=False, metadata={"help": "Insist on noise of a cipher, which is the default."})
     sampling: str = field(default="poisson", metadata={"help": "How batches are drawn, as poisson or shuffled."})
     max_batch_size: int | None = field(default=None, metadata={"help": "For truncated_poisson: the largest batch."})
     numerical_stability_constant: float = field(default=0.0, metadata={"help": "Of the clipping function."})
-    group_size: int = field(default=1, metadata={"help": "Epsilon is of so many records at once."})
-    pad: bool | None = field(default=None, metadata={"help": "Give all pieces one size; on a GPU if left out."})
+    group_size: int = field(default=1, metadata={"help": "Records that epsilon protects at once."})
+    pad: bool | None = field(default=None, metadata={"help": "Pad pieces to few sizes; on a GPU by default."})
     max_grad_norm: InitVar[float | None] = None
     generator: InitVar[torch.Generator | None] = None
     log: InitVar[Any] = None

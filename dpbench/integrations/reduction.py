@@ -4,9 +4,9 @@ The check records what the caller computes from the outputs and from the loader'
 the first few batches, in the batch after each new kind of loss, and in one of 200 later ones
 (`dpbench.engine.loss_mixing_check`). At `optimizer.step()` it reruns this:
 
-others   with the samples outside of S replaced by one of S, in inputs, outputs and labels, for several S. The model's
-         inputs for S, and the gradients of the outputs of S, must not change. A mean over the tokens that are not
-         padding, or weighted by classes, is divided by a number of the whole batch, and is detected; so are pairs of
+others   with the samples outside of S replaced by samples of S, in inputs, outputs and labels, for several S. The
+         model's inputs for S, and the gradients of the outputs of S, must not change. This detects a mean over the
+         tokens that are not padding, or weighted by classes, which is divided by a number of the whole batch; and
          samples that were mixed before the model.
 twice    with each sample twice: a mean halves the gradients, a sum does not. This detects a sum declared as a mean,
          whose gradients would be multiplied by the size of the batch.

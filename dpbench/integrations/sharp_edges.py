@@ -15,7 +15,7 @@
 | your own sampler, batches by length, `drop_last` | refused by name | `test_what_cannot_be_private_is_refused_by_name` |
 | a stream of records, or Trainer's hyperparameter search on the same records | refused by name | `test_what_cannot_be_private_is_refused_by_name` |
 | Opacus' `poisson_sampling=False` | accounted as fixed batches, at a larger ε | `test_batches_that_are_not_sampled_are_accounted_as_what_they_are` |
-| many records of one person | ε protects one record; combine a person's records into one | `test_a_user_is_clipped_as_one_record` |
+| many records of one person | ε protects one record; set `group_size`, or combine a person's records into one | `test_a_user_is_clipped_as_one_record` |
 | a loss in `make_step`, or a model in any loop, that divides by the number of records | refused: "samples mix" | `test_a_model_that_mixes_is_refused` |
 | class weights from label counts, in `make_step` | refused: "samples mix" | `test_a_loss_that_mixes_is_refused` |
 | a mean over the positions of the longest record of a batch | refused: "samples mix" | `test_a_mean_over_the_positions_of_the_longest_record_is_refused` |
@@ -65,8 +65,9 @@
 **Not detected in your own loop**, or in accelerate's, and refused by `make_step`: losses divided by their number or by a
 sum over the batch's labels; weights or scales that are computed of losses outside of torch (`losses.tolist()`, NumPy);
 statistics of activations that the loss takes from a hook or an attribute of the model, in place of its outputs; numbers
-of an earlier step. Nor are records found that mix between the loader and the model, or data that reach the model by an
-attribute: the engine sees only the model's arguments and the operations on its outputs. Opacus' loops are not checked for padding, which a recurrent model sees if its last position is read.
+of an earlier step. The engine sees only the model's arguments and the operations on its outputs. So it does not detect
+records that mix between the loader and the model, or data that reach the model through an attribute. Opacus' loops are
+not checked for padding, which a recurrent model sees if the loss reads its last position.
 
 **Never detected.** Hyperparameters chosen by the private data, early stopping by their loss, published training accuracy,
 the order of records in logs: none of it passes the engine, and none of it is in ε.

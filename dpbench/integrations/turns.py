@@ -1,8 +1,8 @@
 """Step the engine from framework loops that compute losses in one place and call `optimizer.step()` in another.
 
-A logical batch comes in as many physical pieces as its records need, known only when it is drawn; a framework expects a
-fixed number of batches a step. So the framework receives turns instead of batches. A turn takes at most one piece, and
-the last turn of a logical batch takes the rest. Nothing is drawn ahead of its step.
+The number of physical pieces of a logical batch is known only when it is drawn, but a framework expects a fixed number
+of batches a step. So the framework receives `Turn` objects instead of batches. A turn takes at most one piece, and the
+last turn of a logical batch takes the rest. Nothing is drawn ahead of its step.
 """
 
 import types

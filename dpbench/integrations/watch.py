@@ -1,4 +1,4 @@
-"""Hook a model between loader and step, to record the operations on the batches to check."""
+"""`Watch`: base class of hooks that record a model's operations on those batches that `reduction` checks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -55,8 +55,8 @@ class Clips:
 
     Args:
         clipping: one of `NAMES`.
-        max_grad_norm: C; for "per_layer" also a list, one of each trainable parameter in the optimizer's order. A
-            number gives all layers equal shares.
+        max_grad_norm: C. For "per_layer" a number gives all layers equal shares; a list has a threshold for each
+            trainable parameter, in the optimizer's order.
         optimizer, model: of the parameters.
         noise_multiplier: σ.
         options: those of `Quantile` for "adaptive"; none of the others.

@@ -46,7 +46,7 @@ class PrivacyEngine:
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
         self.engine: Engine | None = None
-        """The engine, after `make_private`: `engine.privacy_spent()` says what an ε is worth."""
+        """The engine, after `make_private`: `engine.privacy_spent()` states the conditions of ε."""
         self.secure_mode = secure_mode
         self.dataset: Any = None
         self.accountant = Accountant(accountant, lambda: self.engine)

@@ -1,9 +1,8 @@
-"""Cut a model that computes its own loss from labels before that loss, not at its outputs.
+"""Find the logits of a model that computes its own loss, as in transformers: ``model(**batch).loss.backward()``.
 
-transformers' models do so: ``model(**batch).loss.backward()``. The logits read by `F.cross_entropy` inside the model
-count as its outputs (`dpbench.integrations.opacus.outputs`), if the mean is one over samples: each sample has as many
-counted labels as every other. The returned loss must depend on the parameters through these logits alone, which is
-checked.
+The logits that `F.cross_entropy` reads inside the model count as its outputs (`dpbench.integrations.opacus.outputs`),
+if the loss is a mean over samples: all samples have equally many counted labels. The returned loss must depend on the
+parameters through these logits alone, which is checked.
 """
 
 from collections.abc import Callable, Iterator

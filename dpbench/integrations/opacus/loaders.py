@@ -53,8 +53,8 @@ class DPDataLoader(DataLoader[Any]):
 
         Args:
             most: samples.
-            skip: called for each piece with whether the optimizer only accumulates it; the engine knows this of Poisson
-                samples.
+            skip: called before each piece with True if the optimizer only accumulates it. Not called for
+                Poisson samples, whose pieces the engine knows.
         """
         pieces = DPDataLoader.__new__(DPDataLoader)
         pieces.__dict__.update(self.__dict__)

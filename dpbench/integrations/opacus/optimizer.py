@@ -219,7 +219,7 @@ class DPOptimizer(Optimizer):
             self.step_hook(self)
 
     def _give_up(self) -> None:
-        """Drop the forward passes without a loss, and release the other processes, which wait for this one."""
+        """Drop the recorded forward passes, and make the other processes raise, as they wait for this one's step."""
         drop_recorded(self._engine)
         if place()[1] > 1:
             with suppress(Misuse):

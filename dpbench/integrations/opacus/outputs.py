@@ -101,7 +101,7 @@ class Cut:
 
 
 class Outputs(Watch):
-    """Cuts a model at its outputs, and turns their gradients into the samples' losses.
+    """Replaces a model's outputs by equal tensors with a graph of their own; turns their gradients into losses [B].
 
     Args:
         model: the engine records its forward passes already.
