@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clipping.checks.verification import CAST_TOLERANCE, in_eval, reading_float64
-from clipping.core.batches import version_of
+from clipping.core.autograd import version_of
 from clipping.core.dtypes import without_autocast
 from clipping.core.types import Problem
 from clipping.numerics.rng_replay import Draws, same_for_each

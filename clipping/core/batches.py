@@ -94,8 +94,3 @@ def leading_dimension(*trees: Any) -> int:
 
 def _is_record(tree: Any) -> bool:
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
-
-
-def version_of(x: Tensor) -> int:
-    """Return how often a tensor was written to, by autograd's count; -1 for an inference tensor, which has none."""
-    return -1 if x.is_inference() else x._version

@@ -14,22 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.core.autograd import nodes
+
 HALF = (torch.bfloat16, torch.float16)
 
 
 def formats(*tensors: Tensor) -> set[torch.dtype]:
     """Return the floating dtypes of `tensors` and of every node in their graphs."""
-    found = {x.dtype for x in tensors if x.is_floating_point()}
-    stack: list[Any] = [x.grad_fn for x in tensors if x.grad_fn is not None]
-    seen = {None, *stack}
-    while stack:
-        node = stack.pop()
-        found |= {each.dtype for each in node._input_metadata if each.dtype.is_floating_point}
-        for child, _ in node.next_functions:
-            if child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return found
+    made = {each.dtype for node in nodes(x.grad_fn for x in tensors) for each in node._input_metadata}
+    return {dtype for dtype in made.union(x.dtype for x in tensors) if dtype.is_floating_point}
 
 
 def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float]) -> float:

@@ -7,7 +7,7 @@ Functions take:
 """
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -111,25 +111,22 @@ def _is_data_parallel(p: Any) -> bool:
     return bool(last.is_shard()) and len(replicas) < 2 and all(x.is_replicate() for x in replicas)
 
 
-class StandIns:
-    """Maps the plain tensor that stands in for a parameter while its module runs to the parameter's name."""
+def stand_ins(model: nn.Module) -> Callable[[Tensor], str | None] | None:
+    """Map the plain tensor that stands in for a sharded parameter while its module runs to the parameter's name.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._known: dict[int, tuple[Tensor, str]] = {}
+    Returns:
+        tensor -> name, or None for any other tensor; None for a model that is not sharded.
+    """
+    known: dict[int, tuple[Tensor, str]] = {}
 
-    def __call__(self, tensor: Tensor) -> str | None:
-        """The name of the parameter, or None for any other tensor."""
+    def name_of(tensor: Tensor) -> str | None:
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_sharded(tensor):
             return None
-        if id(tensor) not in self._known:  # FSDP reads it before it is in the model: keep the known ones
-            self._known |= {id(p): (p, name) for name, p in self._model.named_parameters() if not is_sharded(p)}
-        return self._known[id(tensor)][1] if id(tensor) in self._known else None
+        if id(tensor) not in known:  # FSDP reads it before it is in the model: keep the known ones
+            known.update({id(p): (p, name) for name, p in model.named_parameters() if not is_sharded(p)})
+        return known[id(tensor)][1] if id(tensor) in known else None
 
-
-def stand_ins(model: nn.Module) -> StandIns | None:
-    """The stand-ins of a sharded model; None for any other."""
-    return StandIns(model) if sharded_modules(model) else None
+    return name_of if sharded_modules(model) else None
 
 
 def summed(result: ClippedGradient) -> ClippedGradient:

@@ -51,9 +51,9 @@ UNTIMED = {False: 2.0, True: 3.0}
 """Is the dtype half precision? -> factor by which an untimed plan assumes a Triton kernel multiplies more slowly than
 libraries. The kernel is chosen where writing and reading Gram matrices or gradients would take most of the time."""
 
-WORKSPACES = {"cpu": 4}
-"""Divisor of a rule's room, which gives the workspace that "auto" allows if any route needs so little. Other devices
-may use the whole room: smaller blocks are more launches."""
+WORKSPACE = 1 / 4
+"""The share of a rule's room that "auto" allows as a workspace on a CPU, if any route needs so little. On a GPU it is
+the whole room: smaller blocks are more launches."""
 
 CALL = 3e-5
 """Rough seconds of another block of samples, added to smaller blocks that were not timed."""
@@ -185,7 +185,7 @@ class Planner:
         if self.strategy == "auto":
             least = min(choice.held for choice in choices if not choice.route.kept)
             choices = [choice for choice in choices if choice.held <= least]
-            room = rule.room() // WORKSPACES.get(rule.parameter.device.type, 1)
+            room = rule.room() * (WORKSPACE if rule.parameter.is_cpu else 1)
             most = max(room, min(choice.workspace for choice in choices))
             choices = [choice for choice in choices if choice.workspace <= most]
         return min(choices, key=lambda choice: choice.seconds)

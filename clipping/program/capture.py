@@ -6,8 +6,8 @@ is captured again. Dynamo applies Python side effects (a counter, a reassigned b
 """
 
 import types
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -112,10 +112,7 @@ class Capture:
             return self._run(inputs, targets)
 
     def _run(self, inputs: Any, targets: Any) -> Tensor:
-        with ExitStack() as stack:
-            stack.enter_context(_capturing)
-            stack.enter_context(self._patched)
-            stack.enter_context(activations_may_require_gradients())
+        with _capturing(), self._patched, activations_may_require_gradients():
             try:
                 return self._losses(inputs, targets)
             except self._full as error:
@@ -159,24 +156,22 @@ _SELECTIVE = "_checkpoint_context_fn"
 """In the meta of a checkpointed part that keeps some of its activations."""
 
 
-class _Capturing:
-    """Records whether a `Capture` is running or tracing code."""
-
-    now = False
-
-    def __enter__(self) -> None:
-        self._before, self.now = self.now, True
-
-    def __exit__(self, *_: object) -> None:
-        self.now = self._before
+@contextmanager
+def _capturing() -> Iterator[None]:
+    global _captured
+    before, _captured = _captured, True
+    try:
+        yield
+    finally:
+        _captured = before
 
 
-_capturing = _Capturing()
+_captured = False
 
 
 def is_captured() -> bool:
     """True within a step that runs as a graph. Hooks that record a model's forward pass do nothing then."""
-    return _capturing.now
+    return _captured
 
 
 def computed_again(part: GraphModule, *args: Any) -> Any:

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map
 
 from clipping.checks.second_look import TOLERANCE, Moving, of_other_kernels, put_back
 from clipping.checks.verification import WrongGradient, compare, limit_of
-from clipping.core.batches import tensors_of, version_of
+from clipping.core.autograd import version_of
+from clipping.core.batches import tensors_of
 from clipping.core.dtypes import coarsest, without_autocast
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from clipping.core.autograd import nodes
 from clipping.core.dtypes import norm_dtype
 
 
@@ -297,20 +298,16 @@ def remade(tensor: Tensor, known: dict[int, Source], uses: set[Any]) -> Source |
         None if the tensor also depends on data.
     """
     parameters: dict[str, Tensor] = {}
-    stack, seen = [tensor.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes([tensor.grad_fn]):
+        if node in uses:
+            return None
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             source = known.get(id(leaf))
             if source is None:
                 return None
             parameters |= source.parameters
-        stack.extend(child for child, _ in node.next_functions)
-    if seen & uses or not parameters:
+    if not parameters:
         return None
     return Source(tensor, parameters, False, version=tensor._version, node=tensor.grad_fn, output_nr=tensor.output_nr)
 

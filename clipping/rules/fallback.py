@@ -2,17 +2,15 @@
 
 No formula is assumed. Row i of the output must depend on row i alone of every operand that depends on data, which the
 first batch's verification checks.
-
-Functions take:
-    tree: arguments, in nested tuples, lists and dicts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clipping.core.batches import map_tensors, tensors_of
 from clipping.rules.base import Gradient, Refused, Rule, as_refused, title
 
 
@@ -37,9 +35,7 @@ class VmapRule(Rule):
             values = {id(whole): row[None] for whole, row in zip(data, rows, strict=True)}
 
             def of(parameter: Tensor) -> Tensor:
-                here = {**values, id(self.parameter): parameter}
-                args = substitute(self.args, here)
-                return self.func(*args, **substitute(self.kwargs, here))
+                return self._with({**values, id(self.parameter): parameter})
 
             row, pull, *_ = torch.func.vjp(of, self.parameter.detach())
             if row.shape[1:] != g_one.shape or row.shape[0] != 1:
@@ -52,6 +48,11 @@ class VmapRule(Rule):
             refused = as_refused(error)
             raise Refused(f"{title(self.func)}: {refused.reason}", refused.remedy) from error
 
+    def _with(self, values: dict[int, Tensor]) -> Any:
+        """Return the result with some tensors replaced, by their ids; the others are constants."""
+        args, kwargs = map_tensors(lambda x: values.get(id(x), x.detach()), (self.args, self.kwargs))
+        return self.func(*args, **kwargs)
+
     def _with_rows(self, g: Tensor) -> list[Tensor]:
         """Return the operands with one row a sample: the data, and constants that the operation needs row by row.
 
@@ -59,41 +60,17 @@ class VmapRule(Rule):
         samples). It does not if the first row of the data and the whole constant give one row of the output.
         """
         known = {id(x) for x in (*self.data, self.parameter)}
-        others = [x for x in operands((self.args, self.kwargs)) if id(x) not in known and x.shape[:1] == g.shape[:1]]
+        others = [x for x in tensors_of((self.args, self.kwargs)) if id(x) not in known and x.shape[:1] == g.shape[:1]]
         return [*self.data, *others] if others and len(g) > 1 and not self._is_enough(g) else self.data
 
     def _is_enough(self, g: Tensor) -> bool:
         here = {id(x): x.detach()[:1] for x in self.data}
         try:
             with torch.no_grad():
-                row = self.func(*substitute(self.args, here), **substitute(self.kwargs, here))
+                row = self._with(here)
         except (RuntimeError, ValueError, IndexError):
             return False
         return bool(row.shape == (1, *g.shape[1:]))
-
-
-def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
-    """Replace tensors in nested arguments; others are constants.
-
-    Args:
-        values: id of a tensor -> its replacement.
-    """
-    if isinstance(tree, Tensor):
-        return values.get(id(tree), tree.detach())
-    if isinstance(tree, dict):
-        return {key: substitute(value, values) for key, value in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(substitute(value, values) for value in tree)
-    return tree
-
-
-def operands(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, and in lists and dicts among them."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list, dict)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from operands(value)
 
 
 def fallback(

@@ -7,12 +7,12 @@ that is a view. Otherwise the norm would lack a share. Every call is checked, as
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clipping.core.autograd import nodes
 from clipping.core.types import Parameters, Problem
 from clipping.numerics import kernels
 from clipping.tape.record import Tape
@@ -142,19 +142,3 @@ def _names(node: Any, known: dict[int, str], tape: Tape) -> list[str]:
 def _is_parameter(cast: Any, known: dict[int, str]) -> bool:
     (child, _), *_ = cast.next_functions
     return type(child) is _LEAF and id(child.variable) in known
-
-
-def nodes(roots: list[Any]) -> Iterator[Any]:
-    """Yield the nodes of the graph below some roots, each once.
-
-    Args:
-        roots: autograd nodes, or None.
-    """
-    seen: set[Any] = {None}
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            stack += [child for child, _ in node.next_functions]

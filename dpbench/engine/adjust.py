@@ -12,13 +12,13 @@ from torch import Tensor
 from accounting import SubsampledGaussian
 from accounting.reductions import as_poisson
 from clipping import ClipFunction
+from dpbench.engine.engine import PrivacyEngine
 from dpbench.engine.errors import Misuse
 from dpbench.engine.sampling import Sizes
 from dpbench.engine.settings import require_sensitivity
-from dpbench.engine.state import State
 
 
-def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:
+def set_rate(engine: PrivacyEngine, sample_rate: float, steps_per_epoch: int) -> None:
     """Draw and account batches at a rate q other than b/n: the divisor b is whole, n q need not be.
 
     Args:
@@ -37,13 +37,13 @@ def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:
     engine._sizes = Sizes(engine.settings.sample_size, engine.settings.sample_size * sample_rate)
 
 
-def plan(engine: State, steps: int, target_epsilon: float, target_delta: float) -> None:
+def plan(engine: PrivacyEngine, steps: int, target_epsilon: float, target_delta: float) -> None:
     """Set the steps and (ε, δ) that the noise was calibrated for; the engine warns of later steps."""
     settings = replace(engine.settings, planned_steps=steps, target_epsilon=target_epsilon, delta=target_delta)
     engine.settings = settings
 
 
-def set_noise_multiplier(engine: State, noise_multiplier: float, clip: ClipFunction | None = None) -> None:
+def set_noise_multiplier(engine: PrivacyEngine, noise_multiplier: float, clip: ClipFunction | None = None) -> None:
     """Set σ of future steps, with a clipping function whose sensitivity depends on σ; or change neither and raise.
 
     Raises:
@@ -72,7 +72,7 @@ def set_noise_multiplier(engine: State, noise_multiplier: float, clip: ClipFunct
     engine.settings = replace(settings, mechanism=mechanism, earlier=earlier)
 
 
-def set_clip(engine: State, clip: ClipFunction) -> None:
+def set_clip(engine: PrivacyEngine, clip: ClipFunction) -> None:
     """Set the clipping function of future logical batches; noise is scaled to its sensitivity.
 
     Raises:
@@ -86,7 +86,7 @@ def set_clip(engine: State, clip: ClipFunction) -> None:
     engine._recorder.backend.clip = clip
 
 
-def watch_norms(engine: State, count: Callable[[Tensor], float]) -> None:
+def watch_norms(engine: PrivacyEngine, count: Callable[[Tensor], float]) -> None:
     """Sum `count(norms)` over the pieces of a logical batch, before clipping: neither private nor accounted.
 
     The count is dropped, retried and saved with the pieces' sums. After a step `engine.counted` is the count of the
@@ -98,7 +98,7 @@ def watch_norms(engine: State, count: Callable[[Tensor], float]) -> None:
     engine._recorder.count = count
 
 
-def begin_after(engine: State, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:
+def begin_after(engine: PrivacyEngine, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:
     """Also account for the steps of an earlier training of this model.
 
     Args:
@@ -115,27 +115,3 @@ def begin_after(engine: State, parts: Sequence[tuple[SubsampledGaussian, int]]) 
     engine.settings = replace(engine.settings, earlier=tuple(before))
     engine.steps = engine._sampled = sum(count for _, count in parts)
     engine.drawn = engine.steps
-
-
-def count_batches(engine: State, batches: int) -> None:
-    """Raise the count of logical batches to those that another loader has yielded.
-
-    Args:
-        batches: yielded so far.
-    """
-    engine.drawn = max(engine.drawn, batches)
-
-
-def drawn_by_engine(engine: State) -> bool:
-    """Returns whether the engine's loader drew every released batch."""
-    return engine._sampled == engine.steps
-
-
-def drop_recorded(engine: State) -> None:
-    """Free the forward passes since the last step, and so leave their batch out."""
-    engine._recorder.drop()
-
-
-def drop_parts(engine: State) -> None:
-    """Drop the sums of an unfinished logical batch, as the caller begins another."""
-    engine._drop_parts()

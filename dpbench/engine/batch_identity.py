@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.core.batches import tensors_of, version_of
+from clipping.core.autograd import version_of
+from clipping.core.batches import tensors_of
 from dpbench.engine.errors import Misuse, PrivacyWarning
 
 ROWS, COLUMNS, CANDIDATES = 16, 4, 256

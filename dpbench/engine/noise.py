@@ -146,12 +146,8 @@ class Pseudo(Noise):
         """Draws once for all on a GPU's generator, and one by one on a CPU's."""
         drawn = torch.zeros_like(flat, device=self._given.device)
         for part in segments.parts(drawn) if drawn.device.type == "cpu" else [drawn]:
-            part.copy_(self._drawn(part))
+            part.normal_(generator=self._given)
         flat.add_(drawn.to(flat.device), alpha=deviation)
-
-    def _drawn(self, like: Tensor) -> Tensor:
-        where = self._given.device
-        return torch.randn(like.shape, generator=self._given, device=where, dtype=like.dtype).to(like.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "pseudo", "given": self._given.get_state()}

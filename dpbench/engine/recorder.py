@@ -22,7 +22,8 @@ from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
-from clipping.core.batches import leading_dimension, map_tensors, version_of
+from clipping.core.autograd import version_of
+from clipping.core.batches import leading_dimension, map_tensors
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
 from clipping.distributed.spread import no_rows, row_of_zeros
 from clipping.program.capture import is_captured

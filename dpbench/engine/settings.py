@@ -159,8 +159,8 @@ def resolve(
     if target_epsilon is not None and planned is None:
         raise ValueError("expected epochs or steps beside target_epsilon, got neither: the noise depends on them")
     delta = _delta(target_delta, sample_size)
-    scheme: dict[str, Any] = {"sampling": sampling, "dataset_size": sample_size, "max_batch_size": max_batch_size}
-    scheme["group_size"] = group_size
+    scheme: dict[str, Any] = {"sampling": sampling, "dataset_size": sample_size, "group_size": group_size}
+    scheme["max_batch_size"] = max_batch_size
     if bands * batch_size > sample_size:
         most = sample_size // batch_size
         raise ValueError(f"expected noise with at most sample_size // batch_size = {most} bands, got {bands}")
@@ -176,8 +176,9 @@ def resolve(
             alone = calibrate_noise_multiplier(accountant, sample_rate=1.0, steps=1, **at)
             noise_multiplier = alone * blt.sensitivity(planned) * (1 + 1e-12)  # rounded up
     mechanism = SubsampledGaussian(noise_multiplier, q, **scheme)
-    noise: dict[str, Any] = {"bands": bands, "blt": blt}
-    return Settings(batch_size, sample_size, planned, delta, target_epsilon, accountant, mechanism, **noise)
+    return Settings(
+        batch_size, sample_size, planned, delta, target_epsilon, accountant, mechanism, bands=bands, blt=blt
+    )
 
 
 def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:

@@ -26,10 +26,10 @@ from clipping.checks.second_look import Moving
 from clipping.checks.verification import reading_float64
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest, without_autocast
+from clipping.distributed.spread import any_sharded
 from clipping.numerics.rng_replay import Draws, WithoutDropping
 from dpbench.engine import Misuse
 from dpbench.engine.loader import Collate, places_of
-from dpbench.integrations.whole_states import is_shared
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative tolerance of a loss, by its dtype, as batches of other shapes run other kernels.
@@ -83,7 +83,7 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
 
 def _without_rounding(model: nn.Module, seen: _Seen) -> tuple[int, float, float, str] | None:
     """The difference in float64; if the model cannot be cast, a difference of `MUCH` tolerances."""
-    if not is_shared(model):
+    if not any_sharded(list(model.parameters())):
         seen.wide = True
         device = next(model.parameters()).device
         with suppress(RuntimeError, TypeError, NotImplementedError), reading_float64(model), without_autocast(device):

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from clipping.distributed.spread import any_sharded
 from clipping.program.graphs import Compile
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.integrations.alone import look
 from dpbench.integrations.turns import Steps, Turn, per_sample
-from dpbench.integrations.whole_states import is_shared, load_whole_states, load_whole_weights, whole
+from dpbench.integrations.whole_states import load_whole_states, load_whole_weights, whole
 from dpbench.trials.packages import needed
 
 with needed("transformers", __name__):
@@ -132,7 +133,7 @@ class PrivateTrainer(Trainer):
         given = {"args": args, "data_collator": data_collator, "train_dataset": train_dataset, "privacy": privacy}
         refuse(self, {**given, **options})
         super().__init__(model, args, data_collator, train_dataset, *others, **options)
-        self._is_shared = is_shared(self.model)
+        self._is_shared = any_sharded(list(self.model.parameters()))
         if self._is_shared:
             load_whole_weights(self.model)
             prepare = self.accelerator.prepare_model  # evaluation mode adds no DistributedDataParallel

@@ -6,7 +6,6 @@ A checkpoint equals a single process's, and any number of processes can resume f
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -67,12 +66,3 @@ def _part(value: Any, like: Tensor) -> Any:
     if value.shape != like.shape:  # a count of steps, say
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-
-
-def is_shared(model: torch.nn.Module) -> bool:
-    """Returns whether any parameter is sharded.
-
-    Args:
-        model: any module.
-    """
-    return any(isinstance(p, DTensor) for p in model.parameters())

@@ -1,6 +1,5 @@
 """`PrivacyEngine` and `BatchMemoryManager` with Opacus' arguments, translated to `dpbench.PrivacyEngine`."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from accounting import calibrate_noise_multiplier
 from clipping.core.types import UnsupportedModel
 from dpbench.engine import Misuse
 from dpbench.engine import PrivacyEngine as Engine
-from dpbench.engine.adjust import drop_recorded, plan, set_rate
+from dpbench.engine.adjust import plan, set_rate
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import batch_norm_problem, batch_norms, require_usable
 from dpbench.errors import complaint, nearest
@@ -148,7 +147,7 @@ class PrivacyEngine:
         set_rate(engine, 1 / length, length)
         engine.attach(optimizer)
         loss: Any = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
-        forget = partial(drop_recorded, engine)
+        forget = engine._recorder.drop
         ghost = grad_sample_mode.startswith("ghost")
         losses = Backward(model, forget) if ghost else Outputs(model, loss_reduction == "mean", forget)
         loader = DPDataLoader(data_loader, engine, poisson_sampling, losses.batch)

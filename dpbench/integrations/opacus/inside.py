@@ -5,12 +5,14 @@ if the loss is a mean over samples: all samples have equally many counted labels
 parameters through these logits alone, which is checked.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from clipping.core.autograd import nodes
 
 MANY = 256
 """Largest number of a loss's nodes to follow."""
@@ -59,23 +61,8 @@ def depends_on(x: Tensor, anchors: set[int]) -> bool:
         x: with or without a graph.
         anchors: identities of tensors without a graph of their own.
     """
-    for number, node in enumerate(nodes(x.grad_fn)):
+    for number, node in enumerate(nodes([x.grad_fn])):
         variable = getattr(node, "variable", None)
         if number >= MANY or (variable is not None and id(variable) not in anchors):
             return False
     return True
-
-
-def nodes(root: Any) -> Iterator[Any]:
-    """Yield the nodes of a graph, each once.
-
-    Args:
-        root: a node of autograd.
-    """
-    found, to_go = {root}, [root]
-    while to_go:
-        yield (node := to_go.pop())
-        after = (each for each, _ in node.next_functions)
-        fresh = dict.fromkeys(each for each in after if each is not None and each not in found)
-        found.update(fresh)
-        to_go += fresh

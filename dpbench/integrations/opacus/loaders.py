@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from dpbench.engine import Misuse, PrivacyEngine
-from dpbench.engine.adjust import count_batches, drop_parts
 from dpbench.integrations.loader_options import shared_options
 
 
@@ -89,7 +88,7 @@ class Epochs:
         if not self._counted:
             length = self._engine.settings.steps_per_epoch
             before = -(-max(self._engine.drawn, self._engine.steps - 1) // length)
-            count_batches(self._engine, before * length + 1)
+            self._engine.drawn = max(self._engine.drawn, before * length + 1)
             self._counted = True
 
 
@@ -109,7 +108,7 @@ class _Split:
         is_last, fresh = self._pieces.is_last, True
         for batch in batches:
             if fresh:  # drop a batch whose last piece was left out
-                drop_parts(self._engine)
+                self._engine._drop_parts()
             fresh = is_last.popleft()
             self._skip(not fresh)
             yield batch

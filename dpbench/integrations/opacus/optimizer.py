@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpbench.engine import AdamBC, Misuse, PrivacyEngine, PrivacyWarning
-from dpbench.engine.adjust import drawn_by_engine, drop_recorded, set_clip, set_noise_multiplier, watch_norms
+from dpbench.engine.adjust import set_clip, set_noise_multiplier, watch_norms
 from dpbench.engine.distributed import place
 from dpbench.integrations.opacus.clips import Clips
 from dpbench.integrations.opacus.criterion import Backward
@@ -220,13 +220,14 @@ class DPOptimizer(Optimizer):
 
     def _give_up(self) -> None:
         """Drop the recorded forward passes, and make the other processes raise, as they wait for this one's step."""
-        drop_recorded(self._engine)
+        self._engine._recorder.drop()
         if place()[1] > 1:
             with suppress(Misuse):
                 self._engine.step(None)
 
     def _see_who_draws(self) -> None:
-        if self._told or self._engine.settings.mechanism.sampling != "poisson" or drawn_by_engine(self._engine):
+        engine = self._engine
+        if self._told or engine.settings.mechanism.sampling != "poisson" or engine._sampled == engine.steps:
             return
         self._told = True
         warnings.warn(

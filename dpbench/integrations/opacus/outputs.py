@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.core.autograd import nodes
 from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from dpbench.engine import Misuse
 from dpbench.engine.loss_mixing_check import plain
-from dpbench.integrations.opacus.inside import MANY, LossInside, depends_on, nodes
+from dpbench.integrations.opacus.inside import MANY, LossInside, depends_on
 from dpbench.integrations.reduction import Look
 from dpbench.integrations.watch import Watch
 
@@ -269,7 +270,7 @@ def _running(anchors: set[int]) -> tuple[str, ...]:
         while frame is not None:
             loss = frame.f_locals.get("self")
             if frame.f_code.co_name == "backward" and isinstance(loss, Tensor) and loss.grad_fn is not None:
-                graph = list(islice(nodes(loss.grad_fn), MANY))
+                graph = list(islice(nodes([loss.grad_fn]), MANY))
                 if len(graph) == MANY or any(id(getattr(node, "variable", None)) in anchors for node in graph):
                     return tuple(node.name() for node in graph)
             frame = frame.f_back

@@ -1,0 +1,27 @@
+"""Autograd's view of a tensor: how often it was written to, and the nodes of its graph."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def version_of(x: Tensor) -> int:
+    """Return how often a tensor was written to, by autograd's count; -1 for an inference tensor, which has none."""
+    return -1 if x.is_inference() else x._version
+
+
+def nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of the graph below some roots, each once.
+
+    Args:
+        roots: autograd nodes, or None.
+    """
+    seen: set[Any] = {None}
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += [child for child, _ in node.next_functions]
