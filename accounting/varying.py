@@ -9,6 +9,9 @@ The smallest of these upper bounds is used (the first, if it exists and each ste
     least  all steps with the least noise and the largest rate, by the requested accountant: more noise or a smaller
         rate never spends more
 
+Where a record is in one batch of each pass (`accounting.sampling.BY_EPOCH`), passes go on from part to part, and a
+record may always be in the batch with the least noise. So a pass counts as a pass of its least noise.
+
 If there are more than `MOST_KINDS` kinds of steps, as in a schedule, similar kinds count as if all had the least noise.
 
 Functions take:
@@ -19,6 +22,7 @@ Functions take:
 import functools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +32,7 @@ import numpy as np
 from accounting.base import Accountant, Guarantee
 from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, whole, within
 from accounting.rdp import LARGEST, SMALLEST, to_epsilon
-from accounting.reductions import at_home
+from accounting.reductions import at_home, batches_of_epoch, epochs_begun
 from accounting.sampling import BY_EPOCH, HOME
 from accounting.search import descend
 from accounting.series import log_moments
@@ -49,8 +53,6 @@ def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: 
     counts = _counts(parts)
     if not parts:
         raise ArgumentError("parts", "to be at least one", parts)
-    if not counts:
-        counts = {parts[0][0]: 0}
     if len(counts) == 1:
         ((mechanism, steps),) = counts.items()
         return accountant.guarantee(mechanism, steps=steps, delta=delta)
@@ -82,9 +84,13 @@ def spending(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
     Raises:
         NoAnswer: the parts have different adjacency.
     """
+    return _spending(_counts(parts))
+
+
+def _spending(counts: dict[SubsampledGaussian, float]) -> dict[SubsampledGaussian, float]:
     counts = {
         mechanism: steps
-        for mechanism, steps in _counts(parts).items()
+        for mechanism, steps in counts.items()
         if steps > 0 and mechanism.sample_rate > 0 and mechanism.noise_multiplier < math.inf
     }
     if len({mechanism.adjacency for mechanism in counts}) > 1:
@@ -97,11 +103,27 @@ def spending(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
 
 
 def _counts(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
-    counts: dict[SubsampledGaussian, float] = {}
-    for mechanism, steps in parts:
-        if steps or len(parts) == 1:
-            counts[mechanism] = counts.get(mechanism, 0) + steps
-    return counts
+    if len(spent := [part for part in parts if part[1]]) < 2:
+        return dict(spent or parts[:1])
+    counts: defaultdict[SubsampledGaussian, float] = defaultdict(float)
+    current, taken = spent[0][0], 0.0  # the least noise in the last pass, and how many steps of it are over
+    for mechanism, steps in spent:
+        if mechanism.sampling in BY_EPOCH and mechanism.sample_rate > 0 and steps < 2**53:
+            length = batches_of_epoch(mechanism.sample_rate)
+            if replace(current, noise_multiplier=mechanism.noise_multiplier) != mechanism:
+                taken = 0.0  # other batches: a new pass
+            left = -taken % length
+            taken = (taken + steps) % length
+            if left and mechanism.noise_multiplier < current.noise_multiplier:
+                counts[current] -= length
+                counts[mechanism] += length
+            if left and steps <= left:
+                current = min(current, mechanism, key=lambda each: each.noise_multiplier)
+                continue
+            steps = length * epochs_begun(mechanism.sample_rate, steps - left)
+        current = mechanism
+        counts[mechanism] += steps
+    return {mechanism: steps for mechanism, steps in counts.items() if steps}
 
 
 def _merged(counts: dict[SubsampledGaussian, float]) -> dict[SubsampledGaussian, float]:
@@ -139,7 +161,7 @@ def _by_losses(
 ) -> tuple[float, dict[str, Any]]:
     if not accountant.composes:
         raise NoAnswer("this accountant does not compose unlike steps numerically")
-    kinds = spending(list(counts.items()))
+    kinds = _spending(counts)
     if not kinds or delta >= 1:
         return 0.0, {"reason": "nothing is spent"}
     if delta == 0 or any(each.noise_multiplier == 0 or steps == math.inf for each, steps in kinds.items()):

@@ -66,8 +66,8 @@ def set_noise_multiplier(engine: PrivacyEngine, noise_multiplier: float, clip: C
         set_clip(engine, clip)
     told = sum(count for _, count in settings.earlier)
     earlier = settings.earlier
-    if engine.steps > told:
-        earlier = (*earlier, (settings.mechanism, engine.steps - told))
+    if engine.counted_steps > told:
+        earlier = (*earlier, (settings.mechanism, engine.counted_steps - told))
     mechanism = replace(settings.mechanism, noise_multiplier=float(noise_multiplier))
     engine.settings = replace(settings, mechanism=mechanism, earlier=earlier)
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from accounting.sampling import BY_EPOCH
 from clipping.backends.recording import for_recording
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.types import LossFunction
@@ -266,6 +265,11 @@ class PrivacyEngine:
         """
         return PrivateLoader(self, dataset, max_physical_batch_size, pad, options)
 
+    @property
+    def counted_steps(self) -> int:
+        """Released logical batches, and skipped ones where a skipped batch does not lengthen its `period`."""
+        return max(self.steps, self.drawn, self._ended) if self.settings.period > 1 else self.steps
+
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """ε of the steps so far. Steps undone by loading a checkpoint still count.
 
@@ -279,12 +283,7 @@ class PrivacyEngine:
         settings, abandoned, beside = self.settings, self._abandoned.count, self._abandoned.beside(self.model)
         mechanism, steps, by_engine = settings.mechanism, self.steps + abandoned, self._sampled == self.steps
         delta = settings.delta if delta is None else delta
-        period = settings.steps_per_epoch if mechanism.sampling in BY_EPOCH else settings.bands
-        counted = steps
-        if period > 1:  # a skipped batch does not lengthen its epoch
-            counted = max(steps, max(self.drawn, self._ended) + abandoned)
-        counted += abandoned * (period - 1)  # each may be in its own epoch, or block of a band
-        found = settings.guarantee(counted, delta)
+        found = settings.guarantee(self.counted_steps + abandoned * settings.period, delta)  # perhaps in one each
         caveats = []
         if not self.noise.private:
             caveats.append("the noise is seeded and can be repeated")

@@ -92,6 +92,11 @@ class Settings:
             return self.epoch
         return steps_per_epoch(self.batch_size, self.sample_size, self.mechanism.sampling)
 
+    @property
+    def period(self) -> int:
+        """Steps of an epoch or a block of bands, in which a record is in one batch; 1 if each batch is drawn afresh."""
+        return self.steps_per_epoch if self.mechanism.sampling in BY_EPOCH else self.bands
+
     def guarantee(self, steps: int, delta: float) -> Guarantee:
         """ε of `steps` steps, including the earlier ones."""
         if self.blt is not None:

@@ -153,8 +153,11 @@ def test_a_risk_and_what_is_not_proved():
     advantage = -np.expm1(-np.maximum(losses, 0.0)).mean()
     assert advantage == pytest.approx(found["advantage"], rel=0.02) and "at_least" not in found
     other = SubsampledGaussian(2.0, 1 / 20, sampling="balls_and_bins")
-    mixed = compose("prv", [(step, 7), (other, 13)]).guarantee(delta=1e-5)  # perhaps in the middle of an epoch
-    assert mixed.epsilon == spent(1.0, 20) and mixed.detail["bound"] == "as if all steps had the least noise"
+    mixed = compose("prv", [(step, 7), (other, 13)]).guarantee(delta=1e-5)  # one epoch
+    assert mixed.epsilon == spent(1.0, 20)
+    mixed = compose("prv", [(step, 20), (other, 20)]).guarantee(delta=1e-5)
+    assert mixed.epsilon == load_accountant("prv").epsilon(step, steps=40, delta=1e-5)
+    assert mixed.detail["bound"] == "as if all steps had the least noise"
     with pytest.raises(NoAnswer, match="drawn in different ways"):
         compose("prv", [(step, 7), (SubsampledGaussian(1.0, 0.1), 13)]).guarantee(delta=1e-5)
     with pytest.raises(NoAnswer, match="no bound for a group of records"):

@@ -7,7 +7,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
 from opacus.accountants import RDPAccountant
 
-from accounting import ArgumentError, NoAnswer, SubsampledGaussian, compose, load_accountant, varying
+from accounting import ArgumentError, NoAnswer, SubsampledGaussian, compose, load_accountant, risk, varying
 from accounting.audit import epsilon_of_mu
 from accounting.prv import bracket
 from accounting.varying import guarantee_of_parts
@@ -43,6 +43,22 @@ def test_where_batches_are_not_sampled_an_epoch_is_a_gaussian_step():
     assert found.epsilon == pytest.approx(epsilon_of_mu(math.hypot(1 / 2, 1 / 3), 1e-5), rel=1e-9)
     simple = guarantee_of_parts(load_accountant("simple"), parts, delta=1e-5)
     assert simple.epsilon == load_accountant("simple").epsilon(shuffled[0], steps=100, delta=1e-5)
+
+
+@pytest.mark.parametrize("name", ["prv", "pld", "rdp"])
+@pytest.mark.parametrize("sampling", ["one_pass", "shuffled", "balls_and_bins"])
+def test_every_pass_counts_by_its_least_noise(name, sampling):
+    """A record of the least batch of every pass, of ten steps each."""
+    least, more = (SubsampledGaussian(sigma, 0.1, sampling, "replace_one") for sigma in (2.0, 20.0))
+    passes = load_accountant(name).epsilon(least, steps=100, delta=1e-5)
+    turns = [(least, 1), (more, 9)]
+    for parts in (turns * 10, turns[::-1] * 10, [(more, 7), *turns * 9, (least, 1)]):
+        assert compose(name, parts).epsilon(delta=1e-5) == pytest.approx(passes, rel=1e-9)
+    assert compose(name, [(more, 5), (least, 10)]).epsilon(delta=1e-5) == pytest.approx(
+        load_accountant(name).epsilon(least, steps=20, delta=1e-5), rel=1e-9
+    )
+    half = risk(name, least, steps=100, delta=1e-5)["advantage"]
+    assert compose(name, [(least, 1), (more, 9)] * 10).risk(delta=1e-5)["advantage"] == pytest.approx(half, rel=1e-9)
 
 
 def test_noise_that_changes_within_an_epoch_is_counted_as_the_least_of_it():

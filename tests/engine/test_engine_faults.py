@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from clipping import Automatic, Flat, GlobalBound, PerLayer, UnsupportedModel
 from dpbench import Misuse, PrivacyWarning
+from dpbench.engine import adjust
 from dpbench.engine.sampling import Sizes
 from dpbench.engine.settings import require_sensitivity
 
@@ -238,6 +239,20 @@ def test_fixed_batches_are_not_said_to_be_proved_for_a_record_that_is_removed(sa
     assert "making one record's gradient zero" in said and engine.privacy_spent().adjacency == "zero_out"
     assert "adding or removing" not in said
     assert "adding or removing one record" in str(make()[2].privacy_spent())
+
+
+@pytest.mark.parametrize("sampling", ["one_pass", "shuffled", "balls_and_bins"])
+def test_more_noise_later_is_not_that_of_batches_skipped_before(sampling):
+    """ε never falls: passes whose other batches were skipped have the noise of their steps."""
+    model, optimizer, engine = make(sampling=sampling)
+    for _ in range(3):
+        for x, y in itertools.islice(engine.data_loader(data()), 0, None, 5):
+            optimizer.step(loss=cross_entropy(model(x), y))
+    before, steps = engine.privacy_spent().epsilon, engine.steps
+    adjust.set_noise_multiplier(engine, 100.0)
+    for x, y in itertools.islice(engine.data_loader(data()), 1):
+        optimizer.step(loss=cross_entropy(model(x), y))
+    assert engine.steps == steps + 1 and before <= engine.privacy_spent().epsilon
 
 
 def test_parts_of_a_batch_whose_step_failed_are_not_in_the_next():
