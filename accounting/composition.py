@@ -69,6 +69,8 @@ class Composition:
 def compose(accountant: Accountant | str, parts: Sequence[Part]) -> Composition:
     """Compose phases of unlike steps: ``compose("pld", [(step, 1000), (other, 500)]).epsilon(delta=1e-5)``.
 
+    A pass over the data (`sampling="shuffled"` and its like) goes on from one phase to the next.
+
     Raises:
         ArgumentError: no parts, or an invalid one.
     """
