@@ -22,7 +22,6 @@ Functions take:
 import functools
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -105,24 +104,24 @@ def _spending(counts: dict[SubsampledGaussian, float]) -> dict[SubsampledGaussia
 def _counts(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
     if len(spent := [part for part in parts if part[1]]) < 2:
         return dict(spent or parts[:1])
-    counts: defaultdict[SubsampledGaussian, float] = defaultdict(float)
-    current, taken = spent[0][0], 0.0  # the least noise in the last pass, and how many steps of it are over
+    counts: dict[SubsampledGaussian, float] = {}
+    current, taken = spent[0][0], 0  # the least noise in the last pass, and how many steps of it are over
     for mechanism, steps in spent:
         if mechanism.sampling in BY_EPOCH and mechanism.sample_rate > 0 and steps < 2**53:
-            length = batches_of_epoch(mechanism.sample_rate)
+            length = int(batches_of_epoch(mechanism.sample_rate))
             if replace(current, noise_multiplier=mechanism.noise_multiplier) != mechanism:
-                taken = 0.0  # other batches: a new pass
+                taken = 0  # other batches: a new pass
             left = -taken % length
-            taken = (taken + steps) % length
+            taken = int(taken + steps) % length
             if left and mechanism.noise_multiplier < current.noise_multiplier:
                 counts[current] -= length
-                counts[mechanism] += length
+                counts[mechanism] = counts.get(mechanism, 0) + length
             if left and steps <= left:
                 current = min(current, mechanism, key=lambda each: each.noise_multiplier)
                 continue
-            steps = length * epochs_begun(mechanism.sample_rate, steps - left)
+            steps = length * int(epochs_begun(mechanism.sample_rate, steps - left))
         current = mechanism
-        counts[mechanism] += steps
+        counts[mechanism] = counts.get(mechanism, 0) + steps
     return {mechanism: steps for mechanism, steps in counts.items() if steps}
 
 
