@@ -51,6 +51,7 @@ class PrivateLoader:
 
     Attributes:
         is_last: the last yielded physical batch ends its logical batch.
+        is_empty: it holds no record of the data, but for padding.
 
     Raises:
         ValueError: the arguments conflict, or an empty batch cannot be made.
@@ -80,7 +81,7 @@ class PrivateLoader:
         if settings.mechanism.sampling in ("poisson", "truncated_poisson", "balls_and_bins") and not pad:
             collate.require_empty()
         options.setdefault("generator", torch.Generator())  # else the loader would draw from the global one
-        self.is_last = False
+        self.is_last = self.is_empty = False
         self._engine, self._pieces = engine, _Pieces(engine, most, pad)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._pieces, collate_fn=collate, **options)
 
@@ -101,6 +102,7 @@ class PrivateLoader:
                     "that began before: it is of another training, whose batches may have been stepped already"
                 )
             step, self.is_last, real, handed = drawn.popleft()
+            self.is_empty = real == 0
             self._engine._tickets.hand_out(Ticket(step, self.is_last, real, handed, batch))
             yield batch
         self._engine._ended = self._pieces.end

@@ -115,7 +115,7 @@ class Steps:
         """
         for piece in self._in_turn(turn):
             turn.pieces.append(piece)
-            if any(x.dim() and not len(x) for x in tensors_of(piece)) and not sharded_modules(self._engine.model):
+            if self._loader.is_empty and not sharded_modules(self._engine.model):
                 self._last, self._is_held = None, True  # all processes run a piece if they share parameters
             else:
                 yield self._judge.batch(piece)

@@ -123,6 +123,33 @@ def test_a_batch_of_no_records_is_a_step():
     assert_same(module, wanted_of(strategy))
 
 
+class Boxed(Classifier):
+    def training_step(self, batch, batch_idx):
+        x, boxes = batch
+        return torch.stack(
+            [(out - box).square().sum() + out.sum() for out, box in zip(self.net(x), boxes, strict=True)]
+        )
+
+
+def test_a_record_whose_own_tensor_is_empty_is_a_record():
+    """A record without boxes is the only one of its batch, or beside others."""
+    records = [(torch.ones(6).double(), torch.ones(k, 3).double()) for k in (0, 2, 1)]
+    for piece in (1, 3):
+        loader = DataLoader(
+            records,
+            batch_size=piece,
+            collate_fn=lambda rows: (torch.stack([x for x, _ in rows]), [box for _, box in rows]),
+        )
+        _, module = fit(strategy_of(batch_size=3), Boxed(), loader=loader, max_epochs=1)
+        wanted = [p.detach().clone() for p in net().parameters()]
+        for record in records:
+            model, (x, box) = net(), record
+            grads = torch.autograd.grad((model(x) - box).square().sum() + model(x).sum(), list(model.parameters()))
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            wanted = [p - LR * min(1.0, CLIP / float(norm)) * g / 3 for p, g in zip(wanted, grads, strict=True)]
+        assert_same(module, wanted)
+
+
 def test_epsilon_is_that_of_the_engine_alone_and_in_the_log(tmp_path):
     class Watch(Callback):
         rows, moved = 0, True
