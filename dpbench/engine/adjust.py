@@ -64,12 +64,15 @@ def set_noise_multiplier(engine: PrivacyEngine, noise_multiplier: float, clip: C
         raise ValueError(f"expected one noise_multiplier throughout with {kind} noise, got another one")
     if clip is not None:
         set_clip(engine, clip)
-    told = sum(count for _, count in settings.earlier)
-    earlier = settings.earlier
-    if engine.counted_steps > told:
-        earlier = (*earlier, (settings.mechanism, engine.counted_steps - told))
     mechanism = replace(settings.mechanism, noise_multiplier=float(noise_multiplier))
-    engine.settings = replace(settings, mechanism=mechanism, earlier=earlier)
+    engine.settings = replace(settings, mechanism=mechanism, earlier=tuple(parts(engine)))
+
+
+def parts(engine: PrivacyEngine) -> list[tuple[SubsampledGaussian, int]]:
+    """(mechanism, steps) of each part of training, in order; the steps are those that ε counts."""
+    settings = engine.settings
+    since = engine.accounted - sum(count for _, count in settings.earlier)
+    return [*settings.earlier, *([(settings.mechanism, since)] if since > 0 else [])]
 
 
 def set_clip(engine: PrivacyEngine, clip: ClipFunction) -> None:
@@ -101,6 +104,8 @@ def watch_norms(engine: PrivacyEngine, count: Callable[[Tensor], float]) -> None
 def begin_after(engine: PrivacyEngine, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:
     """Also account for the steps of an earlier training of this model.
 
+    If the parts differ in adjacency, ε is that of making one record's gradient zero, which all samplings have.
+
     Args:
         parts: (mechanism, steps) of each part of the earlier training, in order.
 
@@ -109,9 +114,13 @@ def begin_after(engine: PrivacyEngine, parts: Sequence[tuple[SubsampledGaussian,
     """
     if engine.steps:
         raise Misuse(f"expected the steps of an earlier training before the first of this one, got {engine.steps} here")
-    *before, last = parts if parts else [(engine.settings.mechanism, 0)]
-    if last[0] != engine.settings.mechanism:
+    now = engine.settings.mechanism
+    if any(each.adjacency != now.adjacency for each, _ in parts):
+        now = replace(now, adjacency="zero_out")
+        parts = [(replace(each, adjacency="zero_out"), count) for each, count in parts]
+    *before, last = parts if parts else [(now, 0)]
+    if last[0] != now:
         before = [*before, last]
-    engine.settings = replace(engine.settings, earlier=tuple(before))
+    engine.settings = replace(engine.settings, mechanism=now, earlier=tuple(before))
     engine.steps = engine._sampled = sum(count for _, count in parts)
     engine.drawn = engine.steps

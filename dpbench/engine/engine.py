@@ -266,9 +266,11 @@ class PrivacyEngine:
         return PrivateLoader(self, dataset, max_physical_batch_size, pad, options)
 
     @property
-    def counted_steps(self) -> int:
-        """Released logical batches, and skipped ones where a skipped batch does not lengthen its `period`."""
-        return max(self.steps, self.drawn, self._ended) if self.settings.period > 1 else self.steps
+    def accounted(self) -> int:
+        """The steps that ε counts: the released ones, those undone by loading a checkpoint, and batches left out."""
+        period = self.settings.period  # a skipped batch does not lengthen it, and each undone step may be in its own
+        counted = max(self.steps, self.drawn, self._ended) if period > 1 else self.steps
+        return counted + self._abandoned.count * period
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """ε of the steps so far. Steps undone by loading a checkpoint still count.
@@ -283,7 +285,7 @@ class PrivacyEngine:
         settings, abandoned, beside = self.settings, self._abandoned.count, self._abandoned.beside(self.model)
         mechanism, steps, by_engine = settings.mechanism, self.steps + abandoned, self._sampled == self.steps
         delta = settings.delta if delta is None else delta
-        found = settings.guarantee(self.counted_steps + abandoned * settings.period, delta)  # perhaps in one each
+        found = settings.guarantee(self.accounted, delta)
         caveats = []
         if not self.noise.private:
             caveats.append("the noise is seeded and can be repeated")

@@ -349,6 +349,52 @@ def test_the_accountant_by_its_own_state():
         PrivacyEngine(accountant="rpd")
 
 
+@pytest.mark.parametrize("poisson", [True, False])
+def test_an_accountant_s_state_keeps_how_batches_were_drawn_and_passes_that_were_broken_off(poisson):
+    """By steps alone, as Poisson samples, three passes that end after two batches would cost a tenth."""
+    one = private(poisson_sampling=False)
+    for _ in range(3):
+        one.train(batches=2)
+    two, state = PrivacyEngine(), one.engine.accountant.state_dict()
+    two.accountant.load_state_dict(state)
+    later = Made(linear(), DATA, batch_size=50, engine=two, poisson_sampling=poisson)
+    assert later.engine.get_epsilon(1e-5) == one.engine.get_epsilon(1e-5)
+    later.train(batches=1)
+    assert later.engine.get_epsilon(1e-5) > one.engine.get_epsilon(1e-5)
+    history, steps = two.accountant.history, later.steps
+    two.accountant.load_state_dict(state)  # again
+    assert (two.accountant.history, later.steps) == (history, steps)
+
+
+def test_a_checkpoint_keeps_how_the_batches_of_an_earlier_training_were_drawn(tmp_path):
+    one, two = private(poisson_sampling=False), PrivacyEngine()
+    one.train()
+    two.accountant.load_state_dict(one.engine.accountant.state_dict())
+    then, last = Made(linear(), DATA, batch_size=50, engine=two), private()
+    two.save_checkpoint(path=tmp_path / "a.pt", module=then.model)
+    last.engine.load_checkpoint(path=tmp_path / "a.pt", module=last.model)
+    assert last.engine.get_epsilon(1e-5) == one.engine.get_epsilon(1e-5)
+    last.engine.accountant.load_state_dict(torch.load(tmp_path / "a.pt")["privacy_accountant_state_dict"])
+    assert last.engine.accountant.history == two.accountant.history
+
+
+def test_two_equal_trainings_are_two():
+    one, two = private(), private()
+    one.train(), two.train()
+    assert one.engine.accountant.history == two.engine.accountant.history
+    with pytest.raises(Misuse, match="before the first"):
+        two.engine.accountant.load_state_dict(one.engine.accountant.state_dict())
+
+
+def test_noise_that_changes_keeps_the_passes_that_were_broken_off():
+    made = private(poisson_sampling=False)
+    for _ in range(3):
+        made.train(batches=1)
+    spent, made.optimizer.noise_multiplier = made.engine.get_epsilon(1e-5), 100.0
+    made.train(batches=1)
+    assert made.engine.get_epsilon(1e-5) > spent
+
+
 def test_batches_that_are_not_sampled_are_accounted_as_what_they_are():
     """As Poisson samples they would cost less than half; a broken-off pass begins anew with the same records."""
     made = private(poisson_sampling=False)

@@ -1,16 +1,19 @@
 """`privacy_engine.accountant`: the engine's accounting under the names of Opacus' accountants."""
 
+import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from accounting import load_accountant
 from dpbench.engine import Misuse, PrivacyEngine, PrivacyWarning
-from dpbench.engine.adjust import begin_after
+from dpbench.engine.adjust import begin_after, parts
 
 History = list[tuple[float, float, int]]
+Parts = list[tuple[dict[str, Any], int]]
+"""(fields of a mechanism, steps) of each part of a training; the engine's own mechanism has the other fields."""
 IGNORED = frozenset({"eps_error", "delta_error", "alphas", "poisson"})
 """Precision arguments of Opacus' accountants; here ε always has full precision."""
 
@@ -33,7 +36,8 @@ class Accountant:
         load_accountant(name)
         self._name, self._engine = name, engine
         self._told = False
-        self._loaded: History = []
+        self._loaded: Any = {}  # the state that is handed over once the engine exists
+        self._known: set[str | None] = set()  # names of states whose steps the engine counts
 
     def mechanism(self) -> str:
         """Returns the accountant's name."""
@@ -41,19 +45,15 @@ class Accountant:
 
     @property
     def history(self) -> History:
-        """[(noise multiplier, sample rate, steps), ...] of all released steps."""
+        """[(noise multiplier, sample rate, steps), ...]; the steps are those that ε counts."""
+        return [(fields["noise_multiplier"], fields["sample_rate"], steps) for fields, steps in self._parts]
+
+    @property
+    def _parts(self) -> Parts:
         engine = self._engine()
         if engine is None:
-            return list(self._loaded)
-        settings, told = engine.settings, 0
-        found: History = []
-        for each, steps in settings.earlier:
-            found.append((each.noise_multiplier, each.sample_rate, steps))
-            told += steps
-        if engine.steps > told:
-            now = settings.mechanism
-            found.append((now.noise_multiplier, now.sample_rate, engine.steps - told))
-        return found
+            return parts_in(self._loaded)
+        return [(asdict(mechanism), steps) for mechanism, steps in parts(engine)]
 
     def __len__(self) -> int:
         return len(self.history)
@@ -94,7 +94,7 @@ class Accountant:
         epsilon, engine = self.get_epsilon(delta), self._engine()
         if engine is None or not engine.steps:
             return epsilon, 0.0
-        found = engine.settings.guarantee(engine.steps, delta)
+        found = engine.settings.guarantee(engine.accounted, delta)
         return epsilon, float(found.detail.get("order", 0.0))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
@@ -106,13 +106,16 @@ class Accountant:
         raise Misuse("expected no accountant.step(): the engine counts every optimizer.step() itself")
 
     def state_dict(self, destination: Any = None) -> Any:
-        """Opacus' "history" and "mechanism".
+        """Opacus' "history" and "mechanism", a unique "name", and "parts", which say how batches were drawn.
 
         Args:
             destination: a dict to fill; None for a new one.
         """
         found = OrderedDict() if destination is None else destination
-        found["history"], found["mechanism"] = self.history, self._name
+        found["history"], found["mechanism"], found["parts"] = self.history, self._name, self._parts
+        found["name"] = secrets.token_hex(8)
+        if self._engine() is not None:
+            self.know(found)
         return found
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -131,16 +134,31 @@ class Accountant:
             raise ValueError(
                 f"expected a state_dict of accountant={self._name!r}, got one of {state_dict['mechanism']!r}"
             )
-        self._loaded = [(float(sigma), float(q), int(steps)) for sigma, q, steps in state_dict["history"]]
+        if "name" in state_dict and state_dict["name"] in self._known:
+            return
+        self._loaded = state_dict
         self.hand_over()
+
+    def know(self, state_dict: Any) -> None:
+        """Load this state no more, as the engine counts its steps."""
+        self._known.add(state_dict.get("name"))
 
     def hand_over(self) -> None:
         """Move the steps that were loaded before the engine existed to the engine."""
         engine = self._engine()
         if engine is None or not self._loaded:
             return
-        loaded, self._loaded = self._loaded, []
-        if engine.steps and loaded == self.history:
-            return
         now = engine.settings.mechanism
-        begin_after(engine, [(replace(now, noise_multiplier=s, sample_rate=q), steps) for s, q, steps in loaded])
+        begin_after(engine, [(replace(now, **fields), steps) for fields, steps in parts_in(self._loaded)])
+        self.know(self._loaded)
+        self._loaded = {}
+
+
+def parts_in(state_dict: Any) -> Parts:
+    """The parts of a state; one of Opacus' does not say how batches were drawn.
+
+    Args:
+        state_dict: from `state_dict`, here or in Opacus.
+    """
+    opacus = [({"noise_multiplier": s, "sample_rate": q}, steps) for s, q, steps in state_dict.get("history", ())]
+    return list(state_dict.get("parts", opacus))

@@ -17,7 +17,7 @@ from torch import nn
 
 from dpbench.engine import Misuse
 from dpbench.engine.adjust import begin_after
-from dpbench.integrations.opacus.accountant import Accountant
+from dpbench.integrations.opacus.accountant import Accountant, parts_in
 from dpbench.integrations.opacus.optimizer import DPOptimizer
 
 KEY = "privacy_engine_state_dict"
@@ -90,6 +90,7 @@ def load(
     if KEY in state:
         moves = grad_clip_scheduler is not None or private.adaptive
         _go_on(private, state, moved=noise_scheduler is not None, norm=moves)
+        accountant.know(state["privacy_accountant_state_dict"])
     else:
         accountant.load_state_dict(state["privacy_accountant_state_dict"])
     for name, part in zip(PARTS, (optimizer, noise_scheduler, grad_clip_scheduler), strict=True):
@@ -111,15 +112,16 @@ def _go_on(private: DPOptimizer, state: dict[str, Any], *, moved: bool, norm: bo
     saved, rate = own["engine"]["settings"], engine.settings.mechanism.sample_rate
     if history and history[-1][1] != rate:
         raise ValueError(f"expected sample_rate={history[-1][1]!r} as in the checkpoint, got {rate!r}")
-    if len(history) > 1 or engine.settings.earlier or moved:
+    now = replace(engine.settings.mechanism, noise_multiplier=saved["noise_multiplier"])
+    parts = [(replace(now, **fields), n) for fields, n in parts_in(state["privacy_accountant_state_dict"])]
+    if len(parts) > 1 or engine.settings.earlier or moved or any(each != now for each, _ in parts):
         if engine.steps:
             raise Misuse(
                 "expected a checkpoint whose noise has changed to be loaded before the first step, got one after step "
                 f"{engine.steps}"
             )
-        now = replace(engine.settings.mechanism, noise_multiplier=saved["noise_multiplier"])
         engine.settings = replace(engine.settings, mechanism=now)
-        begin_after(engine, [(replace(now, noise_multiplier=s, sample_rate=q), n) for s, q, n in history])
+        begin_after(engine, parts)
         engine.steps = 0  # the state sets it
     if norm and own["max_grad_norm"] != private.max_grad_norm:
         private.max_grad_norm = own["max_grad_norm"]
