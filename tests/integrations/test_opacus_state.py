@@ -386,6 +386,16 @@ def test_two_equal_trainings_are_two():
         two.engine.accountant.load_state_dict(one.engine.accountant.state_dict())
 
 
+def test_steps_on_one_batch_are_passes():
+    """In a pass of two batches of twelve a record is in three steps, in the next one in two."""
+    made = private(poisson_sampling=False)
+    for uses in ((3, 1), (1, 2)):
+        for (x, y), steps in zip(made.loader, uses, strict=False):
+            made.train(loader=[(x, y)] * steps)
+    of_five = load_accountant("prv").epsilon(SubsampledGaussian(1.0, 1.0), steps=5, delta=1e-5)
+    assert made.steps == 7 and made.engine.get_epsilon(1e-5) == pytest.approx(of_five)
+
+
 def test_noise_that_changes_keeps_the_passes_that_were_broken_off():
     made = private(poisson_sampling=False)
     for _ in range(3):

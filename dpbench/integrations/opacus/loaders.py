@@ -66,13 +66,15 @@ class DPDataLoader(DataLoader[Any]):
 
 
 class Epochs:
-    """Counts iterations of a loader with at least one step, each of which may have used a record once.
+    """Counts how often the iterations of a loader may have used a record.
 
-    An interrupted iteration counts, too: the next one may begin with the same records.
+    An iteration counts as many times as there were steps after one of its batches and before the next, also if it is
+    interrupted: the next one may begin with the same records.
     """
 
     def __init__(self, engine: PrivacyEngine) -> None:
-        self._engine, self._counted = engine, False
+        self._engine = engine
+        self._counted = self._steps = 0
 
     def of(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of a loader; the first step within them begins an epoch.
@@ -80,16 +82,19 @@ class Epochs:
         Args:
             loader: of the caller's.
         """
-        self._counted = False
-        yield from loader
+        self._counted = 0
+        for batch in loader:
+            self._steps = 0
+            yield batch
 
     def stepped(self) -> None:
         """Count a step; the first one of an epoch also counts all batches of earlier epochs."""
-        if not self._counted:
+        self._steps += 1
+        if self._steps > self._counted:
             length = self._engine.settings.steps_per_epoch
             before = -(-max(self._engine.drawn, self._engine.steps - 1) // length)
             self._engine.drawn = max(self._engine.drawn, before * length + 1)
-            self._counted = True
+            self._counted = self._steps
 
 
 class _Split:
