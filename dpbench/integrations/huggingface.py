@@ -17,6 +17,7 @@ equal a single process's.
 Not private: the logged training loss, and evaluation on private records; see `PrivateTrainer`.
 """
 
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
@@ -28,8 +29,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clipping.distributed.spread import any_sharded
+from clipping.numerics.rng_replay import Draws
 from clipping.program.graphs import Compile
 from dpbench.engine import Misuse, PrivacyEngine
+from dpbench.engine.loader import RECORDS
 from dpbench.integrations.alone import look
 from dpbench.integrations.turns import Steps, Turn, per_sample
 from dpbench.integrations.whole_states import load_whole_states, load_whole_weights, whole
@@ -40,7 +43,7 @@ with needed("transformers", __name__):
     from transformers.trainer import OPTIMIZER_NAME
     from transformers.trainer_utils import get_last_checkpoint
 
-    from dpbench.integrations.transformers_losses import per_sample_losses  # needs it, too
+    from dpbench.integrations.transformers_losses import per_sample_losses, require_own_loss  # needs it, too
     from dpbench.integrations.transformers_refusals import refuse  # needs it, too
 
 STATE = "privacy_engine_{}.pt"
@@ -296,7 +299,9 @@ class PrivateTrainer(Trainer):
         return self._get_collator_with_removed_columns(self.data_collator, description="training")
 
     def _look_at_records(self) -> None:
-        """Check, before the engine records the model, that a record's loss is its own."""
+        """Check, before the engine records the model, that a record's loss is its own, and the model's."""
+        if self.compute_loss_func is None and type(self).compute_loss is PrivateTrainer.compute_loss:
+            self._look_at_loss()
         self.model.train()
         look(
             self.model,
@@ -305,6 +310,15 @@ class PrivateTrainer(Trainer):
             self._collate,
             lambda batch: self._losses_of(self._prepare_inputs(batch)),
         )
+
+    def _look_at_loss(self) -> None:
+        """Check, for the first record that has one, that the model's own loss is the one trained with."""
+        self.model.eval()
+        with torch.no_grad(), Draws().again(), self.compute_loss_context_manager():
+            for i in range(min(RECORDS, len(self.train_dataset))):
+                batch = self._collate([copy.copy(self.train_dataset[i])])
+                if require_own_loss(self.model, self._prepare_inputs(batch)):
+                    return
 
     def _losses_of(self, inputs: Any) -> Tensor:
         where = "compute_loss_func" if self.compute_loss_func is not None else "compute_loss"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from clipping.checks.second_look import TOLERANCE
 from dpbench.engine import Misuse
 
 IGNORED = -100
@@ -62,12 +63,40 @@ def per_sample_losses(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, An
     logits = _wide(_of(outputs, "logits", 0))
     if kind in WHOLE:
         return _classes(logits, labels[0], base.config), outputs
-    mask = inputs.get("decoder_attention_mask" if base.config.is_encoder_decoder else "attention_mask")
-    wanted = labels[0] if mask is None or mask.shape != labels[0].shape else labels[0].where(mask != 0, IGNORED)
+    wanted = _counted(inputs, base)
     if kind in TOKENS or base.config.is_encoder_decoder:
         return _tokens(logits, wanted), outputs
     wanted = F.pad(wanted, (logits.shape[1] - wanted.shape[1], 0), value=IGNORED)  # tokens that peft puts in front
     return _tokens(logits[:, :-1], wanted[:, 1:]), outputs
+
+
+def require_own_loss(model: Any, inputs: Mapping[str, Any]) -> bool:
+    """Raise a Misuse if the model itself has another loss for a record than `per_sample_losses`.
+
+    Args:
+        model: in evaluation mode.
+        inputs: of one record.
+
+    Returns:
+        Whether the model has a finite loss for the record; it has none without labels that count.
+    """
+    ours, _ = per_sample_losses(model, inputs)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    several = "labels" in inputs and inputs["labels"].dim() > 1 and _kind(base) not in WHOLE
+    own = _of(model(**{**inputs, **({"labels": _counted(inputs, base)} if several else {})}), "loss", 0)
+    if not torch.allclose(own.double(), ours.double(), rtol=TOLERANCE[own.dtype], atol=0) and own.isfinite():
+        raise Misuse(
+            f"expected the loss of {type(base).__name__} to be the standard one of its kind, got {float(own):.6g} for "
+            f"a record in place of {float(ours):.6g}: give compute_loss_func, which returns one loss a sample, [B]"
+        )
+    return bool(own.isfinite())
+
+
+def _counted(inputs: Mapping[str, Any], base: Any) -> Tensor:
+    """Labels [B, T], `IGNORED` at padding."""
+    labels: Tensor = inputs["labels"]
+    mask = inputs.get("decoder_attention_mask" if base.config.is_encoder_decoder else "attention_mask")
+    return labels if mask is None or mask.shape != labels.shape else labels.where(mask != 0, IGNORED)
 
 
 def _kind(base: Any) -> str | None:

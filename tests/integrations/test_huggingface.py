@@ -10,7 +10,7 @@ import torch.nn.functional as F
 pytest.importorskip("accelerate", reason="accelerate, which transformers' Trainer needs, is not installed")
 from by_hand import by_hand
 from tiny import RECORDS, Records, loss_of, model_of
-from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+from transformers import BartConfig, BartForCausalLM, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 from dpbench import Misuse, PrivacyEngine
 from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
@@ -215,6 +215,24 @@ def test_a_compute_loss_func_and_its_evaluation(tmp_path):
         each.train()
     assert_same(trainer.model, dict(plain.model.named_parameters()))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=1e-6)
+
+
+def test_a_loss_of_the_model_s_own_is_refused(tmp_path):
+    """One that is set, and one whose labels transformers does not shift."""
+    own = model_of("gpt2")
+    own.loss_function = lambda logits, labels, vocab_size, **rest: 1.01 * F.cross_entropy(logits[0], labels[0])
+    size = {"vocab_size": 40, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    bart = BartConfig(**size, max_position_embeddings=8, is_decoder=True, is_encoder_decoder=False)
+    for model in (own, BartForCausalLM(bart)):
+        with pytest.raises(Misuse, match=f"the loss of {type(model).__name__} .* give compute_loss_func") as caught:
+            trainer_of(tmp_path, model=model).train()
+        assert "\n" not in str(caught.value)
+
+
+def test_labels_of_padding_are_no_other_loss(tmp_path):
+    data = [{**r, "labels": r["input_ids"]} for r in Records("gpt2", 8)]
+    data[0] = {**data[0], "labels": torch.full((6,), -100)}  # transformers' loss of it is 0 / 0
+    trainer_of(tmp_path, data=data, max_steps=1).train()
 
 
 def test_a_loss_over_the_batch_is_refused(tmp_path):
