@@ -27,12 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from clipping.program.capture import is_captured
 from clipping.program.graphs import Compile
 from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
+from dpbench.integrations.alone import look
 from dpbench.integrations.loader_options import shared_options
 from dpbench.integrations.turns import Steps, Turn, per_sample
 from dpbench.trials.packages import needed
@@ -42,6 +44,7 @@ with needed("lightning", __name__):
     from lightning.pytorch.callbacks import BaseFinetuning
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
     from dpbench.integrations.lightning_refusals import refuse, refuse_loader  # needs it, too
 
@@ -158,21 +161,40 @@ class _Private:
         if self._restored is not None:
             self.engine.load_state_dict(self._restored)  # type: ignore[arg-type]
             self._restored = None
-        if self._steps is None:
-            optimizer = self.optimizers[0]  # type: ignore[attr-defined]
-            words = {"by": type(self).__name__, "advice": "training_step returns them, one a sample"}
-            self._steps = Steps(self.engine, optimizer, self._losses_of, compile=self._compile, **words)
-            self.programs = self._steps.programs
-            if self.programs.graphs is not None:
-                self._hold_logs()
         loader = self.engine.data_loader(
             dataloader.dataset,
             max_physical_batch_size=dataloader.batch_size,
             pad=self._pad,
             **shared_options(dataloader),
         )
+        if self._steps is None:
+            if dataloader.collate_fn is not default_collate:
+                self._look_at_records(dataloader)
+            optimizer = self.optimizers[0]  # type: ignore[attr-defined]
+            words = {"by": type(self).__name__, "advice": "training_step returns them, one a sample"}
+            self._steps = Steps(self.engine, optimizer, self._losses_of, compile=self._compile, **words)
+            self.programs = self._steps.programs
+            if self.programs.graphs is not None:
+                self._hold_logs()
         self._steps.begin(loader)
         return _Turns(self.engine.settings.steps_per_epoch)
+
+    def _look_at_records(self, dataloader: Any) -> None:
+        """Check, before the engine records the model, that a record's loss is its own; nothing is logged or kept."""
+        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        lists = [(x, list(x)) for each in module.modules() for x in vars(each).values() if isinstance(x, list)]
+        others = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+        module.log = lambda *args, **options: None
+        look(
+            module,
+            dataloader.dataset,
+            dataloader.batch_size,
+            dataloader.collate_fn,
+            lambda batch: self._losses_of((self._transferred(batch), *others)),
+        )
+        del module.log
+        for x, before in lists:
+            x[:] = before
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As Lightning's; a turn's pieces move when they are drawn."""

@@ -288,6 +288,36 @@ def test_labels_that_are_counted_and_inputs_that_are_mixed_are_refused():
         fit(strategy_of(), loader=DataLoader(data(), batch_size=4, collate_fn=mixed_up))
 
 
+class Sequences(Classifier):
+    """Sums or averages over the places of a sequence; padding is 0."""
+
+    means = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.seen.append(len(x))
+        losses = F.cross_entropy(self.net(x.mean(1) if self.means else x.sum(1)), y, reduction="none")
+        self.log("largest", losses.max())
+        return losses
+
+
+class Means(Sequences):
+    means = True
+
+
+def in_one_length(records):
+    return torch.nn.utils.rnn.pad_sequence([x for x, _ in records], batch_first=True), torch.tensor([0] * len(records))
+
+
+def test_padding_that_changes_a_loss_is_refused():
+    records = [(torch.ones(1 + i % 3, 6).double(), 0) for i in range(12)]
+    loader = DataLoader(records, batch_size=12, collate_fn=in_one_length)
+    with pytest.raises(Misuse, match=r"expected the loss of record 0 to be its own, .*pad all records to one length"):
+        fit(strategy_of(), Means(), loader=loader)
+    _, module = fit(strategy_of(), Sequences(), loader=loader, max_epochs=2)
+    assert module.seen == [12, 12] and "log" not in vars(module)
+
+
 class Hooked(Classifier):
     """Its numbers are halved and doubled on their way to the device, and mixed there if `mixes`."""
 
