@@ -15,6 +15,7 @@ from dpbench.errors import UsageError, nearest
 from dpbench.experiment import experiment_names, is_reference, load_experiment
 from dpbench.records.environment import device_label
 from dpbench.records.store import Run, read_runs
+from dpbench.trials.line_shapes import result_of
 from dpbench.trials.outcome import FINAL
 
 K = TypeVar("K", bound=Hashable)
@@ -127,7 +128,7 @@ def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str,
         trial=line["trial"],
         outcome=line["outcome"],
         evidence=line.get("evidence") or "",
-        result=line.get("result") or {},
+        result=result_of(line),
         utc=line["utc"],
         environment=environment,
         seconds=line.get("seconds") or 0.0,

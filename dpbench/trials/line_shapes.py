@@ -20,6 +20,7 @@ from dpbench.trials.shapes import (
     FILE_NAME,
     FINITE,
     FLAG,
+    NOISE,
     NUMBER,
     POSITIVE,
     SECONDS,
@@ -86,13 +87,14 @@ ANSWER = check({"outcome": OUTCOME, "evidence": _TEXT, "result": optional(every(
 _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("model", "backend", "device", "precision", "data", "accountant", "sampling", "adjacency"), TEXT),
     **dict.fromkeys(("scheme", "unknown", "network", "clip", "fault", "form", "task", "family", "spread"), TEXT),
-    **dict.fromkeys(("dtype", "optimizer", "distribution", "noise", "way"), TEXT),
+    **dict.fromkeys(("dtype", "optimizer", "distribution", "way"), TEXT),
     **dict.fromkeys(("seed", "canaries", "public_epochs"), WHOLE),
     **dict.fromkeys(("batch_size", "epochs", "processes", "rounds", "runs", "records", "public_records"), POSITIVE),
     **dict.fromkeys(("steps", "threads", "memory_budget"), _WHOLE),
     **dict.fromkeys(("image_size", "num_classes"), optional(POSITIVE)),
     **dict.fromkeys(("dataset_size", "max_batch_size"), _WHOLE),
     **dict.fromkeys(("sample_rate", "delta", "max_grad_norm", "lr", "max_seconds", "timeout"), FINITE),
+    "noise": NOISE,
     "noise_multiplier": optional(FINITE),
     "target_epsilon": optional(ABOVE_0),
     **dict.fromkeys(("simulated", "measure", "small", "compiled"), FLAG),
@@ -165,7 +167,7 @@ _ENTRY: Shape = {
     "model_flops?": WHOLE,
     # of an engine in another framework (`dpbench.measure.jax_peer.entry`)
     "plain?": {"turns": [_TURN], "memory": _MEMORY},
-    "compile_seconds?": every(SECONDS),
+    "compile_seconds?": {"private": SECONDS},
     "microbatch?": optional(COUNT),
     "versions?": every(TEXT),
 }
@@ -204,6 +206,7 @@ _BOUNDS = (
 )
 _GUESSES = ("correct", "guesses", "positives", "negatives", "false_positives", "false_negatives")
 _EPSILON_FOUND: Shape = _CLAIM | {"compute_seconds": SECONDS, "all_seconds?": [SECONDS]}
+_TRAININGS = ("utility", "correlated", "adam_bias")
 #: kind -> result of a trial that succeeded.
 _RESULTS: Mapping[str, Shape] = {
     "step": {
@@ -288,7 +291,7 @@ _RESULTS: Mapping[str, Shape] = {
             **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?", "spread?"), optional(FINITE)),
             "kind_of_epsilon?": _TEXT,
         }
-        for kind in ("utility", "correlated", "adam_bias")
+        for kind in _TRAININGS
     },
     "audit": {
         **dict.fromkeys(("claimed_epsilon", "epsilon_lower_bound"), FINITE),
@@ -347,7 +350,21 @@ def _flaw_of_whole(kind: str, result: Any) -> str | None:
     found = set(result) if isinstance(result, dict) else set()
     others = () if "rows" in found else found & _INSTEAD_OF_ROWS.get(kind, {}).keys()
     checks = [_INSTEAD_OF_ROWS[kind][name] for name in others] or [_CHECKS.get(kind, _OF_ANY_RESULT)]
-    return flaw(result, checks[0], "result")
+    if (why := flaw(result, checks[0], "result")) is not None or kind not in _TRAININGS:
+        return why
+    points, losses = len(result["curve"]), len(result["test_losses"])
+    return None if points == losses else f"result.test_losses: expected {points}, as in result.curve, got {losses}"
+
+
+def result_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The result of a trial's line; of one that failed only if it is whole, so that readers may use all of its fields.
+
+    Args:
+        line: of today's schema.
+    """
+    result = line.get("result") or {}
+    whole = line["outcome"] == Outcome.OK or _flaw_of_whole(line["trial"]["kind"], result) is None
+    return result if whole else {}
 
 
 def flaw_of_line(line: Mapping[str, Any], sound: Mapping[str, Any]) -> str | None:

@@ -40,8 +40,8 @@ def probes_of(record: Mapping[str, Any]) -> dict[int, Probe]:
         record: of a trial that succeeded or did not fit.
     """
     result = record.get("result") or {}
-    if "probes" in result:
-        return {each["batch_size"]: Probe(each["fits"], each["peak_bytes"]) for each in result["probes"]}
+    if (probes := result.get("probes")) is not None:
+        return {each["batch_size"]: Probe(each["fits"], each["peak_bytes"]) for each in probes}
     memory = result.get("memory") or {}
     fits = record["outcome"] == Outcome.OK
     return {record["trial"]["batch_size"]: Probe(fits, memory.get("peak_bytes"), memory.get("baseline_bytes"))}

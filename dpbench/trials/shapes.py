@@ -54,6 +54,8 @@ SECONDS = Annotated[int, Meta(ge=0, lt=10**12)] | Annotated[float, Meta(ge=0, lt
 NUMBER = FINITE | Literal["inf", "-inf", "nan"]
 #: The content of a file in base64.
 BASE64 = bytes
+#: Noise of a training, such as "blt:3@one_pass".
+NOISE = Annotated[str, Meta(pattern=r"\A[a-z]+(:[0-9]{1,9})?(@\w+)?\Z")]
 #: A file beside the records, never a path to another folder.
 FILE_NAME = Annotated[str, Meta(pattern=r"\A[^/\\\0.][^/\\\0]{0,250}\Z")]
 

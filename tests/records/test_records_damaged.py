@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 from marks import slow_unless
-from report_records import save_no_pictures
+from report_every import everything
+from report_records import RunFile, save_no_pictures
 
 from dpbench.cli import main
 from dpbench.execution import machines
+from dpbench.experiment import load_experiment
 from dpbench.records import environment, store
+from dpbench.records.reader import from_line
 from dpbench.records.store import read_runs
 from dpbench.report import FIGURES
 from dpbench.trials import line_shapes as whole
 from dpbench.trials.line_shapes import flaw_of_line, flaw_of_result
+from dpbench.trials.max_batch import Probe, probes_of
 from dpbench.trials.shapes import DEPTH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,6 +198,37 @@ def test_every_record_that_is_kept_here_is_whole():
 def test_every_kind_that_a_figure_is_drawn_of_has_a_shape():
     drawn = {kind for figure in FIGURES.values() for kind in figure.kinds}
     assert drawn <= set(whole._TRIALS) and drawn <= set(whole._RESULTS) and len(drawn) > 10
+
+
+def test_a_failed_trial_has_a_whole_result_or_none(tmp_path):
+    """A figure that finds one field of a result may use the others."""
+    everything(RunFile(tmp_path / "e" / "a.jsonl"))
+    (run,) = read_runs(tmp_path / "e")
+    kept = set()
+    for line in (line for line in run.records if line["outcome"] == "ok"):
+        failed, kind = line | {"outcome": "error"}, line["trial"]["kind"]
+        assert from_line(failed, run.environment, "r").result == line["result"]
+        for name in line["result"]:
+            less = {key: value for key, value in line["result"].items() if key != name}
+            for result in (less, less | {name: None}, {name: line["result"][name]}, None):
+                found = from_line(failed | {"result": result}, run.environment, "r").result
+                assert found == {} or (found == result and whole._flaw_of_whole(kind, found) is None)
+                kept |= {kind} if found else set()
+    assert {"overhead", "training_step"} <= kept < {line["trial"]["kind"] for line in run.records}
+
+
+def test_a_search_with_null_in_place_of_its_probes_has_one():
+    line = trial(trial={"kind": "largest", "batch_size": 7}, outcome="oom", result={"probes": None})
+    assert probes_of(line) == {7: Probe(False)}
+
+
+def test_a_field_that_a_figure_reads_is_asked_for():
+    entry = {"outcome": "error", "compile_seconds": {"plain": 1.0}}
+    assert "missing required field `private`" in str(flaw_of_result("training_step", {"backends": {"jax": entry}}))
+    (cell, *_) = load_experiment("correlated_noise").cells("cpu")
+    described = json.loads(json.dumps(cell.describe()))
+    assert whole.flaw_of_trial(described) is None
+    assert "trial.noise" in str(whole.flaw_of_trial(described | {"noise": "blt:x"}))
 
 
 def test_results_of_kinds_of_ones_own_have_any_form():

@@ -70,3 +70,9 @@ def test_the_figure_has_every_learning_rate_and_says_the_best():
         held_out_loss.FIGURES["adam_bias"].finding(frame.iloc[:0]) == ""
         and held_out_loss.adam_plot(frame.iloc[:0], "none") is not None
     )
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf"])
+def test_a_panel_of_trainings_that_all_diverge(loss):
+    frame = held_out_loss.adam_table([record("SGD", 0.1, 0, 0.3), record("Adam", 0.1, 0, loss, None)], Counter())
+    assert held_out_loss.adam_plot(frame, "a caption") is not None

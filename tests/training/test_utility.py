@@ -1,5 +1,6 @@
 """Training to a budget on the digits, by the settings of the experiment, and the figure that is made of it."""
 
+import math
 import warnings
 from collections import Counter
 
@@ -15,6 +16,7 @@ from dpbench.experiment import load_experiment
 from dpbench.report.figures import utility
 from dpbench.training import UtilityTrial
 from dpbench.training.utility import run
+from dpbench.trials.line_shapes import flaw_of_result
 
 
 def settings(network):
@@ -109,6 +111,24 @@ def test_curves_and_the_distance_of_backends_on_the_way():
     assert above.lines[1].get_xydata().tolist() == [[1, 0.5], [2, 0.92]]
     assert [text.get_text() for text in below.get_legend().get_texts()] == ["Ghost", "BK mixed"]
     assert set(utility.curves_text(frame)["test loss from microbatch's"]) == {"", "0.0e+00", "1.0e-06"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "known", "difference"),
+    [("nan", 0.5, math.inf), (0.5, "inf", math.inf), ("nan", "nan", 0.0), (0.5, 0, math.inf), (0, 0, 0.0)],
+)
+def test_losses_of_a_training_that_diverges(loss, known, difference):
+    both = [record(2.0, 0, 0.1, backend=name, loss=last) for name, last in (("ghost", loss), ("microbatch", known))]
+    frame = utility.curves(both, Counter())
+    assert frame[frame.backend == "ghost"].loss_difference.tolist() == [0.0, difference]
+    assert utility.curves_plot(frame, "a caption") is not None and len(utility.curves_text(frame)) == 4
+
+
+def test_a_record_has_a_loss_for_each_point_of_its_curve():
+    result = record(2.0, 0, 0.9).result
+    assert flaw_of_result("utility", result) is None
+    said = "result.test_losses: expected 2, as in result.curve, got 1"
+    assert flaw_of_result("utility", {**result, "test_losses": [1.0]}) == said
 
 
 def test_time_to_accuracy():

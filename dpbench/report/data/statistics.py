@@ -93,6 +93,11 @@ def trained(record: Record) -> dict[str, Any] | None:
     return named if named["target_epsilon"] is not None else named | {"clip": "none", "backend": "ordinary"}
 
 
+def test_losses(record: Record) -> list[float]:
+    """A training's test loss after each epoch; a record has "inf" or "nan" as text."""
+    return [float(loss) for loss in record.result["test_losses"]]
+
+
 def over_seeds(
     rows: Sequence[Mapping[str, Any]],
     same: Sequence[str],

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable
 from dpbench.report.captions import settings
-from dpbench.report.data.statistics import over_seeds
+from dpbench.report.data.statistics import over_seeds, test_losses
 from dpbench.report.drawing.sheet import grid, legend, logarithmic, sign, spread
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import as_percent, digits, of
@@ -36,7 +36,7 @@ def adam_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     rows = [
         {name: record.trial[name] for name in _ADAM}
         | {name: record.result.get(name) for name in _ADAM_MEDIANS}
-        | {"loss": float(record.result["test_losses"][-1])}
+        | {"loss": test_losses(record)[-1]}
         for record in records
         if "accuracy" in record.result
     ]
@@ -88,9 +88,10 @@ def adam_plot(frame: pd.DataFrame, caption: str) -> Figure:
                     below.plot(line.lr, line.spread, color=look.color, marker=look.marker)
             logarithmic(above.yaxis, (1.0, 1.5, 2.0, 3.0, 5.0))
             logarithmic(below.yaxis, (1.0, 2.0, 5.0))
-            if len(part):
-                least = part.loss.min()
-                above.set_ylim(0.9 * part.least.min(), max(1.1 * least, min(_MOST * least, 1.1 * part.greatest.max())))
+            known = part[part[["least", "greatest"]].map(math.isfinite).all(axis=1)]  # others have diverged
+            if len(known):
+                least, most = known.loss.min(), 1.1 * known.greatest.max()
+                above.set_ylim(0.9 * known.least.min(), max(1.1 * least, min(_MOST * least, most)))
             below.set_ylim(0.85, 1.3 * own.spread.max() if own.spread.notna().any() else 2.0)
             above.set_title(f"{network}, {'ordinary training' if target == math.inf else f'ε = {target:g}'}")
             for axes in (above, below):
@@ -137,7 +138,7 @@ def noise_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             place = (int(sampling == "one_pass"), count + name.startswith("blt"))
             row = {name: trial[name] for name in (*_NOISE[:-1], "lr")}
             row |= {name: result.get(name) for name in _NOISE_MEDIANS}
-            rows.append({**row, "place": place, "loss": float(result["test_losses"][-1])})
+            rows.append({**row, "place": place, "loss": test_losses(record)[-1]})
     found = over_seeds(rows, [*_NOISE, "lr"], "loss", _NOISE_MEDIANS)
     found["noise"] = found.place.map(_name)
     columns = [*_NOISE, "noise", "lr", "seeds", "loss", "least", "greatest", *_NOISE_MEDIANS]

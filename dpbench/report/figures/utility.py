@@ -15,7 +15,7 @@ from dpbench.records.conditions import shared_warnings
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable, style
 from dpbench.report.captions import settings
-from dpbench.report.data.statistics import TRAINING, over_seeds, trained
+from dpbench.report.data.statistics import TRAINING, over_seeds, test_losses, trained
 from dpbench.report.drawing.bars import Bar, Panel, Row, bars
 from dpbench.report.drawing.sheet import REFERENCE, grid, logarithmic, spread
 from dpbench.report.parts import FigureKind
@@ -45,7 +45,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             "noise_multiplier": result.get("noise_multiplier"),
             "seconds": curve[-1]["seconds"],
             "seconds_to_98": next(point["seconds"] for point in curve if point["accuracy"] >= 0.98 * best),
-            "test_loss_of_seed_0": float(result["test_losses"][-1]) if record.trial["seed"] == 0 else None,
+            "test_loss_of_seed_0": test_losses(record)[-1] if record.trial["seed"] == 0 else None,
         }
         rows.append(named | found)
     return over_seeds(rows, TRAINING, "accuracy", _MEDIANS, _MOST)
@@ -123,18 +123,24 @@ def curves(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     `loss_difference`: relative, for equal seeds, the largest of those with a microbatch run; None without one.
     """
     rows = [
-        named
-        | {"seed": record.trial["seed"], "epoch": number + 1, "loss": record.result["test_losses"][number], **point}
+        named | {"seed": record.trial["seed"], "epoch": epoch, "loss": loss, **point}
         for record in records
         if (named := trained(record))
-        for number, point in enumerate(record.result["curve"])
+        for epoch, (point, loss) in enumerate(zip(record.result["curve"], test_losses(record), strict=True), start=1)
     ]
     point = ["data", "network", "clip", "target_epsilon", "seed", "epoch"]
     oracle = {tuple(row[name] for name in point): row["loss"] for row in rows if row["backend"] == "microbatch"}
     for row in rows:
         known = None if row["backend"] == "microbatch" else oracle.get(tuple(row[name] for name in point))
-        row["loss_difference"] = None if known is None else abs(row["loss"] / known - 1)
+        row["loss_difference"] = None if known is None else _apart(row["loss"], known)
     return over_seeds(rows, [*TRAINING, "epoch", "steps"], "accuracy", most=["loss_difference"])
+
+
+def _apart(loss: float, known: float) -> float:
+    """The relative difference of two losses: 0 if both are NaN, infinite if one of them has diverged."""
+    if loss == known or (math.isnan(loss) and math.isnan(known)):
+        return 0.0
+    return abs(loss / known - 1) if known and math.isfinite(loss) and math.isfinite(known) else math.inf
 
 
 def curves_text(frame: pd.DataFrame) -> pd.DataFrame:
