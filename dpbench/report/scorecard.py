@@ -64,8 +64,8 @@ def columns(records: Sequence[Record]) -> list[Column]:
     exact, refused = _conformance([r for r in records if r.kind == "conformance"])
     return [
         exact,
-        _coverage([r for r in records if r.experiment == "coverage"]),
-        _moves([r for r in records if r.experiment == "sensitivity"]),
+        _coverage([r for r in records if r.kind == r.experiment == "coverage"]),
+        _moves([r for r in records if r.kind == r.experiment == "sensitivity"]),
         *(_step(records, kind, device) for kind in _STEPS for device in ("cpu", "cuda")),
         refused,
     ]

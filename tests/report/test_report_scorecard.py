@@ -39,6 +39,12 @@ def test_hard_cases_are_counted_and_what_is_refused_is_named(results):
     assert cell(results, "Refuses", "vmap").text == ""
 
 
+@pytest.mark.parametrize("name", ["coverage", "sensitivity"])
+def test_another_kind_of_trial_in_an_experiment_of_a_column(name, results):
+    RunFile(results / name / "a.jsonl", experiment=name).epsilon("prv", 100, 1.2)
+    assert all(not column.cells for column in scorecard.columns(read(results)))
+
+
 def test_models_are_a_share_of_those_that_can_be_built(results):
     run = RunFile(results / "coverage" / "a.jsonl", experiment="coverage")
     for model, status in (("timm:a", "exact"), ("timm:b", "refused")):
