@@ -15,8 +15,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Self
 
-#: Control characters, but for the end of a line and the tabulator; and what turns the direction of a text.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+#: Control characters, but for the end of a line and the tabulator; what turns the direction of a text; half characters,
+#: as in a file's name that is not UTF-8.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:

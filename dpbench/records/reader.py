@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpbench.errors import UsageError, nearest
+from dpbench.errors import UsageError, nearest, printable
 from dpbench.experiment import experiment_names, is_reference, load_experiment
 from dpbench.records.environment import device_label
 from dpbench.records.store import Run, read_runs
@@ -107,7 +107,7 @@ def read(source: Path) -> list[Record]:
 
 
 def _records(runs: Iterable[Run]) -> list[Record]:
-    named = [(run, run.path.stem) for run in runs]
+    named = [(run, printable(run.path.stem)) for run in runs]
     return [from_line(line, run.environment, name, run.path) for run, name in named for line in run.records]
 
 

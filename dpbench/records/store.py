@@ -9,6 +9,7 @@ content, becomes name -> the file's name in this folder.
 """
 
 import base64
+import codecs
 import contextlib
 import errno
 import gc
@@ -316,7 +317,7 @@ def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]
 
 def _lines(path: Path, trials: dict[str, Any], warn: Callable[[str], None]) -> Iterator[tuple[int, Line]]:
     try:
-        raw = content_of(path).split(b"\n")
+        raw = content_of(path).removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         warn(f"{path}: not a file of records ({error.strerror}); passed over")
         return

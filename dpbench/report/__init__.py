@@ -42,6 +42,7 @@ from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.figures import found
 from dpbench.report.output import files, page
 from dpbench.report.parts import Claim, FigureKind, Part
+from dpbench.report.readable import unlike
 
 __all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "find_figures", "parts_of", "write_report"]
 
@@ -95,8 +96,9 @@ def write_report(
             parts.append(_written(part, output, pictures))
         others = {r.kind for r in records} - {r.kind for part in parts for r in part.records}
         # a record's author chooses the kind: it must not lead to another folder
-        named = {kind: kind if kind.isidentifier() and len(kind) < 80 else slug(kind) for kind in sorted(others)}
-        tables = {f"trials-{name}": plain.kind_of(kind) for kind, name in named.items()}
+        names = [kind if kind.isidentifier() and len(kind) < 80 else slug(kind) for kind in sorted(others)]
+        named = dict(zip(unlike(names, "-"), sorted(others), strict=True))
+        tables = {f"trials-{name}": plain.kind_of(kind) for name, kind in named.items()}
         parts += [_written(part, output, pictures) for part in parts_of(records, tables)]
         output.mkdir(parents=True, exist_ok=True)
         tell("the page")

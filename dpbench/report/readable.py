@@ -1,9 +1,10 @@
 """Formats tables for people: units, signs and words in place of base units, as Markdown."""
 
 import decimal
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -20,6 +21,20 @@ _MARKUP = re.compile(r"<(?=[A-Za-z/!?])|&(?=#?\w+;)")
 def rows(frame: pd.DataFrame) -> list[Any]:
     """The rows of a table, with its columns as attributes."""
     return list(frame.itertuples(index=False))
+
+
+def unlike(names: Iterable[str], mark: str = " ") -> list[str]:
+    """The names, each unlike those before it: a second "loss" becomes "loss 2".
+
+    Args:
+        names: in order.
+        mark: before the number.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        others = (f"{name}{mark}{number}" for number in itertools.count(2))
+        found[next(each for each in itertools.chain([name], others) if each not in found)] = None
+    return list(found)
 
 
 def markdown(frame: pd.DataFrame) -> str:
@@ -148,7 +163,7 @@ def rounded_epsilon(value: float, kind: str, digits: int = 4) -> str:
         digits: significant ones.
     """
     context = decimal.Context(prec=digits, rounding=_ROUNDING.get(kind, decimal.ROUND_HALF_EVEN))
-    return f"{context.create_decimal(value):g}" if math.isfinite(value) else "inf"
+    return f"{context.create_decimal(value) if math.isfinite(value) else value:g}"
 
 
 def epsilon(instead: str = "note") -> Callable[[Any], str]:

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from clipping import cache
 from dpbench.errors import UsageError, one_of
 from dpbench.experiment import Excerpt, Experiment, load_experiment
 from dpbench.records.reader import read
 from dpbench.records.store import slug
 from dpbench.report import FIGURES, find_figures, parts_of, readable
+from dpbench.report.output.files import write_text
 from dpbench.report.parts import Part
 from dpbench.report.summary import days, join
 
@@ -43,7 +43,7 @@ def write_readme(root: Path, tell: Callable[[str], None] = lambda words: None) -
     """
     texts = [(root / page, filled(root, page, tell)) for page in PAGES]
     for path, text in texts:
-        cache.replace(path, text.encode(), mode=0o666)
+        write_text(path, text)
     return [path for path, _ in texts]
 
 

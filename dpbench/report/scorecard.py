@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from clipping import BACKENDS, cache
+from clipping import BACKENDS
 from dpbench.conformance.sensitivity.scorecard import in_units
 from dpbench.records.reader import LeftOut, Record, by_device, entries, newest, read
 from dpbench.report import captions, output, style
@@ -22,6 +22,7 @@ from dpbench.report.data.claims import NOT_MEASURED
 from dpbench.report.data.statistics import kept
 from dpbench.report.figures import claims, coverage, overhead, sensitivity
 from dpbench.report.output import page
+from dpbench.report.output.files import write_text
 from dpbench.report.parts import VERDICTS
 from dpbench.report.style import missing, times
 from dpbench.report.summary import several
@@ -207,5 +208,5 @@ def write(source: Path, path: Path, again: str) -> Path | None:
         again=again,
         source=page.beside(path.parent, source),
     )
-    cache.replace(path, text.encode(errors="backslashreplace"), mode=0o666)
+    write_text(path, text)
     return path

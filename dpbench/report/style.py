@@ -236,7 +236,7 @@ def shortened(words: str, longest: int) -> str:
 def without_length(reference: str) -> tuple[str, int | None]:
     """(the reference without the sequence length, that length): groups the sizes of a text model."""
     plain, _, tokens = reference.partition("@") if reference.startswith("transformers:") else (reference, "", "")
-    if not tokens.isdecimal():
+    if not re.fullmatch("[0-9]{1,18}", tokens):
         return reference, None
     plain = re.sub(r"(?<=[?&])(max_position_embeddings|n_positions)=\d+(&|$)", "", plain)
     return plain.rstrip("?&"), int(tokens)
@@ -245,7 +245,8 @@ def without_length(reference: str) -> tuple[str, int | None]:
 def model_key(reference: str) -> tuple[object, ...]:
     """A sort key for models: built-in ones first, by family and then by size: ResNet18 before ResNet101."""
     plain, tokens = without_length(reference)
-    parts = tuple((part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", plain))
+    split = enumerate(re.split("([0-9]{1,18})", plain))  # every second one is a number
+    parts = tuple((bool(i % 2), int(part) if i % 2 else part) for i, part in split)
     return (":" in reference, parts, tokens or 0)
 
 

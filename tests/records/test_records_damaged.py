@@ -1,7 +1,9 @@
 """Lines that are JSON and no whole records: named, counted and passed over by all that reads them. No traceback."""
 
+import codecs
 import copy
 import json
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -19,7 +21,8 @@ from dpbench.experiment import load_experiment
 from dpbench.records import environment, store
 from dpbench.records.reader import from_line
 from dpbench.records.store import read_runs
-from dpbench.report import FIGURES
+from dpbench.report import FIGURES, readable, style, write_report
+from dpbench.report.output import files
 from dpbench.trials import line_shapes as whole
 from dpbench.trials.line_shapes import flaw_of_line, flaw_of_result
 from dpbench.trials.max_batch import Probe, probes_of
@@ -38,6 +41,9 @@ JUNK: tuple[Any, ...] = (
 EPSILON = {"epsilon": 1.0, "kind": "upper_bound", "detail": {}, "compute_seconds": 0.1}
 ENVIRONMENT = {"type": "environment", "schema": store.SCHEMA, "run": "r", "utc": "2026-01-01T00:00:00.000000Z"}
 ENVIRONMENT |= {"environment": {"device": "cpu", "device_name": "CPU"}}
+STEP = {"model": "cnn", "backend": "ghost", "batch_size": 8, "device": "cpu", "precision": "float32", "steps": 3}
+STEP |= {"image_size": 32, "num_classes": 10}
+MEMORY = {"source": "rss", "peak_bytes": 2**20}
 
 
 def trial(**changes: Any) -> dict[str, Any]:
@@ -245,6 +251,37 @@ def test_a_kind_s_table_lies_in_the_folder_of_its_report(kind, tmp_path, monkeyp
     assert main(["report", str(tmp_path / "a" / "b" / "e"), "--output", str(tmp_path / "a" / "b" / "out")]) == 0
     written = {path for path in tmp_path.rglob("*") if path.is_file()} - before
     assert len(written) == 4 and all(path.is_relative_to(tmp_path / "a" / "b" / "out") for path in written)
+
+
+def test_a_file_s_name_that_is_no_text_is_shown_by_escapes(tmp_path):
+    """A warning in a caption names it, in every format."""
+    line = trial(trial={"kind": "step"} | STEP, result={"step_seconds": [1.0], "memory": MEMORY}, load=99.0)
+    where = ENVIRONMENT["environment"] | {"cpus_available": 2}
+    write(tmp_path / "e" / "\udcff.jsonl", [ENVIRONMENT | {"environment": where}, line, line | {"round": 1}])
+    write_report(tmp_path / "e", tmp_path / "out", ["memory_speed_table"])
+    (path,) = (tmp_path / "out").rglob("*.md")
+    assert "\\udcff" in path.read_text(encoding="utf-8")
+
+
+def test_a_text_with_half_a_character_is_written(tmp_path):
+    files.write_text(tmp_path / "a.md", "\udcff é")
+    assert (tmp_path / "a.md").read_text(encoding="utf-8") == "\\udcff é"
+
+
+@pytest.mark.parametrize("model", ["transformers:x@" + "9" * 5000, "x" + "9" * 5000, "x²"])
+def test_a_model_s_name_may_have_any_digits(model):
+    assert style.model(model) and style.model_key(model) > style.model_key("cnn")
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    write(tmp_path / "a.jsonl", [ENVIRONMENT, trial()])
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + (tmp_path / "a.jsonl").read_bytes())
+    assert [len(run.records) for run in read_runs(tmp_path)] == [1]
+
+
+def test_an_epsilon_that_is_no_number_is_not_infinite():
+    shown = [readable.rounded_epsilon(value, "upper_bound") for value in (math.nan, math.inf, 1.23456)]
+    assert shown == ["nan", "inf", "1.235"]
 
 
 def test_a_run_goes_on_beside_damaged_records(tmp_path, capsys):

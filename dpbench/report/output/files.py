@@ -31,8 +31,13 @@ def write(part: Part, folder: Path, pictures: Pictures) -> list[Path]:
     texts["md"] = "\n".join(lines) + "\n"
     texts["tex"] = latex.table(part.text, part.caption, part.name)
     for suffix, text in texts.items():
-        cache.replace(paths[suffix], text.encode(), mode=0o666)
+        write_text(paths[suffix], text)
     return list(paths.values())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8; half a character, as in the name of a file that is not UTF-8, becomes an escape."""
+    cache.replace(path, text.encode(errors="backslashreplace"), mode=0o666)
 
 
 def _as_data(frame: pd.DataFrame) -> pd.DataFrame:

@@ -17,13 +17,13 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from clipping import cache
 from dpbench.experiment import experiment_names, load_experiment
 from dpbench.records.conditions import pooled
 from dpbench.records.reader import Record, by_device, entries
 from dpbench.report import style
 from dpbench.report.data import failures
 from dpbench.report.data.statistics import is_probe
+from dpbench.report.output.files import write_text
 from dpbench.report.output.page import svg
 from dpbench.report.parts import VERDICTS, Part
 from dpbench.report.summary import days, join, several, summary
@@ -65,7 +65,7 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
         source: the folder of the records.
     """
     text = render(parts, again, beside(path.parent, source), path.parent)
-    cache.replace(path, text.encode(errors="backslashreplace"), mode=0o666)
+    write_text(path, text)
     return path
 
 
