@@ -99,7 +99,8 @@ class Recording:
         Args:
             losses: [B], with their graph; loss i depends on sample i alone.
             verify: compare with autograd's gradients of the first two losses, and the sum with an ordinary backward
-                pass of Σ_i c_i ℓ_i. All use the same graph, so only rounding may differ.
+                pass of Σ_i c_i ℓ_i. All use the same graph, so only rounding may differ. A graph that `occasions` finds
+                new is always compared.
 
         Raises:
             ValueError: the losses do not have shape [B].
@@ -119,7 +120,7 @@ class Recording:
                 result = self.backend.clipped(
                     self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
                 )
-                if verify:
+                if verify or (self.occasions is not None and self.occasions.is_new):
                     with self.tape.replaying(), full_precision_on_cpu():
                         self._verify(result, losses)
                 return result
@@ -139,7 +140,7 @@ class Recording:
             raise UnsupportedModel(self.backend.name, stale)
         if self.tape is not None:
             unrecorded(losses, self.tape, self.parameters)  # tells the tape which gradients to expect
-            problem = mixed_rows(self.tape, losses, self.occasions)
+            problem = mixed_rows(self.tape, losses, self.occasions, owned=False)
             if problem is not None:
                 raise UnsupportedModel(self.backend.name, [problem])
 
@@ -160,6 +161,8 @@ class Recording:
         found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
         agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses))
         if not agreement.within(limit):
+            if self.occasions is not None and self.tape is not None:
+                self.occasions.rows_failed(self.tape.arrivals.graph)
             raise WrongGradient(self.backend.name, agreement, limit)
 
 

@@ -2,6 +2,7 @@
 
 rows    For a subset S of the samples, run a backward pass of Σ_{i∈S} ℓ_i. The gradient of each use's output must be
         exactly zero in the rows of all other samples; else samples mix, or rows are not in the order of the samples.
+        It must be zero in rows of no sample, too: norms by rows leave them out.
 others  Run the step again with other records, or more or fewer of them, beside those of S. Losses and norms of S must
         not change (`clipping.checks.second_look`). This finds what no gradient shows (a detached mean of the batch).
 
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from clipping.tape.record import Tape
     from clipping.tape.uses import Use
 
+NOBODYS = (
+    "the losses depend on what it gives for rows that belong to no sample, such as a constant joined to the batch",
+    "join as many rows for each sample, or give the constant to the layer in a call of its own",
+)
+"""Reason and remedy."""
 RATE = 1 / 400
 KNOWN = 32
 """Most graphs and shapes to distinguish. Further graphs count as known; further sizes are rounded to powers of two."""
@@ -45,6 +51,8 @@ class Occasions:
         self._graphs: set[int] = set()
         self._shapes: set[str] = set()
         self._shape = ""
+        self.is_new = False
+        """Whether the graph that `rows` was last asked about was new."""
         self._random = random.Random(0)
         self._insisted = [False, False]
 
@@ -59,9 +67,10 @@ class Occasions:
     def rows(self, batch_size: int, graph: int) -> Sequence[Tensor]:
         """The sets S, [B] bool, for the rows of this step; empty for most steps."""
         due = self._is_due(0)
+        self.is_new = batch_size > 1 and graph not in self._graphs and len(self._graphs) < KNOWN
         if batch_size < 2:
             return ()
-        if graph not in self._graphs and len(self._graphs) < KNOWN:
+        if self.is_new:
             half = self._half(batch_size)
             return (half, ~half) if self._graphs else separating(batch_size)
         return (self._half(batch_size),) if due else ()
@@ -70,6 +79,10 @@ class Occasions:
         """Record that this graph passed. A graph that fails is checked again if training goes on."""
         if len(self._graphs) < KNOWN:
             self._graphs.add(graph)
+
+    def rows_failed(self, graph: int) -> None:
+        """Record that this graph is not exact."""
+        self._graphs.discard(graph)
 
     def changes(self, batch_size: int, *trees: Any) -> Sequence[Change]:
         """The changed batches to repeat this step with; empty for most steps.
@@ -111,19 +124,21 @@ def separating(batch_size: int) -> list[Tensor]:
     return [each for each in sets if each.any() and not each.all()]
 
 
-def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Problem | None:
+def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None, *, owned: bool = True) -> Problem | None:
     """Find a row of a use's output that another sample's loss depends on; None if there is none.
 
     Args:
         tape: as the forward pass left it; not changed.
         losses: [B]; their graph is kept.
         occasions: when to check; None for never.
+        owned: also find a row of no sample that a loss depends on: norms by rows leave it out.
     """
     batch_size = len(losses)
     if occasions is None:
         return None
     for half in occasions.rows(batch_size, tape.arrivals.graph):
         inside = half.to(losses.device)
+        allowed = torch.cat([inside, inside.new_tensor([not owned])])
         largest: dict[Use, Tensor] = {}
 
         def arrived(use: Use, g: Tensor, largest: dict[Use, Tensor] = largest) -> None:
@@ -134,16 +149,14 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Probl
         if not largest:
             continue
         uses = list(largest)
-        wrong = (torch.stack([largest[use].to(losses) for use in uses]) > 0) & ~inside
+        wrong = (torch.stack([largest[use].to(losses) for use in uses]) > 0) & ~allowed
         if bool(wrong.any()):
             at, row = wrong.nonzero()[0].tolist()
             names = dict.fromkeys(name for source, _ in uses[at].rules for name in source.parameters)
-            return Problem(
-                ", ".join(names),
-                f"{uses[at].operation}: samples mix, the losses of other samples depend on what it gives for sample "
-                f"{row}",
-                REMEDY,
-            )
+            reason, remedy = "samples mix, the losses of other samples depend on what it gives for sample {}", REMEDY
+            if row == batch_size:
+                reason, remedy = NOBODYS
+            return Problem(", ".join(names), f"{uses[at].operation}: {reason.format(row)}", remedy)
     if batch_size > 1:
         occasions.rows_passed(tape.arrivals.graph)
     return None

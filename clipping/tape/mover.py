@@ -29,14 +29,21 @@ class Mover:
         self.func, self.args, self.kwargs, self.output = func, args, kwargs, output
         self.data, self.batch_size = data, batch_size
 
-    def owners(self, x: Tensor, dims: int) -> Tensor | None:
-        """Return the owners of x for at least `dims` leading dimensions; None if unknown."""
+    def owners(self, x: Tensor, dims: int, beside: int | None = None) -> Tensor | None:
+        """Return the owners of x for at least `dims` leading dimensions; None if unknown.
+
+        Args:
+            beside: dimension in which a constant of B·k rows has rows in the batch's order, as x lies beside such rows.
+        """
         place = samples_of(x)
+        constant = not isinstance(place, Rows) and not any(x is operand for operand in self.data)
+        if constant and beside is not None and x.shape[beside] % self.batch_size == 0:
+            constant, place = False, beside
         if isinstance(place, Rows):
             found = place.owners
             if place.unknown:
                 return None
-        elif not any(x is operand for operand in self.data):
+        elif constant:
             found = torch.full((), NOBODY, device=x.device)
         elif x.dim() <= place or not x.shape[place] or x.shape[place] % self.batch_size:
             return None

@@ -148,11 +148,12 @@ def _joined(it: Mover) -> Moved:
         if dim != at:
             return None
     known = max([dim + 1 - stacked, *(place.owners.dim() for place in places if isinstance(place, Rows))])
-    owners = [it.owners(x, known) for x in tensors]
+    beside = None if irregular else dim
+    owners = [it.owners(x, known, beside) for x in tensors]
     if any(each is None for each in owners):
         return it.unknown() if irregular else None
     most = max(each.dim() for each in owners if each is not None)
-    owners = [it.owners(x, most) for x in tensors]
+    owners = [it.owners(x, most, beside) for x in tensors]
     return it.rows(it.func(owners, dim))
 
 

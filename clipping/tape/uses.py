@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.provenance.derived_parameters import Source, mark_disjoint
-from clipping.provenance.row_owners import Rows, taken
+from clipping.provenance.row_owners import Rows
 from clipping.rules.base import Gradient, Refused, Rule, Spec, made, title
 from clipping.rules.elementwise import Broadcast, Copies
 from clipping.rules.embedding import EmbeddingWeight
@@ -60,13 +61,17 @@ class Use:
         return None if self.rows is None else self.rows.owners
 
     def largest(self, g: Tensor, batch_size: int) -> Tensor:
-        """Return each sample's largest magnitude in the output's gradient, [B].
+        """Return each sample's largest magnitude in the output's gradient, and last that of nobody's rows: [B + 1].
 
         Args:
             g: gradient of the output, [B·k, ...].
         """
-        by_sample = g.reshape(batch_size, -1) if self.rows is None else taken(g, self.rows.padded, filled=True)
-        return torch.linalg.vector_norm(by_sample.reshape(batch_size, -1), torch.inf, dim=1)
+        if self.rows is None:
+            return F.pad(torch.linalg.vector_norm(g.reshape(batch_size, -1), torch.inf, dim=1), (0, 1))
+        owners = self.rows.owners
+        found = torch.linalg.vector_norm(g.reshape(len(owners), g.shape[1:].numel()), torch.inf, dim=1)
+        at = torch.where(owners < 0, batch_size, owners)
+        return found.new_zeros(batch_size + 1).scatter_reduce_(0, at, found, "amax")
 
 
 class Noted(NamedTuple):

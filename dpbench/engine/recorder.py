@@ -22,6 +22,7 @@ from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
+from clipping.checks.verification import WrongGradient
 from clipping.core.autograd import version_of
 from clipping.core.batches import leading_dimension, map_tensors
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
@@ -188,9 +189,12 @@ class Recorder:
         few = recording.batch_size if drawn is None else drawn[0]
         verify = self._verify and (drawn is None or few > 1)
         if verify:
-            require_finite_losses(losses)  # else the error would blame the model for its data
+            require_finite_losses(losses)
         try:
             result = recording.finish(losses, verify=verify)
+        except WrongGradient:
+            require_finite_losses(losses)  # else the error would blame the model for its data
+            raise
         except UnsupportedModel as error:
             if dropped:
                 raise Misuse(

@@ -12,6 +12,7 @@ from attached import attached
 from torch import nn
 
 from clipping import UnsupportedModel, WrongGradient
+from clipping.backends.recording import one_by_one
 from clipping.norms.collection import _WholeNorms
 from dpbench.engine import looks
 from dpbench.engine.loss_mixing_check import Traced, plain
@@ -296,3 +297,48 @@ def test_norms_that_are_a_little_too_small_are_found(monkeypatch):
     model, optimizer, _ = made()
     with pytest.raises(WrongGradient, match="expected at most 1e-03"):
         optimizer.step(loss=cross_entropy(model(X)))
+
+
+@pytest.mark.parametrize("verified", [0, 1])
+def test_wrong_norms_of_a_later_graph_are_found(monkeypatch, verified):
+    """A graph that failed is compared again."""
+    model, optimizer, _ = made()
+    for _ in range(verified):
+        optimizer.step(loss=cross_entropy(model(X)))
+    total = _WholeNorms._total
+    monkeypatch.setattr(_WholeNorms, "_total", lambda self: tuple(norms * 0.985 for norms in total(self)))
+    for _ in range(2):
+        with pytest.raises(WrongGradient):
+            optimizer.step(loss=cross_entropy(model(X)) * 2)
+    with pytest.raises(FloatingPointError):
+        optimizer.step(loss=cross_entropy(model(X * torch.nan)) * 2)
+
+
+class Beside(nn.Module):
+    """Compares records with `rows` constant ones in the same call of its layer, once it is `used`."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.layer, self.rows, self.used = nn.Linear(20, 5), rows, False
+
+    def forward(self, x):
+        if not self.used:
+            return self.layer(x)
+        both = self.layer(torch.cat([x, torch.full((self.rows, 20), 0.3)]))
+        return both[: len(x)] - 2 * both[len(x) :]
+
+
+@pytest.mark.parametrize(("rows", "backend"), [(B, "bk_mixed"), (1, "bk_mixed"), (1, "microbatch")])
+def test_rows_of_a_constant_beside_the_batch(rows, backend):
+    """As many as the batch has belong to its records; others to none, so that a gradient there is in no norm."""
+    model, optimizer, engine = made(Beside(rows), backend)
+    optimizer.step(loss=cross_entropy(model(X)))
+    model.used = True
+    if rows < B and backend == "bk_mixed":
+        with pytest.raises(UnsupportedModel, match="rows that belong to no sample"):
+            optimizer.step(loss=cross_entropy(model(X)))
+        return
+    plain = copy.deepcopy(model)
+    expected = one_by_one(cross_entropy(plain(X)), dict(plain.named_parameters()), engine.clip)
+    found = engine._recorder.finish(cross_entropy(model(X)))
+    assert found.norms.tolist() == pytest.approx(expected.norms.tolist())
