@@ -48,6 +48,12 @@ class Draws:
         finally:
             now.restore()
 
+    def used(self) -> bool:
+        """True if a generator has drawn anything since the snapshot."""
+        now = Draws()
+        pairs = zip([self._cpu, *self._cuda], [now._cpu, *now._cuda], strict=False)
+        return self.used_outside_of_torch() or not all(torch.equal(x, y) for x, y in pairs)
+
     def used_outside_of_torch(self) -> bool:
         """True if numpy or Python has drawn anything since the snapshot."""
         same = not self._numpy or all(map(_equal, self._numpy, _numpy().get_state()))

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 RECORDS = 8
 """Largest number of records, spread over the data set."""
+DRAWS = 16
+"""Batches compared of a collator that draws random numbers: one that mixes half of its batches passes 1 time in 65,000.
+"""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative tolerance of a record's numbers, by dtype."""
 Collate = Callable[[list[Any]], Any]
@@ -216,7 +219,8 @@ def require_own_numbers(dataset: Any, most: int, collate: Collate) -> None:
     """Require that a record's floating-point values do not depend on the other records that are collated with it.
 
     Compares each of two records among others with the same record among copies of itself, if both batches have one
-    shape. Both batches are built from the same random numbers. Integers (words, labels) are not compared.
+    shape. Both batches are built from the same random numbers, `DRAWS` times anew. Integers (words, labels) are not
+    compared.
 
     Args:
         dataset: indexable.
@@ -226,28 +230,37 @@ def require_own_numbers(dataset: Any, most: int, collate: Collate) -> None:
     Raises:
         Misuse: a record's numbers depend on the other records.
     """
-    places, draws = places_of(dataset, most), Draws()
-    with draws.again():
-        records = [dataset[i] for i in places]
+    places = places_of(dataset, most)
 
     def batch_of(records: list[Any]) -> list[Tensor]:
-        with draws.again():
-            batch = collate([copy.copy(record) for record in records])  # the collator may remove fields
+        batch = collate([copy.copy(record) for record in records])  # the collator may remove fields
         rows = [x for x in tensors_of(batch) if x.is_floating_point() and x.layout == torch.strided]
         return [x for x in rows if x.dim() > 1 and len(x) == len(records)]
 
-    together = batch_of(records) if records else []
-    for number in range(2 if together else 0):
-        copies = batch_of([records[number]] * len(records))
-        if [x.shape for x in copies] != [x.shape for x in together]:
-            continue
-        for was, now in zip(together, copies, strict=True):
-            same = torch.isclose(was.double(), now[number].double(), rtol=coarsest([was], TOLERANCE), equal_nan=True)
-            if not same.flatten(1).all(1).any():
-                raise Misuse(
-                    f"expected the numbers of record {places[number]} to be its own, got others in a batch of "
-                    f"{len(places)} than beside copies of itself: let collate_fn mix no records"
-                )
+    with Draws().again():
+        records = [dataset[i] for i in places]
+        for _ in range(DRAWS if records else 0):
+            draws = Draws()
+            together = batch_of(records)
+            for number in range(2 if together else 0):
+                with draws.again():
+                    copies = batch_of([records[number]] * len(records))
+                _require_same(together, copies, number, places)
+            if not draws.used():
+                break
+
+
+def _require_same(together: list[Tensor], copies: list[Tensor], number: int, places: list[int]) -> None:
+    """Require that record `number` has the same numbers in two batches, if these have one shape."""
+    if [x.shape for x in copies] != [x.shape for x in together]:
+        return
+    for was, now in zip(together, copies, strict=True):
+        same = torch.isclose(was.double(), now[number].double(), rtol=coarsest([was], TOLERANCE), equal_nan=True)
+        if not same.flatten(1).all(1).any():
+            raise Misuse(
+                f"expected the numbers of record {places[number]} to be its own, got others in a batch of "
+                f"{len(places)} than beside copies of itself: let collate_fn mix no records"
+            )
 
 
 def places_of(dataset: Any, most: int) -> list[int]:

@@ -6,8 +6,8 @@ padding), or if it mixes records (mixup). Then C does not bound one record's sha
 records through the caller's own collator and loss, without dropout, together and one by one.
 
 If collator or model draw random numbers (masked language models), the losses of a record alone differ anyway. The check
-then compares the record among others with the record among copies of itself, for the same random numbers. It does
-nothing if these two batches differ in shape.
+then compares the record among others with the record among copies of itself, for the same random numbers. It does nothing
+if these two batches differ in shape. Other random numbers follow, as a collator may mix records in some batches only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from clipping.core.dtypes import coarsest, without_autocast
 from clipping.distributed.spread import any_sharded
 from clipping.numerics.rng_replay import Draws, WithoutDropping
 from dpbench.engine import Misuse
-from dpbench.engine.loader import Collate, places_of
+from dpbench.engine.loader import DRAWS, Collate, places_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative tolerance of a loss, by its dtype, as batches of other shapes run other kernels.
@@ -43,6 +43,7 @@ REMEDY = (
     "records and divide by nothing that the batch holds"
 )
 LossesOf = Callable[[Any], Tensor]
+Result = TypeVar("Result")
 
 
 class _Undropped(TorchFunctionMode):
@@ -113,24 +114,41 @@ class _Seen:
             together, again = self._losses(self._records), self._losses(self._records)
             if torch.equal(together, again):
                 alone = torch.cat([self._losses([record]) for record in self._records])
-                return self._first(together, alone, range(len(alone)), "alone")
+                found = self._first(together, alone, range(len(alone)), "alone")
+                if found or not self._draws.used():
+                    return found
         return self.beside_copies()
 
     def beside_copies(self) -> tuple[int, float, float, str] | None:
-        """The same for two records, beside others and beside copies of each, with the same random numbers."""
-        for place in range(2):
-            was, shapes = self._drawn(self._records)
-            now, others = self._drawn([self._records[place]] * len(self._records))
-            if shapes == others and (found := self._first(was, now, [place], "beside copies of itself")):
-                return found
+        """The same for two records, beside others and beside copies of each, with the same random numbers.
+
+        Further random numbers are tried while the collator draws them, and cost a loss only if they change the record.
+        """
+        for drawn in range(DRAWS):
+            for place in range(2):
+                copies = [self._records[place]] * len(self._records)
+                ours, theirs = self._drawn(self._tensors, self._records), self._drawn(self._tensors, copies)
+                if [x.shape for x in ours] != [x.shape for x in theirs]:
+                    continue
+                if drawn and all(_same_row(x, y, place) for x, y in zip(ours, theirs, strict=True)):
+                    continue
+                was, now = self._drawn(self._losses, self._records), self._drawn(self._losses, copies)
+                if found := self._first(was, now, [place], "beside copies of itself"):
+                    return found
+            with self._draws.again():
+                self._batch(self._records)
+                draws, self._draws = self._draws, Draws()
+                if not draws.used():
+                    break
         return None
 
-    def _drawn(self, records: list[Any]) -> tuple[Tensor, list[torch.Size]]:
-        """The losses of a batch, always with the same random numbers, and its shapes."""
+    def _drawn(self, function: Callable[[list[Any]], Result], records: list[Any]) -> Result:
+        """Call a function of records, always with the same random numbers."""
         with self._draws.again():
-            shapes = [x.shape for x in tensors_of(self._batch(records))]
-        with self._draws.again():
-            return self._losses(records), shapes
+            return function(records)
+
+    def _tensors(self, records: list[Any]) -> list[Tensor]:
+        return tensors_of(self._batch(records))
 
     def _losses(self, records: list[Any]) -> Tensor:
         return self._losses_of(self._batch(records)).detach()
@@ -143,3 +161,10 @@ class _Seen:
         off = (was.double() - now.double()).abs()
         allowed = self.tolerance * coarsest([was], TOLERANCE) * float(was.abs().max())
         return next(((i, float(was[i]), float(now[i]), how) for i in places if float(off[i]) > allowed), None)
+
+
+def _same_row(x: Tensor, y: Tensor, place: int) -> bool:
+    """Whether two tensors of a batch, [B, ...] if not of the batch as a whole, are the same for a record."""
+    if x.layout != torch.strided or x.is_nested:
+        return False
+    return torch.equal(x[place : place + 1], y[place : place + 1]) if x.dim() else torch.equal(x, y)

@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from clipping import UnsupportedModel
 from dpbench import Misuse
+from dpbench.engine.loader import require_own_numbers
 from dpbench.integrations.alone import look
 from dpbench.integrations.huggingface import PrivateTrainer
 
@@ -134,6 +135,29 @@ def test_what_draws_by_chance_is_compared_with_the_same_numbers():
     with pytest.raises(Misuse, match=r"got .* in a batch of 8 and .* beside copies of itself"):
         seen(mixed_up, model=model)
     assert torch.equal(before, torch.get_rng_state()) and random.getstate() == states
+
+
+def sometimes_mixed(records):
+    return mixed_up(records) if random.random() < 0.5 else vectors(records)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_mixes_half_of_its_batches_is_refused_whatever_it_draws_first(seed):
+    """By the losses of records, and by the numbers that the engine's loader compares."""
+    random.seed(seed)
+    with pytest.raises(Misuse, match=r"beside copies of itself"):
+        seen(sometimes_mixed)
+    with pytest.raises(Misuse, match="numbers of record 0 to be its own"):
+        require_own_numbers(range(20), 8, sometimes_mixed)
+
+
+def test_a_collator_without_random_numbers_is_called_a_few_times():
+    calls = []
+    require_own_numbers(range(20), 8, lambda records: calls.append(records) or vectors(records))
+    assert len(calls) == 3
+    calls.clear()
+    require_own_numbers(range(20), 8, lambda records: calls.append(records) or noised(records))
+    assert len(calls) == 3 * 16
 
 
 def test_labels_that_are_counted_and_inputs_that_are_centred_are_refused():
