@@ -76,6 +76,8 @@ class Recorder:
         self._given: tuple[Tensor, ClippedGradient | Exception] | None = None  # result of a step that was not recorded
         self.remedy = STEP
         """What to do instead of backward()."""
+        self.call = "call the model itself, not its parts alone"
+        """What to do if no forward pass was recorded."""
         self.count: Callable[[Tensor], float] | None = None
         """Computes a number from the norms of the data's own samples."""
         self.counted = 0.0
@@ -240,7 +242,7 @@ class Recorder:
         if recorded is None and losses.shape == (0,):
             return
         if recorded is None:
-            why = "the model was in eval mode" if self._skipped else "none was run since the last step"
+            why = "the model was in eval mode" if self._skipped else f"none was run since the last step: {self.call}"
             raise Misuse(f"expected a forward pass of the model in training mode before {step}, but {why}")
         if tuple(losses.shape) != (recorded,):
             raise Misuse(

@@ -6,8 +6,8 @@ padding), or if it mixes records (mixup). Then C does not bound one record's sha
 records through the caller's own collator and loss, without dropout, together and one by one.
 
 If collator or model draw random numbers (masked language models), the losses of a record alone differ anyway. The check
-then compares the record among others with the record among copies of itself, for the same random numbers. It does nothing
-if these two batches differ in shape. Other random numbers follow, as a collator may mix records in some batches only.
+then compares the record among others with the record among copies of itself, for the same random numbers, if these two
+batches have one shape. Other random numbers follow, as a collator may mix records in some batches only.
 """
 
 from __future__ import annotations

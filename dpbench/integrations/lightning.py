@@ -35,7 +35,7 @@ from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
 from dpbench.integrations.alone import look
-from dpbench.integrations.loader_options import shared_options
+from dpbench.integrations.loader_options import batch_size_of, shared_options
 from dpbench.integrations.turns import Steps, Turn, per_sample
 from dpbench.trials.packages import needed
 
@@ -163,7 +163,7 @@ class _Private:
             self._restored = None
         loader = self.engine.data_loader(
             dataloader.dataset,
-            max_physical_batch_size=dataloader.batch_size,
+            max_physical_batch_size=batch_size_of(dataloader),
             pad=self._pad,
             **shared_options(dataloader),
         )
@@ -188,7 +188,7 @@ class _Private:
         look(
             module,
             dataloader.dataset,
-            dataloader.batch_size,
+            batch_size_of(dataloader),
             dataloader.collate_fn,
             lambda batch: self._losses_of((self._transferred(batch), *others)),
         )
@@ -270,15 +270,19 @@ class _Private:
 
     def _made(self, dataloader: Any) -> PrivacyEngine:
         sample_size = len(dataloader.dataset)
-        privacy = {"batch_size": dataloader.batch_size * place()[1], **self._privacy}
+        privacy = {"batch_size": batch_size_of(dataloader) * place()[1], **self._privacy}
         steps = steps_per_epoch(privacy["batch_size"], sample_size, privacy.get("sampling", "poisson"))
         trainer = self._trainer
         ends = [trainer.max_steps] if trainer.max_steps > 0 else []
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            ends.append(trainer.max_epochs * steps)
+            limit = trainer.limit_train_batches
+            taken = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
+            ends.append(trainer.max_epochs * max(1, taken))
         thawed = any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
         module = _called(self.lightning_module, self._submodule, thawed)  # type: ignore[attr-defined]
-        return PrivacyEngine(module, sample_size=sample_size, steps=min(ends, default=None), **privacy)
+        engine = PrivacyEngine(module, sample_size=sample_size, steps=min(ends, default=None), **privacy)
+        engine._recorder.call = "call self(...) in training_step, or pass model=, the name of what it calls"
+        return engine
 
 
 class PrivateStrategy(_Private, SingleDeviceStrategy):

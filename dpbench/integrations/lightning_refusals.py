@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -20,10 +20,13 @@ def refuse(trainer: Any) -> None:
     pieces = "privacy['batch_size'] is cut into pieces of the loader's batch_size"
     steps = "training_step returns the losses, and the strategy steps; for a loop of your own take PrivacyEngine"
     norm = "privacy['max_grad_norm'] clips each sample's gradient"
+    trial = "its steps on trial spend ε and are undone; find the value on public data, or account for its steps as well"
+    tuners = [type(each).__name__ for each in callbacks if isinstance(each, (BatchSizeFinder, LearningRateFinder))]
     grows = any(isinstance(each, GradientAccumulationScheduler) for each in callbacks)
     for wrong, wanted, came, why in (
         (not module.automatic_optimization, "automatic_optimization=True", "False", steps),
         (trainer.accumulate_grad_batches != 1, "accumulate_grad_batches=1", trainer.accumulate_grad_batches, pieces),
+        (tuners, "no tuner", " and ".join(tuners), trial),
         (grows, "no GradientAccumulationScheduler", "one", pieces),
         (trainer.gradient_clip_val is not None, "gradient_clip_val=None", trainer.gradient_clip_val, norm),
         (precision.startswith("16"), "precision='bf16-mixed'", precision, "losses cannot be scaled and then clipped"),
@@ -46,8 +49,11 @@ def refuse_loader(dataloader: Any) -> None:
             "records"
         )
     sampler: Any = dataloader.sampler if type(dataloader.batch_sampler) is BatchSampler else dataloader.batch_sampler
-    if dataloader.drop_last or not isinstance(sampler, SAMPLERS):
-        came = "drop_last=True" if dataloader.drop_last else type(sampler).__name__
+    drops = dataloader.drop_last or getattr(dataloader.batch_sampler, "drop_last", False)
+    some = type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(dataloader.dataset))
+    if drops or some or type(sampler) not in SAMPLERS:
+        came = "drop_last=True" if drops else type(sampler).__name__
+        came += "(replacement=True)" if some and sampler.replacement else "(num_samples=...)" if some else ""
         raise ValueError(
             f"expected a train loader without a sampler of its own and without drop_last, got {came}: batches are "
             "drawn as privacy['sampling'] says; leave it out"

@@ -36,6 +36,13 @@ class Turn:
         self.is_last = is_last
         self.pieces: list[Any] = []
 
+    def __getitem__(self, index: Any) -> Any:
+        """Raise a Misuse, also where it is unpacked or iterated over."""
+        raise Misuse(
+            "expected batch.pieces, the physical batches of a step (none before it), got the batch itself indexed or "
+            "unpacked: how many records it has is known only when it is drawn"
+        )
+
 
 class Steps:
     """Private steps on the pieces of turns: `take` yields them, and `run` computes, checks and keeps their losses.

@@ -9,12 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 from by_hand import by_hand
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from ranks import ranks
 
@@ -356,6 +362,31 @@ def test_several_train_loaders_are_refused_by_name():
             fit(strategy_of(), loader=several)
 
 
+class Unpacks(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        _, _ = batch
+
+
+class Parts(Classifier):
+    """Calls its parts, as Lightning's quickstart does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = self.net[:2], self.net[2]
+        del self.net
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.head(self.body(batch[0])), batch[1], reduction="none")
+
+
+def test_the_plan_has_the_steps_of_a_limited_epoch():
+    loader = DataLoader(data(), batch_sampler=BatchSampler(RandomSampler(data()), 4, False))
+    for limit in (2, 0.4):
+        strategy = strategy_of(None, noise_multiplier=None, target_epsilon=3.0)
+        fit(strategy, loader=loader, limit_train_batches=limit)
+        assert strategy.engine.steps == strategy.engine.settings.planned_steps == 6
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -367,6 +398,11 @@ def test_several_train_loaders_are_refused_by_name():
         ({"module": Without}, "expected the optimizer to hold every trainable parameter"),
         ({"loader": {"sampler": WeightedRandomSampler([1.0] * 60, 60)}}, "got WeightedRandomSampler"),
         ({"loader": {"drop_last": True}}, "got drop_last=True"),
+        ({"loader": {"sampler": RandomSampler(data(), num_samples=16)}}, r"got RandomSampler\(num_samples=...\)"),
+        ({"loader": {"sampler": RandomSampler(data(), replacement=True)}}, r"got RandomSampler\(replacement=True\)"),
+        ({"callbacks": [LearningRateFinder()]}, "expected no tuner with a private strategy, got LearningRateFinder"),
+        ({"callbacks": [Unpacks()]}, "expected batch.pieces, the physical batches of a step"),
+        ({"module": Parts}, r"call self\(...\) in training_step, or pass model="),
     ],
     ids=lambda x: x.replace(" ", "_") if isinstance(x, str) else "",
 )

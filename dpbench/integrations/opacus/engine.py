@@ -14,6 +14,7 @@ from dpbench.engine.adjust import plan, set_rate
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import batch_norm_problem, batch_norms, require_usable
 from dpbench.errors import complaint, nearest
+from dpbench.integrations.loader_options import batch_size_of
 from dpbench.integrations.opacus import checkpoint
 from dpbench.integrations.opacus.accountant import Accountant
 from dpbench.integrations.opacus.clips import Clips
@@ -134,7 +135,7 @@ class PrivacyEngine:
         records = len(data_loader.dataset)  # type: ignore[arg-type]
         engine = Engine(
             model,
-            batch_size=_batch_size(data_loader),
+            batch_size=batch_size_of(data_loader),
             sample_size=records,
             max_grad_norm=function.sensitivity,
             noise_multiplier=noise_multiplier,
@@ -291,14 +292,6 @@ def _length(source: DataLoader[Any]) -> int:
     if len(source) < 1:
         raise ValueError("expected a data_loader with at least one batch, got an empty one")
     return len(source)
-
-
-def _batch_size(source: DataLoader[Any]) -> int:
-    """The chosen batch size, which is public."""
-    size = source.batch_size or getattr(source.batch_sampler, "batch_size", None)
-    if not isinstance(size, int):
-        raise ValueError("expected a data_loader with a batch_size, which divides the noisy sum, got one without")
-    return size
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
