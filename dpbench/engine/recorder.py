@@ -44,7 +44,7 @@ STEP = (
     "gradient within the losses takes backend='microbatch')"
 )
 BUFFER = (
-    "buffer {!r} changed in the forward pass: data in it are neither clipped nor noised, and not accounted; do not "
+    "buffer {!r} changed in {}: data in it are neither clipped nor noised, and not accounted; do not "
     "release it, or do without it"
 )
 _SECOND_TIME = "backward through the graph a second time"
@@ -313,7 +313,7 @@ class Recorder:
             self._recording.__exit__(None, None, None)
             if self._watches and (written := _versions(self._model).items() - self._buffers.items()):
                 self._watches = False
-                warnings.warn(BUFFER.format(min(written)[0]), PrivacyWarning, stacklevel=2)
+                warnings.warn(BUFFER.format(min(written)[0], "the forward pass"), PrivacyWarning, stacklevel=2)
             if self._looks is not None and output is not None:
                 try:
                     return self._looks.passed(*self._called, output)

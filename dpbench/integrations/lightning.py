@@ -19,9 +19,10 @@ steps. The train loader provides the data, collate_fn and workers. The engine dr
 batch_size; `training_step` runs on each piece. Checkpoints hold the engine's state with its keys, and are as secret as
 the data, except those with `save_weights_only=True`.
 
-Not private: values that `training_step` logs, and metrics of private records.
+Not private: values that `training_step` logs, metrics of private records, and buffers that it writes data to.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,10 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from clipping.core.autograd import version_of
 from clipping.program.capture import is_captured
 from clipping.program.graphs import Compile
-from dpbench.engine import PrivacyEngine
+from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.engine.distributed import place
+from dpbench.engine.recorder import BUFFER
 from dpbench.engine.settings import steps_per_epoch
 from dpbench.integrations.alone import look
 from dpbench.integrations.loader_options import batch_size_of, shared_options
@@ -168,6 +171,9 @@ class _Private:
             **shared_options(dataloader),
         )
         if self._steps is None:
+            inside = set(self.engine.model.modules())
+            named = self.lightning_module.named_modules()  # type: ignore[attr-defined]
+            self._outside = [(name, each) for name, each in named if each not in inside and each._buffers]
             if dataloader.collate_fn is not default_collate:
                 self._look_at_records(dataloader)
             optimizer = self.optimizers[0]  # type: ignore[attr-defined]
@@ -213,15 +219,26 @@ class _Private:
                 f"expected one train DataLoader with a private strategy, got {len(turn)}: ε is that of one data set; "
                 "put the records of all into one (torch.utils.data.ConcatDataset, StackDataset)"
             )
-        steps, self._output = self._steps, None
+        steps, self._output, before = self._steps, None, self._buffers()
         assert steps is not None
         for piece in steps.take(turn):
             self._logged = []
             if steps.run((self._transferred(piece), *others)):
                 for args, options in self._logged:
                     self.lightning_module.log(*args, **options)  # type: ignore[attr-defined]
+        for name in dict(self._buffers().items() - before.items()):
+            warnings.warn(BUFFER.format(name, "training_step"), PrivacyWarning, stacklevel=2)
         mean = torch.as_tensor(steps.mean(), device=self.root_device)  # type: ignore[attr-defined]
         return {**self._output, "loss": mean} if isinstance(self._output, Mapping) else mean
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        """Name -> (identity, version) of each buffer in a checkpoint that is outside of the engine's model."""
+        return {
+            f"{name}.{buffer}".lstrip("."): (id(x), version_of(x))
+            for name, each in self._outside
+            for buffer, x in each._buffers.items()
+            if x is not None and buffer not in each._non_persistent_buffers_set
+        }
 
     def _losses_of(self, given: tuple[Any, ...]) -> Tensor:
         output = self._output = super().training_step(*given)  # type: ignore[misc]

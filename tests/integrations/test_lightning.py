@@ -26,6 +26,7 @@ from ranks import ranks
 
 from clipping import UnsupportedModel
 from dpbench import Misuse, PrivacyEngine
+from dpbench.engine import PrivacyWarning
 from dpbench.integrations.lightning import PrivateModelParallelStrategy, PrivateStrategy
 
 CLIP, LR = 0.3, 0.5
@@ -322,6 +323,26 @@ def test_padding_that_changes_a_loss_is_refused():
         fit(strategy_of(), Means(), loader=loader)
     _, module = fit(strategy_of(), Sequences(), loader=loader, max_epochs=2)
     assert module.seen == [12, 12] and "log" not in vars(module)
+
+
+class Centre(Classifier):
+    """Keeps a mean of the records beside the network; or a number that is in no checkpoint."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(6).double(), persistent=persistent)
+
+    def training_step(self, batch, batch_idx):
+        self.centre.mul_(0.5).add_(0.5 * batch[0].mean(0))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_records_in_a_buffer_beside_the_network_are_said(persistent):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", PrivacyWarning)
+        fit(strategy_of(), Centre(persistent), max_steps=1)
+    assert any("buffer 'centre' changed in training_step" in str(each.message) for each in found) == persistent
 
 
 class Hooked(Classifier):
