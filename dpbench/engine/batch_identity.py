@@ -8,9 +8,10 @@ are, in this order of preference:
     copies: on another device, of another dtype
     copies up to a scale and a shift in each feature, as a normalisation makes them
 
-If only one ticket is open, it is taken. If several are open and none matches, the call is refused: the records of the
-losses, the padding among them, and whether the logical batch is complete would be unknown. A batch whose step raised
-stays open until another is stepped, as it may be retried.
+If only one ticket is open, it is taken; but a padded one is stepped only if a feature of its tensors is found in the
+inputs, in the order of its rows, as padding is known by its place. If several are open and none matches, the call is
+refused: the records of the losses, the padding among them, and whether the logical batch is complete would be unknown.
+A batch whose step raised stays open until another is stepped, as it may be retried.
 
 A batch that was stepped or left out is remembered for a while. The model may read it again, to evaluate it, but no step
 accepts it: its records would be in two sums, or twice in one, and its padding would count as records.
@@ -50,16 +51,20 @@ class Ticket:
     Attributes:
         failed: a step of it raised.
         released: its logical batch was released, or may have been.
+        in_order: padding is known to come last in all that the model has read since the last step.
 
     Methods take:
         tensors: the model's inputs.
     """
 
     failed = released = False
+    in_order = True
 
     def __init__(self, step: int, is_last: bool, real: int, handed: int, batch: Any) -> None:
         self.step, self.is_last, self.real, self.handed = step, is_last, real, handed
         self.probes = [_Probe(x) for x in _dense_in(batch)]
+        if handed > real:
+            self.probes += [_Probe(x) for x in _stacked(batch, handed)]
         self._read: list[tuple[weakref.ref[Tensor], int]] = []
 
     def distance(self, tensors: list[Tensor]) -> float:
@@ -72,6 +77,12 @@ class Ticket:
     def own(self, tensors: list[Tensor]) -> int:
         """Count the tensors that are the ticket's own, not copies, without any computation."""
         return sum(any(probe.is_of(x) for probe in self.probes) for x in tensors)
+
+    def has_order(self, tensors: list[Tensor]) -> bool:
+        """Returns whether padding is known to come last in `tensors`."""
+        if self.real in (0, self.handed) or self.own(tensors) or _alike([self], tensors):
+            return True
+        return any(probe.is_part_of(x) for probe in self.probes for x in tensors)
 
     def was_read(self, tensors: list[Tensor]) -> None:
         """Remember the inputs that the model computed from this batch."""
@@ -151,6 +162,8 @@ class Tickets:
                     "expected another batch of data_loader, got the one whose step raised after its release had begun: "
                     "it is accounted, and a second release of the same sample would not be; go on with the next one"
                 )
+            goes_on = recording and found is before
+            found.in_order = found.has_order(tensors) and (found.in_order or not goes_on)
             found.was_read(tensors)
         self.current, self._size, self._news = found, batch_size, False
         return recording and found is before
@@ -172,6 +185,12 @@ class Tickets:
                 "expected a batch of data_loader that was not stepped yet, got one that is done with (it was stepped, "
                 "or left out, or its iteration was broken off): its records would be in two sums, or twice in one, "
                 "which is not accounted; go on with the next one, or begin to iterate anew"
+            )
+        if ticket is not None and not ticket.in_order:
+            raise Misuse(
+                f"expected the {ticket.handed} samples of a padded batch of data_loader in its order, got inputs in "
+                "which they are not found, so that padding may count as records: sort within the model, change records "
+                "in the data set, or take data_loader(pad=False)"
             )
         if ticket is None and self._sizes and self._warns:
             self._warns = False
@@ -279,6 +298,14 @@ def _dense_in(batch: Any) -> list[Tensor]:
     return [x for x in tensors_of(batch) if x.layout == torch.strided and not x.is_nested and x.dim()]
 
 
+def _stacked(batch: Any, count: int) -> list[Tensor]:
+    """The tensors of a list of `count` records, each with one row a record."""
+    if not isinstance(batch, (list, tuple)) or len(batch) != count:
+        return []
+    fields = zip(*map(_dense_in, batch), strict=False)
+    return [torch.stack(rows) for rows in fields if len({(x.shape, x.dtype) for x in rows}) == 1]
+
+
 def _alike(tickets: Iterable[Ticket], tensors: list[Tensor]) -> list[Ticket]:
     """The tickets of which `tensors` are copies, exact or up to a scale and a shift in each feature."""
     limit = max((EXACT.get(x.dtype, 1e-4) for x in tensors if x.is_floating_point()), default=0.0)
@@ -340,10 +367,18 @@ class _Probe:
         left = (found - scale * mine).norm(dim=0) / found.norm(dim=0).clamp(min=1e-30)
         return float(left.max()) if bool((scale > 0).all()) else float("inf")
 
-    def _of(self, x: Tensor) -> Tensor:
-        flat = (x.abs() if x.is_complex() else x).detach().reshape(x.shape[0], -1)
-        rows, columns = self._rows.to(x.device), self._columns.to(x.device)
-        return flat[rows][:, columns].to("cpu", torch.float64)
+    def is_part_of(self, x: Tensor) -> bool:
+        """Returns whether a feature of `x` is one of these, up to a scale and a shift, so that it has their order."""
+        told = [column for column in self._values.T if len(column.unique()) >= COLUMNS] if x.numel() else []
+        if not told or x.shape[0] != self._shape[0]:
+            return False
+        mine, found = (each - each.mean(0) for each in (torch.stack(told, 1), self._of(x, every=True)))
+        mine, found = (each / each.norm(dim=0).clamp(min=1e-30) for each in (mine, found))
+        return bool(((mine.T @ found) >= 1 - EXACT.get(x.dtype, 1e-4) ** 2 / 2).any())
+
+    def _of(self, x: Tensor, *, every: bool = False) -> Tensor:
+        flat = (x.abs() if x.is_complex() else x).detach().reshape(x.shape[0], -1)[self._rows.to(x.device)]
+        return (flat if every else flat[:, self._columns.to(x.device)]).to("cpu", torch.float64)
 
 
 def _spread(count: int, most: int) -> Tensor:

@@ -89,9 +89,9 @@ def test_what_was_stepped_is_not_stepped_again(read):
 
 def test_after_a_step_its_batch_may_be_evaluated():
     """Also where what the model reads is another view that nobody would know."""
-    for view in (lambda x: x, lambda x: x.flip(1)):
+    for view, loading in ((lambda x: x, PADDED), (lambda x: x.flip(1), {"max_physical_batch_size": 16})):
         model, optimizer, engine = make()
-        for x, _ in engine.data_loader(DATA, **PADDED):
+        for x, _ in engine.data_loader(DATA, **loading):
             optimizer.step(loss=model(view(x))[:, 0])
             model(view(x))
         assert engine.drawn == 4 and engine.privacy_spent().sampled_by == "engine"
@@ -284,9 +284,38 @@ def test_what_is_not_known_is_refused_by_name():
 
 def test_one_batch_after_the_other_may_be_changed_at_will():
     model, optimizer, engine = make()
-    for rows, _ in engine.data_loader(DATA, max_physical_batch_size=RECORDS, pad=True):
+    for rows, _ in engine.data_loader(DATA, max_physical_batch_size=RECORDS):
         optimizer.step(loss=model(torch.randn_like(rows))[:, 0])
     assert engine.steps == 4 and engine.privacy_spent().sampled_by == "engine"
+
+
+@pytest.mark.parametrize("collate_fn", [default_collate, list])
+@pytest.mark.parametrize("again", [False, True])
+def test_padding_is_known_by_its_place_and_must_stay_there(collate_fn, again):
+    """Also if another pass of the same step has read the batch as it was."""
+    model, optimizer, engine = make()
+    for rows in engine.data_loader(list(DATA), max_physical_batch_size=16, pad=True, collate_fn=collate_fn):
+        x, real = (rows[0] if collate_fn is default_collate else torch.stack([x for x, _ in rows])), engine.mask
+        order = torch.randperm(len(x))
+        if real.all() or (order[~real] == torch.arange(len(x))[~real]).all():
+            optimizer.step(loss=model(x[order])[:, 0])
+            continue
+        if again:
+            model(x)
+        losses = model(x[order])[:, 0]
+        with pytest.raises(Misuse, match="samples of a padded batch of data_loader in its order"):
+            optimizer.step(loss=losses)
+        return
+
+
+def test_padding_is_known_in_a_part_of_the_features():
+    ids = torch.randint(9, 5000, (6, 12), generator=torch.Generator().manual_seed(0))
+    tickets, ticket = Tickets(), Ticket(0, True, 4, 6, ids)
+    for inputs, is_known in ((ids[:, :-1].clone(), True), (ids.t().clone().t()[:, 3:9].float() / 7, True)):
+        tickets.hand_out(ticket)
+        tickets.read(inputs, 6, False)
+        assert ticket.in_order == is_known and not ticket.has_order([inputs.flip(0)])
+        tickets.clear()
 
 
 def test_a_checkpoint_does_not_count_what_was_read_ahead_as_done():
