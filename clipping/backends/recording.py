@@ -120,7 +120,7 @@ class Recording:
                 result = self.backend.clipped(
                     self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
                 )
-                if verify or (self.occasions is not None and self.occasions.is_new):
+                if self._is_new(result) or verify:
                     with self.tape.replaying(), full_precision_on_cpu():
                         self._verify(result, losses)
                 return result
@@ -143,6 +143,16 @@ class Recording:
             problem = mixed_rows(self.tape, losses, self.occasions, owned=False)
             if problem is not None:
                 raise UnsupportedModel(self.backend.name, [problem])
+
+    def _is_new(self, result: ClippedGradient) -> bool:
+        """Whether to compare a new graph; one with a record that is not finite is new in a later step, too."""
+        if self.occasions is None or self.tape is None or not self.occasions.is_new:
+            return False
+        assert result.norms is not None
+        finite = bool(result.norms.isfinite().all())
+        if not finite:
+            self.occasions.rows_failed(self.tape.arrivals.graph)
+        return finite
 
     def _verify(self, result: ClippedGradient, losses: Tensor) -> None:
         clip, names = self.backend.clip, list(self.parameters)

@@ -176,7 +176,7 @@ class PrivacyEngine:
             raise Misuse("expected an engine that is not attached; call detach() first")
         reshard(self.model)
         self._patch = Patch(self, optimizer)
-        self._recorder.open()
+        self._recorder.open(self)
         quieten(self._wrapped, True)
         same_settings({**self.settings.as_state(), "sensitivity": self.clip.sensitivity})
         same_model(self.model)

@@ -22,7 +22,6 @@ from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
-from clipping.checks.verification import WrongGradient
 from clipping.core.autograd import version_of
 from clipping.core.batches import leading_dimension, map_tensors
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
@@ -63,6 +62,7 @@ class Recorder:
         self._recording: Recording | None = None
         self._entered: list[bool] = []
         self._handles: list[Any] = []
+        self._owner: Any = None
         self._dropped, self._skipped = 0, False  # number of the node after a dropped recording; 0 for none
         self._verify, self._leaf_hooks = True, 0
         self._occasions = None if backend.sharded else Occasions()
@@ -82,8 +82,13 @@ class Recorder:
         """Computes a number from the norms of the data's own samples."""
         self.counted = 0.0
 
-    def open(self) -> None:
-        """Hook the model: before any other pre-hook, and after the forward pass even if it raises."""
+    def open(self, owner: Any) -> None:
+        """Hook the model: before any other pre-hook, and after the forward pass even if it raises.
+
+        Args:
+            owner: lives as long as the model, until `close`: its steps would be forgotten with it.
+        """
+        self._owner = owner
         before, after = Hook(torch.compiler.disable(self._before)), Hook(torch.compiler.disable(self._after))
         self._handles = [
             self._model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -95,6 +100,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._owner = None
         while self._quiet:
             quieten(self._quiet.pop(), False)
         self.drop()
@@ -191,12 +197,9 @@ class Recorder:
         few = recording.batch_size if drawn is None else drawn[0]
         verify = self._verify and (drawn is None or few > 1)
         if verify:
-            require_finite_losses(losses)
+            require_finite_losses(losses)  # else the error would blame the model for its data
         try:
             result = recording.finish(losses, verify=verify)
-        except WrongGradient:
-            require_finite_losses(losses)  # else the error would blame the model for its data
-            raise
         except UnsupportedModel as error:
             if dropped:
                 raise Misuse(

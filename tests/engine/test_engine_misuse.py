@@ -1,6 +1,8 @@
 """What goes wrong in the hands of a user gets one line: what was expected, what came, what to do."""
 
+import gc
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -145,6 +147,24 @@ def test_two_engines_on_one_model(loop):
         engine.attach(other)
     engine.detach()
     engine_of(model).attach(optimizer)
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "microbatch"])
+def test_an_engine_that_was_dropped_is_not_forgotten(backend):
+    """It goes with its model, or by detach()."""
+    model = nn.Linear(5, 3)
+    engine = engine_of(model, backend=backend)
+    engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    engine = weakref.ref(engine)
+    gc.collect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with says(Misuse, "expected one engine on a model"):
+        engine_of(model).attach(optimizer)
+    with says(Misuse, "goes round the privacy engine"):
+        optimizer.step()
+    del model, optimizer
+    gc.collect()
+    assert engine() is None
 
 
 def test_step_without_attach():
