@@ -329,7 +329,7 @@ class PrivacyEngine:
         """
         self._unread.read(wait=True)
         return {
-            **self._abandoned.save(),
+            **self._abandoned.save(self.steps),
             "settings": self.settings.as_state(),
             "sensitivity": self.clip.sensitivity,
             "steps": self.steps,

@@ -85,12 +85,12 @@ class Abandoned:
 
     def __init__(self) -> None:
         self.count = 0
-        self._known: set[str] = set()  # checkpoints whose steps are counted here: saved or loaded here
+        self._known: dict[str, int] = {}  # checkpoints saved or loaded here -> their released steps, counted here
 
-    def save(self) -> dict[str, Any]:
+    def save(self, steps: int) -> dict[str, Any]:
         """The part of a checkpoint: its unique name, and the count."""
         name = secrets.token_hex(8)
-        self._known.add(name)
+        self._known[name] = steps + self.count
         return {"name": name, "abandoned": self.count}
 
     def go_on(self, state: dict[str, Any], steps: int) -> None:
@@ -100,7 +100,7 @@ class Abandoned:
             self.count = released - state["steps"]
         else:  # another training's: all steps released here are abandoned
             self.count = state["abandoned"] + released
-        self._known.add(name)
+        self._known[name] = state["steps"] + state["abandoned"]
 
     def leave(self, model: nn.Module, steps: int) -> None:
         """Remember the released steps as the engine detaches from the model."""
@@ -108,9 +108,11 @@ class Abandoned:
             _LEFT.setdefault(model, {})[self] = steps + self.count
 
     def beside(self, model: nn.Module) -> int:
-        """Steps that other engines have released on this model, unless this one resumes from them."""
+        """Steps that other engines have released on this model, without those before a checkpoint of this one."""
         return sum(
-            n for other, n in _LEFT.get(model, {}).items() if other is not self and not other._known & self._known
+            max(0, n - max([other._known[name] for name in other._known.keys() & self._known], default=0))
+            for other, n in _LEFT.get(model, {}).items()
+            if other is not self
         )
 
 

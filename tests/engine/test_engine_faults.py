@@ -144,6 +144,19 @@ def test_the_steps_of_an_engine_that_was_on_the_model_before_are_told_of():
         make()
 
 
+def test_the_steps_after_a_checkpoint_that_another_engine_goes_on_from_are_told_of():
+    model, optimizer, engine = make()
+    for step in range(3):
+        if step == 1:
+            saved = copy.deepcopy(engine.state_dict())
+        optimizer.step(loss=losses_of(model))
+    engine.detach()
+    _, _, other = make(model, attach=False)
+    other.load_state_dict(saved)
+    with pytest.warns(PrivacyWarning, match="2 steps of another engine on this model are not counted"):
+        other.attach(optimizer)
+
+
 def test_sizes_that_no_poisson_sampling_has_are_not_believed():
     def verdict(sizes, sample_size, batch_size):
         seen = Sizes(sample_size, batch_size)
