@@ -191,6 +191,13 @@ class Recorder:
                 f"expected the trainable parameters of the forward pass, got {min(other)!r} frozen or unfrozen since: "
                 "do so before the forward pass"
             )
+        own = dict(self._model.named_parameters())
+        swapped = [name for name, p in recording.parameters.items() if p is not own[name]]
+        if swapped and not self.backend.sharded:
+            raise Misuse(
+                f"expected a forward pass of the model's own parameters, got another tensor for {swapped[0]!r}, as by "
+                "functional_call: make it within the model, by torch.nn.utils.parametrize or functional_call in forward"
+            )
         hooks = sum(map(len, [p._backward_hooks or () for p in recording.parameters.values()]))
         self._verify |= hooks != self._leaf_hooks  # a hook that changes a gradient must be found
         self._leaf_hooks = hooks

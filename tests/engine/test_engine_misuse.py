@@ -9,6 +9,7 @@ import pytest
 import torch
 from attached import attached, cross_entropy, says
 from torch import nn
+from torch.func import functional_call
 
 from clipping import Flat, UnsupportedModel, WrongGradient
 from dpbench import Misuse, PrivacyWarning
@@ -165,6 +166,20 @@ def test_an_engine_that_was_dropped_is_not_forgotten(backend):
     del model, optimizer
     gc.collect()
     assert engine() is None
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "microbatch"])
+def test_tensors_in_place_of_parameters(backend):
+    """Their gradients are not those of the parameters that they are made of."""
+    model, optimizer, engine = made(backend=backend)
+    x, y = torch.randn(6, 5), torch.zeros(6, dtype=torch.long)
+    own = dict(model.named_parameters())
+    optimizer.step(loss=cross_entropy(functional_call(model, own, (x,)), y))
+    for change in (lambda p: 3 * p, lambda p: p.detach().clone().requires_grad_()):
+        losses = cross_entropy(functional_call(model, {name: change(p) for name, p in own.items()}, (x,)), y)
+        with says(Misuse, "expected a forward pass of the model's own parameters, got another tensor for '0.weight'"):
+            optimizer.step(loss=losses)
+    assert engine.steps == 1
 
 
 def test_step_without_attach():
