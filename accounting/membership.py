@@ -117,6 +117,18 @@ def _remembered(kinds: tuple[Part, ...]) -> TradeOff:
     return TradeOff(tuple((at, delta) for at, delta, _ in found), _certified(kinds, interval, total))
 
 
+def trade_off_or_line(parts: Sequence[Part], epsilon: float, delta: float) -> TradeOff:
+    """The curves of all steps; if no grid holds the losses, the line that (ε, δ) alone gives.
+
+    Args:
+        epsilon, delta: an upper bound on ε of all steps, at δ.
+    """
+    try:
+        return trade_off(parts)
+    except NoAnswer:
+        return TradeOff((line(epsilon, delta),))
+
+
 def risk_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: float) -> dict[str, Any]:
     """`accounting.risk` of steps of several kinds.
 
@@ -130,13 +142,9 @@ def risk_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: float
         NoAnswer: the accountant has no bound here, or is no upper bound.
     """
     found = of_upper_bound(guarantee_of_parts(accountant, parts, delta=delta))
-    alone = TradeOff((line(found.epsilon, delta),))
     if not accountant.plain:
-        return told(alone)
-    try:
-        return told(trade_off(parts))
-    except NoAnswer:
-        return told(alone)
+        return told(TradeOff((line(found.epsilon, delta),)))
+    return told(trade_off_or_line(parts, found.epsilon, delta))
 
 
 def of_upper_bound(guarantee: Guarantee) -> Guarantee:
@@ -256,6 +264,8 @@ def line(epsilon: float, delta: float) -> tuple[Array, Array]:
     Args:
         epsilon, delta: the guarantee.
     """
+    if epsilon == math.inf:
+        return np.array([0.0]), np.array([1.0])
     low = min(epsilon, 700.0)
     known = [1.0 - (1.0 - delta) * math.exp(-low), 1.0 - 2.0 * (1.0 - delta) / (1.0 + math.exp(low)), delta]
     return np.array([-low, 0.0, epsilon]), np.array(known)

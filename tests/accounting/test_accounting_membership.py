@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import norm
 
 from accounting import ArgumentError, NoAnswer, SubsampledGaussian, calibrate, compose, risk
-from accounting.membership import TradeOff, line, trade_off
+from accounting.membership import TradeOff, line, trade_off, trade_off_or_line
 
 MNIST = SubsampledGaussian(1.1, 256 / 60_000)
 
@@ -153,3 +153,10 @@ def test_more_steps_than_a_float_can_count(steps):
     found = risk("rdp", SubsampledGaussian(0.5, 0.5), steps=steps, delta=1e-5)
     assert set(flat(found).values()) == {1.0}
     assert compose("pld", [(MNIST, 10**400), (SubsampledGaussian(2.0, 0.01), 3)]).epsilon(delta=1e-5) == math.inf
+
+
+def test_an_infinite_epsilon_bounds_no_risk():
+    """No grid holds such losses, and what (∞, δ) alone gives is nothing."""
+    step = SubsampledGaussian(1e-200, 0.1)
+    assert set(flat(risk("rdp", step, steps=10, delta=1e-5)).values()) == {1.0}
+    assert trade_off_or_line([(step, 10)], math.inf, 1e-5).advantage == 1.0
