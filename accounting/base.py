@@ -19,12 +19,14 @@ An accountant is a function (σ, q, T, δ) → ε. These edges are answered here
 Formulas get 0 < q ≤ 1, 0 < σ < ∞, T ≥ 1, 0 < δ < 1, and may return any ε in [0, ∞].
 """
 
+import json
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from numbers import Real
+from typing import Any, ClassVar, Literal, get_args
 
 from accounting.mechanism import NoAnswer, SubsampledGaussian, whole, within
 from accounting.reductions import at_home, bound_elsewhere
@@ -45,6 +47,17 @@ class Guarantee:
     epsilon: float
     kind: Kind
     detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.epsilon, Real):
+            raise TypeError(f"expected ε to be a number, got {self.epsilon!r}")
+        if self.kind not in get_args(Kind):
+            raise TypeError(f"expected a kind of ε, one of {', '.join(get_args(Kind))}, got {self.kind!r}")
+        try:
+            json.dumps(dict(self.detail))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"expected a detail of values that JSON has, got {self.detail!r}") from error
+        object.__setattr__(self, "epsilon", float(self.epsilon))  # numpy has numbers that JSON has not
 
 
 class Accountant(ABC):
@@ -84,8 +97,6 @@ class Accountant(ABC):
         count, probability = whole("steps", steps), within("delta", delta)
         start = time.perf_counter()
         epsilon, detail = _edge(mechanism, count, probability) or self._answer(mechanism, count, probability)
-        if not epsilon >= 0:
-            raise NoAnswer(f"no ε in [0, inf] but {epsilon} at {mechanism}, steps={steps}, delta={delta}")
         kind = detail.get("kind", self.kind)
         detail = {
             "sampling": mechanism.sampling,
@@ -93,7 +104,10 @@ class Accountant(ABC):
             **{name: value for name, value in detail.items() if name != "kind"},
             "seconds": time.perf_counter() - start,
         }
-        return Guarantee(epsilon, kind, detail)
+        found = Guarantee(epsilon, kind, detail)
+        if not found.epsilon >= 0:
+            raise NoAnswer(f"no ε in [0, inf] but {epsilon} at {mechanism}, steps={steps}, delta={delta}")
+        return found
 
     def _answer(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         """`_inside` for supported schemes, else a reduction to them."""

@@ -12,6 +12,7 @@ Functions take:
 import contextlib
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Self
 
@@ -63,6 +64,35 @@ def telling_line(outcome: str, evidence: str | None) -> str:
     if outcome == "error":
         return last_line(evidence)
     return next((line.strip() for line in (evidence or "").splitlines() if line.strip()), "")
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line: a UsageError's message, or the class and message of another.
+
+    Args:
+        error: that was raised.
+    """
+    return " ".join((str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}").split())
+
+
+@contextlib.contextmanager
+def their_code(expected: str, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn whatever code of a person's own raises into one line, and have it print to standard error.
+
+    Args:
+        but: errors that pass.
+
+    Raises:
+        UsageError: of any other error, or of an exit.
+    """
+    passed: tuple[type[BaseException], ...] = (KeyboardInterrupt, *but)  # the first is nobody's code
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except passed:
+        raise
+    except BaseException as error:
+        raise UsageError(expected, in_words(error)) from error
 
 
 class RunEnded(Exception):

@@ -14,19 +14,17 @@ Functions take:
     device: "cpu" or "cuda".
 """
 
-import contextlib
 import importlib.util
 import itertools
 import json
 import pkgutil
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpbench.errors import UsageError, nearest, one_of
+from dpbench.errors import UsageError, in_words, nearest, one_of, their_code
 from dpbench.trials import Trial, canonical_json
 from dpbench.trials.line_shapes import flaw_of_trial
 from dpbench.trials.max_batch import MaxBatch
@@ -147,7 +145,7 @@ class Experiment:
             UsageError: in one line, if the declaration fails or ends the process, or if a cell is none.
         """
         name = "smoke" if smoke else "cells"
-        with _their_code(f"{name}({device!r}) of {self.name} to return trials"):
+        with their_code(f"{name}({device!r}) of {self.name} to return trials"):
             cells = list((self.smoke if smoke else self.cells)(device))
         for cell in cells:
             if not isinstance(cell, Trial | MaxBatch):
@@ -155,18 +153,6 @@ class Experiment:
             if (why := _flaw_of(cell)) is not None:
                 raise UsageError(f"trials that can be recorded in {name} of {self.name}", why)
         return cells
-
-
-@contextlib.contextmanager
-def _their_code(expected: str) -> Iterator[None]:
-    """Turn whatever code of a person's own raises into one line, and have it print to standard error."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except KeyboardInterrupt:  # nobody's code
-        raise
-    except BaseException as error:
-        raise UsageError(expected, _in_words(error)) from error
 
 
 def check_rounds(rounds: Any, what: str) -> None:
@@ -189,7 +175,7 @@ def _flaw_of(cell: Cell) -> str | None:
         trials = [cell.probe_at(1), cell.then_at(1)] if isinstance(cell, MaxBatch) else [cell]
         return next((why for trial in trials if trial is not None and (why := _flaw_of_trial(trial))), None)
     except Exception as error:
-        return f"{type(cell).__name__}: {_in_words(error)}"
+        return f"{type(cell).__name__}: {in_words(error)}"
 
 
 def _flaw_of_trial(trial: Trial) -> str | None:
@@ -200,10 +186,6 @@ def _flaw_of_trial(trial: Trial) -> str | None:
     if not all(isinstance(words, str) for words in (trial.id, trial.label(), *trial.modules())):
         return f"{type(trial).__name__}: an id, a label or modules that are no texts"
     return flaw_of_trial(json.loads(canonical_json(trial.describe())))
-
-
-def _in_words(error: BaseException) -> str:
-    return " ".join((str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}").split())
 
 
 def experiment_names() -> list[str]:
@@ -233,7 +215,7 @@ def load_experiment(name: str) -> Experiment:
             raise UsageError("an experiment or the path of its .py file", name)
     else:
         module_name = f"experiments.{one_of('an experiment', name, experiment_names())}"
-    with _their_code(f"an experiment that can be imported from {name}"):
+    with their_code(f"an experiment that can be imported from {name}"):
         module = load_module(module_name)
     found = getattr(module, attribute, None)
     if not isinstance(found, Experiment):

@@ -92,9 +92,10 @@ def _row(name: str, args: argparse.Namespace, unknown: str, given: dict[str, Any
     known = {field: given.get(field) for field in ("noise_multiplier", "sample_rate", "steps")}
     row: Row = {"accountant": name, **known, "epochs": None, "epsilon": None, "kind": None}
     try:
-        accountant = privacy.asked(name, args)
-        row["kind"] = accountant.kind
-        found: Calibration = calibrate(accountant, unknown, **given)
+        with privacy.answering(name):
+            accountant = privacy.asked(name, args)
+            row["kind"] = accountant.kind
+            found: Calibration = calibrate(accountant, unknown, **given)
     except privacy.CANNOT as error:
         return row | {"detail": privacy.failed(error)}
     return row | {

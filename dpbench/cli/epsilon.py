@@ -17,7 +17,7 @@ Successive steps of different noise, sample rate, sampling or number are phases 
 """
 
 import argparse
-import tomllib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from accounting.varying import Part
 from dpbench.cli import privacy
 from dpbench.cli.privacy import Row, number
 from dpbench.errors import UsageError, one_of
+from dpbench.records.toml_file import read_toml
 from dpbench.trials.json_text import to_json
 
 #: Formats of `--output`.
@@ -86,14 +87,15 @@ def _row(name: str, args: argparse.Namespace, parts: list[Part], delta: float) -
     """One accountant's answer; without one, `epsilon` is None and `detail` has the reason."""
     kind = None
     try:
-        accountant = privacy.asked(name, args)
-        kind = accountant.kind
-        composition = compose(accountant, parts)
-        answer = composition.guarantee(delta=delta)
-        row = {"accountant": name, "epsilon": answer.epsilon, "kind": answer.kind, "detail": dict(answer.detail)}
-        if args.risk and answer.kind == "upper_bound":
-            row["risk"] = composition.risk(delta=delta)
-        return row
+        with privacy.answering(name):
+            accountant = privacy.asked(name, args)
+            kind = accountant.kind
+            composition = compose(accountant, parts)
+            answer = composition.guarantee(delta=delta)
+            row = {"accountant": name, "epsilon": answer.epsilon, "kind": answer.kind, "detail": dict(answer.detail)}
+            if args.risk and answer.kind == "upper_bound":
+                row["risk"] = composition.risk(delta=delta)
+            return row
     except privacy.CANNOT as error:
         return {"accountant": name, "epsilon": None, "kind": kind, "detail": privacy.failed(error)}
 
@@ -127,13 +129,13 @@ def _draw(path: Path, suffix: str, parts: list[Part], rows: list[Row], delta: fl
     """Draw the trade-off curve, with the curve that the smallest ε alone implies."""
     from matplotlib import rc_context
 
-    from accounting.membership import trade_off  # scipy and matplotlib are slow to import
+    from accounting.membership import trade_off_or_line  # scipy and matplotlib are slow to import
     from dpbench.report import style
     from dpbench.report.drawing.trade_off_plot import draw  # as above
 
     bounds = [row["epsilon"] for row in rows if row["kind"] == "upper_bound" and row["epsilon"] is not None]
     with rc_context(style.RC):
-        figure = draw(trade_off(parts), min(bounds, default=None), delta)
+        figure = draw(trade_off_or_line(parts, min(bounds, default=math.inf), delta), min(bounds, default=None), delta)
         figure.savefig(path, format=suffix, dpi=200)
 
 
@@ -142,12 +144,7 @@ def _read_phases(args: argparse.Namespace) -> tuple[list[Part], str | None]:
     beside = {name: None if name == "sampling" else getattr(args, name) for name in _FIELDS}
     if given := [f"--{name.replace('_', '-')}" for name, value in beside.items() if value is not None]:
         raise UsageError(f"either {given[0]} or phases", args.phases)
-    try:
-        found = tomllib.loads(Path(args.phases).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"a file of phases ({error.strerror})", args.phases) from error
-    except ValueError as error:  # invalid TOML or UTF-8
-        raise UsageError(f"TOML in {args.phases}", " ".join(str(error).split())) from error
+    found = read_toml(Path(args.phases), "a file of phases")
     phases = found.pop("phase", [])
     if not isinstance(phases, list) or not phases or not all(isinstance(phase, dict) for phase in phases):
         raise UsageError(f"one [[phase]] at least in {args.phases}", phases)

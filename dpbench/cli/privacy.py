@@ -9,6 +9,7 @@ Functions take:
 """
 
 import argparse
+import contextlib
 import decimal
 import math
 import re
@@ -33,7 +34,7 @@ from accounting.tuned import DISTRIBUTIONS, Tuned
 from accounting.varying import Part
 from dpbench.cli import streams
 from dpbench.cli.columns import aligned
-from dpbench.errors import UsageError, one_of
+from dpbench.errors import UsageError, one_of, their_code
 from dpbench.trials.reference import load_object, split_file
 
 Row = dict[str, Any]
@@ -54,8 +55,8 @@ def length(args: argparse.Namespace) -> dict[str, str | None]:
             came = "--batch-size" if rate is None else "both"
             raise UsageError("--batch-size with --dataset-size, or --sample-rate", came)
         batch, records = number("batch_size", args.batch_size), number("dataset_size", args.dataset_size)
-        if not 0 < batch <= records < math.inf:
-            raise UsageError("--batch-size to be at most --dataset-size", args.batch_size)
+        if not 0 < batch <= records <= sys.float_info.max:
+            raise UsageError("--batch-size to be at most --dataset-size, below 1e308", args.batch_size)
         rate = repr(batch / records)
     if args.epochs is not None:
         if steps is not None:
@@ -169,13 +170,18 @@ def _load(name: str) -> Accountant:
     if ".py:" not in name:
         return load_accountant(name)
     path, _ = split_file(name, "an accountant as path/file.py:Class")
-    try:
+    with their_code(f"{name} to be made"):
         found = load_object(name)()
-    except Exception as error:
-        raise UsageError(f"{name} to be made", f"{type(error).__name__}: {error}") from error
     if not isinstance(found, Accountant):
         raise UsageError(f"an accounting.Accountant in {path}", type(found).__name__)
     return found
+
+
+def answering(name: str) -> contextlib.AbstractContextManager[None]:
+    """Run an accountant: whatever one of the user's own raises, but for the errors of accountants, is one line."""
+    if ".py:" not in name:
+        return contextlib.nullcontext()
+    return their_code(f"an answer of {name}", but=(*CANNOT, ArgumentError, UsageError))
 
 
 def asked(name: str, args: argparse.Namespace) -> Accountant:
@@ -261,7 +267,7 @@ def _how(detail: Mapping[str, Any]) -> str:
     """The accountant's further details, in a few words; the reason last."""
     told = {name: value for name, value in detail.items() if name not in _ELSEWHERE}
     shown = [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in told.items()]
-    return ", ".join([*shown, *([detail["reason"]] if "reason" in detail else [])])
+    return ", ".join([*shown, *([str(detail["reason"])] if "reason" in detail else [])])
 
 
 def risk_lines(rows: Sequence[Row]) -> list[str]:

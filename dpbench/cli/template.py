@@ -1,8 +1,10 @@
 """``dpbench template FILE``: write a model file for `recommend`, `explain`, `check` and experiments."""
 
 import argparse
+import os
 from pathlib import Path
 
+from clipping import cache
 from dpbench.errors import UsageError
 
 TEMPLATE = '''"""A model of my own: python -m dpbench recommend {name}:build"""
@@ -35,11 +37,11 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.file)
     if path.suffix != ".py":
         raise UsageError("a name that ends in .py", args.file)
+    text = TEMPLATE.format(name=args.file).encode(errors="backslashreplace")
+    if os.path.lexists(path):
+        raise UsageError("a file that is not there yet", args.file)
     try:
-        with path.open("x") as file:
-            file.write(TEMPLATE.format(name=args.file))
-    except FileExistsError:
-        raise UsageError("a file that is not there yet", args.file) from None
+        cache.replace(path, text, mode=0o666)
     except OSError as error:
         raise UsageError(f"a place to write {args.file} to", error.strerror or str(error)) from error
     print(f"{args.file} written; next: dpbench recommend {args.file}:build")

@@ -36,15 +36,17 @@ Functions take:
 """
 
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dpbench.errors import UsageError, one_of
+from dpbench.records.toml_file import read_toml
 
 _BACKWARD, _BUCKET = 2 / 3, 25 * 2**20
 _WHOLE, _MAY_BE_ZERO = ("nodes", "gpus_per_node"), ("price_per_gpu_hour", "latency")
+#: Products and ratios of a few numbers up to this are floats.
+_MOST = 1e30
 _NEEDED = (*_WHOLE, *_MAY_BE_ZERO, "bandwidth")
 
 
@@ -124,20 +126,17 @@ def load_cluster(path: Path) -> Cluster:
     Args:
         path: of a TOML file.
     """
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("a readable file after --cluster", f"{path}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"TOML in {path}, a line like nodes = 16", str(error)) from error
+    found = read_toml(path, "a readable file after --cluster")
     for name, value in found.items():
         one_of(f"a name of a line in {path}", name, (*_NEEDED, "speed"))
-        number = type(value) in (int, float) and math.isfinite(value)
+        number = type(value) in (int, float) and abs(value) < math.inf
         if name in _WHOLE and not (number and type(value) is int and value >= 1):
             raise UsageError(f"{name} in {path} to be a whole number of at least 1", value)
         if not number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
             least = "of at least 0" if name in _MAY_BE_ZERO else "above 0"
             raise UsageError(f"{name} in {path} to be a number {least}", value)
+        if value and not 1 / _MOST <= value <= _MOST:
+            raise UsageError(f"{name} in {path} to be from {1 / _MOST:g} to {_MOST:g}", value)
     if missing := [name for name in _NEEDED if name not in found]:
         raise UsageError(f"a line {missing[0]} = ... in {path}", ", ".join(found) or "nothing")
     return Cluster(**found, name=path.stem)

@@ -157,6 +157,47 @@ def test_an_accountant_of_ones_own(tmp_path, capsys):
         assert (code, err.count("\n")) == (2, 1) and words in err
 
 
+OWN = "import sys\nfrom accounting import Accountant\nprint('loaded')\nclass A(Accountant):\n"
+OWN += "    def _inside(self, m, steps, delta):\n        print('asked')\n        "
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ValueError('a\\nb')", "expected an answer of mine.py:A, got 'ValueError: a b'"),
+        ("return 1 / 0, {}", "got 'ZeroDivisionError: division by zero'"),
+        ("sys.exit(0)", "got 'SystemExit: 0'"),
+        ("return 'x', {}", "expected ε to be a number, got 'x'"),
+        ("return None", "TypeError"),
+        ("return 1.0, {'kind': 'proof'}", "expected a kind of ε, one of upper_bound, lower_bound, estimate, heuristic"),
+        ("return 1.0, {'x': {1}}", "expected a detail of values that JSON has"),
+    ],
+)
+@pytest.mark.parametrize("command", ["epsilon", "calibrate"])
+def test_what_an_accountant_of_ones_own_gets_wrong_is_one_line(command, body, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN + body)
+    asked = POINT if command == "epsilon" else [*POINT[:2], *POINT[4:], "--target-epsilon", "1"]
+    assert main([command, *asked, "--accountant", "mine.py:A", "--format", "json"]) == 2
+    out, err = capsys.readouterr()
+    printed, line = err.rsplit("asked\n", 1)
+    assert out == "" and printed.startswith("loaded\n") and said in line and line.count("\n") == 1
+
+
+def test_an_accountant_s_file_that_exits_is_one_line(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
+    code, out, err = dpbench(*POINT, "--accountant", f"{tmp_path}/mine.py:A", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "to be made, got 'SystemExit: 0'" in err
+
+
+def test_numbers_of_numpy_and_a_reason_that_is_no_text_are_shown(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(f"import numpy as np\n{OWN}return np.float32(1.5), {{'reason': 5}}\n")
+    asked = [*POINT, "--accountant", f"{tmp_path}/mine.py:A"]
+    code, out, _ = dpbench(*asked, "--format", "json", capsys=capsys)
+    assert (code, json.loads(out)[0]["epsilon"]) == (0, 1.5)
+    assert dpbench(*asked, capsys=capsys)[0] == 0
+
+
 PHASES = """delta = 1e-5
 dataset_size = 60_000
 
@@ -191,6 +232,12 @@ def test_risk_is_told_below_the_table_and_drawn(tmp_path, capsys):
     code, out, _ = dpbench(*asked, capsys=capsys)
     assert code == 0 and "\nadvantage " in out and "true positives at 0.1 % false ones" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_risk_that_no_grid_holds_is_drawn_by_epsilon_alone(tmp_path, capsys):
+    picture = tmp_path / "risk.png"
+    asked = [*point(noise_multiplier="1e-200"), "--accountant", "rdp", "--risk", "--output", str(picture)]
+    assert dpbench(*asked, capsys=capsys)[0] == 0 and picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_phases_of_a_file(tmp_path, capsys):

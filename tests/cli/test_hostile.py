@@ -130,6 +130,45 @@ def test_steps_of_400_digits_have_an_answer(capsys):
     assert "no noise multiplier meets" in capsys.readouterr().out
 
 
+def test_a_data_set_of_400_digits_is_refused(capsys):
+    given = [
+        "--noise-multiplier",
+        "1",
+        "--steps",
+        "9",
+        "--delta",
+        "1e-5",
+        "--batch-size",
+        ".5",
+        "--dataset-size",
+        NINES,
+    ]
+    assert main(["epsilon", *given]) == 2
+    assert "--batch-size to be at most --dataset-size, below 1e308, got '.5'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["a pipe", "brackets", "a number"])
+@pytest.mark.parametrize("command", [["epsilon"], ["plan", "memory_speed", "--cluster"]])
+def test_a_file_of_toml_that_is_none_is_one_line(command, what, tmp_path, capsys):
+    path = tmp_path / "a.toml"
+    if what == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text("x = " + ("[" * 20_000 + "]" * 20_000 if what == "brackets" else "9" * 5000))
+    assert main([*command, str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and str(path) in err
+
+
+def test_a_template_s_name_that_is_not_utf_8(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["template", "\udcff.py"]) == 0
+    (path,) = tmp_path.iterdir()
+    compile(path.read_text(encoding="utf-8"), "mine.py", "exec")
+    before = path.read_bytes()
+    assert main(["template", "\udcff.py"]) == 2 and path.read_bytes() == before
+
+
 def test_paths_that_are_not_utf_8(tmp_path, capsys, monkeypatch):
     """Their bytes are shown as escapes; what is run, recorded, found again and drawn is the same as elsewhere."""
     save_no_pictures(monkeypatch)

@@ -36,6 +36,9 @@ def test_what_is_wrong_with_a_description_is_said_in_one_line(tmp_path):
         ({"price_per_gpu_hour": '"two"'}, "to be a number of at least 0, got 'two'"),
         ({"speed": "inf"}, "to be a number above 0, got inf"),
         ({"nodes": "= 3"}, "expected TOML in "),
+        ({"nodes": "9" * 400}, "to be from 1e-30 to 1e+30, got 999"),
+        ({"nodes": "9" * 5000}, "expected TOML in "),
+        ({"speed": "1e-40"}, "to be from 1e-30 to 1e+30, got 1e-40"),
     ]:
         with pytest.raises(UsageError) as caught:
             load_cluster(written(tmp_path, **changes))
