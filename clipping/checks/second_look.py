@@ -21,9 +21,10 @@ Functions take:
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from types import FunctionType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,12 @@ _CHECKED = {F.binary_cross_entropy, torch.bernoulli, Tensor.bernoulli, Tensor.be
 _CHECKED |= {torch.multinomial, Tensor.multinomial, torch.poisson}
 """Functions that refuse NaN; on a GPU they end the process."""
 _CASTS = {Tensor.long, Tensor.int, Tensor.short, Tensor.char, Tensor.byte, Tensor.to, Tensor.type}
+LEVELS = 2
+"""Levels of containers and objects in a module's attributes that a forward pass may change."""
+_CONTAINERS = list, deque, set, dict
+_WHOLE = int, float, str, bytes, Tensor, type, FunctionType, MethodType, ModuleType
+"""Types of values that are not looked into."""
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"_buffers"}
 Run = Callable[["Change", bool], Sequence[Tensor]]
 
 
@@ -310,7 +317,7 @@ def mixing(sample: int, what: str) -> Problem:
 
 
 class Moving:
-    """The state that a forward pass may write to: module attributes, buffers, and frozen parameters.
+    """The state that a forward pass may write to: module attributes and what they hold, buffers, frozen parameters.
 
     Args:
         model: before its first step.
@@ -341,11 +348,11 @@ class Moving:
         Args:
             also: other tensors of it.
         """
-        # attributes of modules (such as counters) and buffers
-        held = [(of, dict(of)) for module in self._model.modules() for of in (vars(module), module._buffers)]
-        buffers = [
-            x for of, _ in held for x in of.values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
-        ]
+        modules = list(self._model.modules())
+        values = (x for module in modules for name, x in vars(module).items() if name not in _OF_EVERY_MODULE)
+        each = {id(of): of for of in (*map(vars, modules), *_containers(values, LEVELS))}
+        held = [(of, _entries(of)) for of in each.values()]
+        buffers = [x for _, of in held for x in of if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
         self._versions = {p: self._versions.get(p, -1) for p in self._model.parameters()}  # frees replaced ones
         frozen = (p for p in self._versions if not (p.requires_grad or p.is_inference()))
         written = (p for p in frozen if self._versions[p] != p._version)
@@ -378,23 +385,44 @@ class State(NamedTuple):
     """A copy of the state of `Moving`.
 
     Attributes:
-        held: (attributes or buffers of a module, their values by name).
+        held: (a module's attributes, or a container or an object's attributes among them; their entries).
         kept: as for `put_back`.
     """
 
-    held: list[tuple[dict[str, Any], dict[str, Any]]]
+    held: list[tuple[Any, list[Any]]]
     kept: list[tuple[Tensor, Tensor, int]]
 
     def restore(self) -> bool:
         """Restore the state, and return whether it was another one."""
         moved = any(x._version != version for x, _, version in self.kept)
         for of, before in self.held:
-            if any(of.get(name, of) is not x for name, x in before.items()) or len(of) != len(before):
+            now = _entries(of)
+            if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
                 moved = True
                 of.clear()
-                of.update(before)
+                if isinstance(of, dict):
+                    of.update(zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True))
+                else:
+                    (of.update if isinstance(of, set) else of.extend)(before)
         put_back(self.kept)
         return moved
+
+
+def _containers(values: Iterable[Any], levels: int) -> Iterator[Any]:
+    """The lists, deques, sets and dicts among `values`, the attributes of plain objects, and those within them."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _containers(value, levels)
+        elif not isinstance(value, _WHOLE):
+            of = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+            if isinstance(of, _CONTAINERS):
+                yield of
+                if levels > 1:
+                    yield from _containers(_entries(of), levels - 1)
+
+
+def _entries(of: Any) -> list[Any]:
+    return [*of, *of.values()] if isinstance(of, dict) else [*of]
 
 
 def put_back(kept: Iterable[tuple[Tensor, Tensor, int]]) -> None:

@@ -2,7 +2,9 @@
 
 import copy
 import io
+from collections import deque
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -224,7 +226,7 @@ class Keeps(nn.Module):
         self.layer, self.write, self.read = nn.Linear(20, 5), write, read
         nn.init.zeros_(self.layer.bias)
         self.register_buffer("buffer", torch.zeros(20), persistent=persistent)
-        self.attribute = torch.zeros(20)
+        self.attribute, self.held = torch.zeros(20), []
         self.frozen = nn.Parameter(torch.zeros(20), requires_grad=False)
         with torch.inference_mode():
             self.register_buffer("constant", torch.ones(()))
@@ -265,6 +267,12 @@ KEPT = {
         Keeps(lambda model, x: setattr(model, "attribute", float(x.mean())), "attribute"),
         "the next batch's output changes",
     ),
+    "a list": (
+        Keeps(
+            lambda model, x: [model.held.append(x.mean(0)), setattr(model, "attribute", model.held[-1])], "attribute"
+        ),
+        "the next batch's output changes",
+    ),
     "the first batch": (Initialised(lambda model, x: None), "samples mix"),
 }
 
@@ -279,6 +287,34 @@ def test_a_model_that_keeps_a_part_of_its_records_is_refused(kind, whole):
     with pytest.raises(UnsupportedModel, match=reason) if reason else nullcontext():
         step(X, Y) if step else optimizer.step(loss=cross_entropy(model(X)))
     assert torch.equal(before, model.layer.weight) == bool(reason)
+
+
+HELD = {
+    "a list": (list, lambda held, x: held.append(x), list),
+    "a deque": (lambda: deque(maxlen=4), lambda held, x: held.append(x), list),
+    "a dict of lists": (lambda: {"means": []}, lambda held, x: held["means"].append(x), lambda held: held["means"]),
+    "a set": (set, lambda held, x: held.add(float(x[0])), lambda held: list(map(torch.tensor, held))),
+    "an object": (
+        SimpleNamespace,
+        lambda held, x: vars(held).update({f"mean {len(vars(held))}": x}),
+        lambda held: list(vars(held).values()),
+    ),
+    "a tensor in a list": (lambda: [torch.zeros(20)], lambda held, x: held[0].add_(x), list),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", HELD)
+def test_looks_leave_what_a_model_holds_as_they_found_it(kind, whole):
+    made_of, write, read = HELD[kind]
+    model, optimizer, engine = made(Keeps(lambda model, x: write(model.held, x.mean(0))))
+    model.held, expected = made_of(), made_of()
+    step = engine.make_step(cross_entropy, compile=False) if whole else None
+    for _ in range(2):
+        step(X, Y) if step else optimizer.step(loss=cross_entropy(model(X)))
+        write(expected, X.mean(0))
+    assert len(read(model.held)) == len(read(expected))
+    assert all(map(torch.equal, read(model.held), read(expected)))
 
 
 def test_a_step_is_looked_at_if_memory_for_the_first_look_was_missing(monkeypatch):
