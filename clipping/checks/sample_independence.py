@@ -6,7 +6,9 @@ rows    For a subset S of the samples, run a backward pass of Σ_{i∈S} ℓ_i. 
 others  Run the step again with other records, or more or fewer of them, beside those of S. Losses and norms of S must
         not change (`clipping.checks.second_look`). This finds what no gradient shows (a detached mean of the batch).
 
-"rows" runs when the graph of the losses is new, "others" when shapes are new, and each in about one step of 400.
+"rows" runs when the graph of the losses is new, "others" when shapes are new, and each in about one step of 400. A
+graph is new until the gradient of each use was not zero once, as zeros show nothing (a gate that begins at 0), but in
+at most 8 steps.
 The first check of rows uses enough sets S to separate any two samples.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
@@ -35,6 +38,8 @@ NOBODYS = (
 )
 """Reason and remedy."""
 RATE = 1 / 400
+PATIENCE = 8
+"""Most steps that a graph is new in."""
 KNOWN = 32
 """Most graphs and shapes to distinguish. Further graphs count as known; further sizes are rounded to powers of two."""
 
@@ -49,6 +54,7 @@ class Occasions:
 
     def __init__(self) -> None:
         self._graphs: set[int] = set()
+        self._tries: Counter[int] = Counter()
         self._shapes: set[str] = set()
         self._shape = ""
         self.is_new = False
@@ -75,9 +81,14 @@ class Occasions:
             return (half, ~half) if self._graphs else separating(batch_size)
         return (self._half(batch_size),) if due else ()
 
-    def rows_passed(self, graph: int) -> None:
-        """Record that this graph passed. A graph that fails is checked again if training goes on."""
-        if len(self._graphs) < KNOWN:
+    def rows_passed(self, graph: int, whole: bool = True) -> None:
+        """Record that this graph passed. A graph that fails is checked again if training goes on.
+
+        Args:
+            whole: every use had a gradient that is not zero.
+        """
+        self._tries[graph] += self.is_new
+        if self.is_new and (whole or self._tries[graph] >= PATIENCE):
             self._graphs.add(graph)
 
     def rows_failed(self, graph: int) -> None:
@@ -134,6 +145,7 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None, *, owned
         owned: also find a row of no sample that a loss depends on: norms by rows leave it out.
     """
     batch_size = len(losses)
+    awake: set[Use] = set()
     if occasions is None:
         return None
     for half in occasions.rows(batch_size, tape.arrivals.graph):
@@ -149,7 +161,9 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None, *, owned
         if not largest:
             continue
         uses = list(largest)
-        wrong = (torch.stack([largest[use].to(losses) for use in uses]) > 0) & ~allowed
+        reached = torch.stack([largest[use].to(losses) for use in uses]) > 0
+        awake.update(use for use, is_reached in zip(uses, reached.any(1).tolist(), strict=True) if is_reached)
+        wrong = reached & ~allowed
         if bool(wrong.any()):
             at, row = wrong.nonzero()[0].tolist()
             names = dict.fromkeys(name for source, _ in uses[at].rules for name in source.parameters)
@@ -157,8 +171,7 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None, *, owned
             if row == batch_size:
                 reason, remedy = NOBODYS
             return Problem(", ".join(names), f"{uses[at].operation}: {reason.format(row)}", remedy)
-    if batch_size > 1:
-        occasions.rows_passed(tape.arrivals.graph)
+    occasions.rows_passed(tape.arrivals.graph, awake.issuperset(tape.arrivals.expected))
     return None
 
 

@@ -37,7 +37,7 @@ def methods(*names: str) -> set[Any]:
     return found - {None}
 
 
-TRANSPOSITIONS = methods("permute", "transpose", "t", "movedim", "swapaxes", "unsqueeze")
+TRANSPOSITIONS = methods("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "unsqueeze")
 TRANSPOSITIONS |= {torch.Tensor.T.__get__, torch.Tensor.mT.__get__}  # type: ignore[attr-defined]
 """Operations that only permute or insert dimensions, as their arguments say."""
 REARRANGEMENTS = methods("view", "reshape", "squeeze", "flatten", "unflatten", "contiguous", "clone") | TRANSPOSITIONS

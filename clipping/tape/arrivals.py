@@ -11,7 +11,7 @@ in-place change. Module hooks and custom functions fail there on an in-place ReL
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -75,6 +75,11 @@ class Arrivals:
         self._leaves = [leaf for leaf in leaves if id(leaf) not in anchors]
         self._expected = {use: [name for source, _ in use.rules for name in source.parameters] for use in uses}
         self.graph = graph
+
+    @property
+    def expected(self) -> Collection[Use]:
+        """The uses whose gradient must arrive."""
+        return self._expected or ()
 
     def run(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool = True) -> None:
         """Backpropagate Σ_i ℓ_i, and call `arrival(use, g)` for each use whose gradient arrives. Keeps the hooks."""

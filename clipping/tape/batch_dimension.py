@@ -27,7 +27,7 @@ VIEWS = methods("view", "reshape", "flatten", "unflatten")
 """Operations that keep the order of entries and change the dimensions."""
 
 ELEMENTWISE = methods("add", "sub", "mul")
-CATENATIONS = methods("cat", "concat")
+CATENATIONS = methods("cat", "concat", "concatenate")
 POSITIONWISE = {F.linear, F.embedding, F.layer_norm, F.rms_norm, *methods("rms_norm", "matmul")}
 MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
 """Operations that do not depend on which leading dimension holds the samples."""

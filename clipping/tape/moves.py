@@ -322,7 +322,7 @@ GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     **dict.fromkeys(methods("chunk", "split", "tensor_split"), _along(2)),
     **dict.fromkeys(methods("flip"), _along(1, None)),
     **dict.fromkeys(methods("gather", "take_along_dim"), _gathered),
-    **dict.fromkeys(methods("cat", "concat", "stack"), _joined),
+    **dict.fromkeys(methods("cat", "concat", "concatenate", "stack"), _joined),
     torch.Tensor.repeat: _repeated,
     **dict.fromkeys(methods("sort", "argsort"), _ordered),
     **WRITES,

@@ -15,6 +15,7 @@ from torch import nn
 
 from clipping import UnsupportedModel, WrongGradient
 from clipping.backends.recording import one_by_one
+from clipping.checks.sample_independence import PATIENCE, Occasions
 from clipping.norms.collection import _WholeNorms
 from dpbench.engine import looks
 from dpbench.engine.loss_mixing_check import Traced, plain
@@ -378,3 +379,38 @@ def test_rows_of_a_constant_beside_the_batch(rows, backend):
     expected = one_by_one(cross_entropy(plain(X)), dict(plain.named_parameters()), engine.clip)
     found = engine._recorder.finish(cross_entropy(model(X)))
     assert found.norms.tolist() == pytest.approx(expected.norms.tolist())
+
+
+class Gated(nn.Module):
+    """Rows leave the order of the batch behind a gate that begins at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head, self.gate = nn.Linear(20, 5), nn.Linear(20, 5), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.head(x) + self.gate * self.layer(x.roll(1, 0)).roll(-1, 0)
+
+
+@each
+def test_rows_behind_a_gate_are_looked_at_when_it_opens(backend):
+    """A gradient of zeros shows nothing."""
+    model, optimizer, engine = made(Gated(), backend)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(3):
+        optimizer.step(loss=cross_entropy(model(X)))
+    model.gate.data.fill_(0.3)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        optimizer.step(loss=cross_entropy(model(X)))
+    assert engine.steps == 3
+
+
+def test_a_use_that_no_loss_depends_on_is_looked_at_a_few_times():
+    occasions, tries = Occasions(), 0
+    for tries in range(100):  # noqa: B007
+        occasions.rows(4, 1)
+        if not occasions.is_new:
+            break
+        occasions.rows_passed(1, whole=False)
+    assert tries == PATIENCE
