@@ -140,7 +140,11 @@ class Accountant:
         self.hand_over()
 
     def know(self, state_dict: Any) -> None:
-        """Load this state no more, as the engine counts its steps."""
+        """Load a state no more, as the engine counts its steps.
+
+        Args:
+            state_dict: the state.
+        """
         self._known.add(state_dict.get("name"))
 
     def hand_over(self) -> None:
