@@ -146,9 +146,9 @@ def bound_elsewhere(
 def _at_smaller_delta(answer: Callable[[float], Answer | None], log_distance: float, delta: float) -> Answer | None:
     """ε at δ − X(1 + e^ε), X = e^log_distance: first with half of δ for each part, then with the remainder."""
     first = answer(0.5 * delta)
-    if first is None or math.log(2.0) + log_distance + first[0] > math.log(0.5 * delta):
+    if first is None or not math.log(2.0) + log_distance + first[0] <= math.log(0.5 * delta):  # NaN for 0 times ∞
         return None
-    left = delta - math.exp(log_distance) * (1.0 + math.exp(first[0]))
+    left = delta - math.exp(log_distance) - math.exp(log_distance + first[0])  # e^ε alone may be no float
     second = answer(left)
     best = second if second is not None and second[0] <= first[0] else first
     return _told("as if no batch were cut, at a smaller δ", best, delta=left)

@@ -347,3 +347,10 @@ def test_edges_hold_under_every_scheme():
         for sampling in SAMPLINGS:
             for sigma, steps, delta, expected in ((1.0, 0, 1e-5, 0.0), (1.0, 5, 1.0, 0.0), (0.0, 5, 1e-5, math.inf)):
                 assert spent(name, sampling, "replace_one", sigma=sigma, steps=steps, delta=delta) == expected
+
+
+def test_an_epsilon_beyond_exponentials_where_no_batch_is_cut():
+    cut = SubsampledGaussian(1.0, 0.5, "truncated_poisson", "zero_out", dataset_size=10, max_batch_size=10)
+    whole = SubsampledGaussian(1.0, 0.5, adjacency="zero_out")
+    found = [load_accountant("rdp").epsilon(each, steps=10_000, delta=1e-5) for each in (cut, whole)]
+    assert found[0] == found[1] > 710
