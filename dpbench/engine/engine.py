@@ -40,10 +40,11 @@ from dpbench.engine.settings import (
     usable_backend,
 )
 from dpbench.engine.spent import NOT_ACCOUNTED, NOT_COUNTED, Abandoned, Log, PrivacySpent
+from dpbench.engine.state import State
 from dpbench.engine.whole_step import WholeStep
 
 
-class PrivacyEngine:
+class PrivacyEngine(State):
     """Makes an optimizer's steps differentially private.
 
     Formal guarantees: the parameters after T steps are (ε, δ)-private, as `privacy_spent` reports, under two
@@ -134,24 +135,17 @@ class PrivacyEngine:
         self.model = model
         self.noise = source_of(noise, self.settings, sum(p.numel() for p in model.parameters()), generator)
         self._sampler, self._tickets = Sampler(self.settings, shared_key(secret(generator))), Tickets()
-        timing = self.timing = generator is None and self.noise_multiplier > 0
-        """Whether backends may be chosen by timing: False if training must repeat bit for bit."""
+        timing = self.timing = generator is None and self.noise_multiplier > 0  # else training is compared or repeated
         planned = for_recording(cls, model, self.clip, timing=timing, expected=self.settings.batch_size // place()[1])
         self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
         self._sums, self._unread, self._log = Sums(), Unread(), Log(log)
-        self.steps = self._sampled = self._size = 0
-        """Logical batches released, and those of them that the loader drew; samples in the sum."""
-        self.drawn = 0
-        """Logical batches of the loader that were stepped, or skipped before a stepped one."""
-        self.counted = 0.0
-        """The count of `adjust.watch_norms` for the last released logical batch: not private."""
+        self.steps = self.drawn = self._sampled = self._size = 0
         self.stepped = False
         """Whether the last `optimizer.step` moved the parameters, rather than accumulate a piece of a logical batch."""
         self._abandoned, self._sizes = Abandoned(), Sizes(*(n / place()[1] for n in (sample_size, batch_size)))
         self._unlike: str | None = None  # how the caller's batch sizes differ from Poisson samples
         self._drawing, self._ended = -1, 0
-        """The loader's logical batch whose pieces are in the sum (-1: none), and the batches of its past iterations."""
         self._mask = 0, 0  # (real, padded) samples of the last physical batch stepped
         self._warned: set[str] = set()
         claim(self)
@@ -463,7 +457,6 @@ class PrivacyEngine:
         return self._patch
 
     def _begin_drawing(self) -> None:
-        """Start an iteration of the loader, which draws an unfinished logical batch again."""
         if len(self._tickets) or self._sums:
             self._recorder.drop()
             self._drop_parts()

@@ -1,11 +1,9 @@
 """Replace and restore `optimizer.step`; detect steps that bypass the engine, and partial checkpoints."""
 
-from __future__ import annotations
-
 import types
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,24 +12,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from clipping.distributed.spread import reshard
 from dpbench.engine.adam import AdamBC
 from dpbench.engine.errors import Misuse
+from dpbench.engine.state import State
 
-if TYPE_CHECKING:
-    from dpbench.engine.engine import PrivacyEngine
-
-_ENGINES: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
+_ENGINES: weakref.WeakSet[State] = weakref.WeakSet()
 _WATCH: list[Any] = []
 _MARK = "privacy_steps"
 """Key in the optimizer's first parameter group, and so in its state_dict: the number of released logical batches."""
 
 
-def claim(engine: PrivacyEngine) -> None:
+def claim(engine: State) -> None:
     """Watch all optimizers of this process for steps on the engine's model."""
     _ENGINES.add(engine)
     if not _WATCH:
         _WATCH.append(register_optimizer_step_pre_hook(_watch))
 
 
-def disclaim(engine: PrivacyEngine) -> None:
+def disclaim(engine: State) -> None:
     """Stop watching for this engine."""
     _ENGINES.discard(engine)
     if not _ENGINES:
@@ -49,7 +45,7 @@ class Patch:
         Misuse: the optimizer or the model has an engine, or their parameters differ.
     """
 
-    def __init__(self, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: State, optimizer: torch.optim.Optimizer) -> None:
         _refuse(engine, optimizer)
         self.optimizer = optimizer
         self.stepping = False
@@ -88,7 +84,7 @@ class Patch:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._scaling = vars(optimizer).get("_step_supports_amp_scaling")
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler then calls step, above
-        self.engine: PrivacyEngine | None = engine
+        self.engine: State | None = engine
         self._step = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
         optimizer.virtual_step = types.MethodType(virtual_step, optimizer)  # type: ignore[attr-defined]
@@ -143,7 +139,7 @@ def _beneath(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     return own.get("optimizer") if "accelerator_state" in own else None
 
 
-def _refuse(engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:
+def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
     if hasattr(optimizer, "privacy_engine"):
         raise Misuse("expected an optimizer without an engine, got one that has one; detach() that first")
     if _beneath(optimizer) is not None and vars(optimizer).get("scaler") is not None:

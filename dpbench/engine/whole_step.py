@@ -5,10 +5,8 @@ runs in between, so all but noise and optimizer can be one program (`clipping.pr
 counts as `optimizer.step(loss=losses)` does; only the computation of the sum differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +17,7 @@ from clipping.program.graphs import Compile, Graphs
 from clipping.program.step import Batch
 from dpbench.engine.errors import Misuse
 from dpbench.engine.recorder import only_real
-
-if TYPE_CHECKING:
-    from dpbench.engine.engine import PrivacyEngine
+from dpbench.engine.state import State
 
 
 class WholeStep:
@@ -37,7 +33,7 @@ class WholeStep:
         ValueError: `compile` is True, and the backend or the model does not allow a program.
     """
 
-    def __init__(self, engine: PrivacyEngine, loss_fn: LossFunction, *, compile: Compile) -> None:
+    def __init__(self, engine: State, loss_fn: LossFunction, *, compile: Compile) -> None:
         self._engine, self._loss_fn = engine, loss_fn
         backend = engine._recorder.backend
         self.graphs = backend.use_graphs(self._losses_of, compile, timing=engine.timing)
@@ -113,7 +109,7 @@ class Programs(WholeStep):
         losses_of: batch -> [B]: forward pass and loss.
     """
 
-    def __init__(self, engine: PrivacyEngine, losses_of: Callable[[Any], Tensor], *, compile: Compile) -> None:
+    def __init__(self, engine: State, losses_of: Callable[[Any], Tensor], *, compile: Compile) -> None:
         super().__init__(engine, lambda outputs, targets: outputs, compile=compile)
         self._of_batch = losses_of
 
