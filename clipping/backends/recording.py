@@ -99,8 +99,7 @@ class Recording:
         Args:
             losses: [B], with their graph; loss i depends on sample i alone.
             verify: compare with autograd's gradients of the first two losses, and the sum with an ordinary backward
-                pass of Σ_i c_i ℓ_i. All use the same graph, so only rounding may differ. A graph that `occasions` finds
-                new is always compared.
+                pass of Σ_i c_i ℓ_i. All use the same graph, so only rounding may differ.
 
         Raises:
             ValueError: the losses do not have shape [B].
@@ -120,7 +119,7 @@ class Recording:
                 result = self.backend.clipped(
                     self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
                 )
-                if self._is_new(result) or verify:
+                if verify:
                     with self.tape.replaying(), full_precision_on_cpu():
                         self._verify(result, losses)
                 return result
@@ -144,16 +143,6 @@ class Recording:
             if problem is not None:
                 raise UnsupportedModel(self.backend.name, [problem])
 
-    def _is_new(self, result: ClippedGradient) -> bool:
-        """Whether to compare a new graph; one with a record that is not finite is new in a later step, too."""
-        if self.occasions is None or self.tape is None or not self.occasions.is_new:
-            return False
-        assert result.norms is not None
-        finite = bool(result.norms.isfinite().all())
-        if not finite:
-            self.occasions.rows_failed(self.tape.arrivals.graph)
-        return finite
-
     def _verify(self, result: ClippedGradient, losses: Tensor) -> None:
         clip, names = self.backend.clip, list(self.parameters)
         tolerance = coarsest([losses, *self.parameters.values()], TOLERANCE)
@@ -171,8 +160,6 @@ class Recording:
         found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
         agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses))
         if not agreement.within(limit):
-            if self.occasions is not None and self.tape is not None:
-                self.occasions.rows_failed(self.tape.arrivals.graph)
             raise WrongGradient(self.backend.name, agreement, limit)
 
 

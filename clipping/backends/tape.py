@@ -173,7 +173,6 @@ class TapeBackend(Backend):
                 problem = mixed_rows(tape, losses, occasions)
                 if problem is not None:
                     raise UnsupportedModel(self.name, [problem])
-                keep_graph |= occasions is not None and occasions.is_new
                 return self._finished(tape, losses, parameters, keep_graph)
 
     @contextmanager

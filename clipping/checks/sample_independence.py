@@ -91,10 +91,6 @@ class Occasions:
         if self.is_new and (whole or self._tries[graph] >= PATIENCE):
             self._graphs.add(graph)
 
-    def rows_failed(self, graph: int) -> None:
-        """Record that this graph is not exact."""
-        self._graphs.discard(graph)
-
     def changes(self, batch_size: int, *trees: Any) -> Sequence[Change]:
         """The changed batches to repeat this step with; empty for most steps.
 
