@@ -317,7 +317,7 @@ class PrivateTrainer(Trainer):
         with torch.no_grad(), Draws().again(), self.compute_loss_context_manager():
             for i in range(min(RECORDS, len(self.train_dataset))):
                 batch = self._collate([copy.copy(self.train_dataset[i])])
-                if require_own_loss(self.model, self._prepare_inputs(batch)):
+                if require_own_loss(self.model, self._prepare_inputs(batch), mixed=self.args.bf16 or self.args.fp16):
                     return
 
     def _losses_of(self, inputs: Any) -> Tensor:

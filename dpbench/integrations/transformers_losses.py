@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from clipping.checks.second_look import TOLERANCE
 from dpbench.engine import Misuse
 
 IGNORED = -100
-ALIKE = 5e-3
-"""Relative difference of two losses that rounding explains: a float32 loss may come from autocast to bfloat16."""
+ROUNDED = 5e-3
+"""Relative difference of two float32 losses of one model under autocast to half precision, which rounding explains."""
 """The label that does not count, as everywhere in transformers."""
 TOKENS = ("ForMaskedLM", "ForTokenClassification")
 WHOLE = (
@@ -71,12 +72,13 @@ def per_sample_losses(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, An
     return _tokens(logits[:, :-1], wanted[:, 1:]), outputs
 
 
-def require_own_loss(model: Any, inputs: Mapping[str, Any]) -> bool:
+def require_own_loss(model: Any, inputs: Mapping[str, Any], *, mixed: bool) -> bool:
     """Raise a Misuse if the model itself has another loss for a record than `per_sample_losses`.
 
     Args:
         model: in evaluation mode.
         inputs: of one record.
+        mixed: the model computes in half precision, by autocast.
 
     Returns:
         Whether the model has a finite loss for the record; it has none without labels that count.
@@ -85,7 +87,10 @@ def require_own_loss(model: Any, inputs: Mapping[str, Any]) -> bool:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     several = "labels" in inputs and inputs["labels"].dim() > 1 and _kind(base) not in WHOLE
     own = _of(model(**{**inputs, **({"labels": _counted(inputs, base)} if several else {})}), "loss", 0)
-    if not torch.allclose(own.double(), ours.double(), rtol=ALIKE, atol=0) and own.isfinite():
+    if (
+        not torch.allclose(own.double(), ours.double(), rtol=ROUNDED if mixed else TOLERANCE[own.dtype], atol=0)
+        and own.isfinite()
+    ):
         raise Misuse(
             f"expected the loss of {type(base).__name__} to be the standard one of its kind, got {float(own):.6g} for "
             f"a record in place of {float(ours):.6g}: give compute_loss_func, which returns one loss a sample, [B]"
