@@ -336,12 +336,9 @@ def test_norms_that_are_a_little_too_small_are_found(monkeypatch):
         optimizer.step(loss=cross_entropy(model(X)))
 
 
-@pytest.mark.parametrize("verified", [0, 1])
-def test_wrong_norms_of_a_later_graph_are_found(monkeypatch, verified):
-    """A graph that failed is compared again."""
+def test_wrong_norms_are_found(monkeypatch):
+    """A step that failed is compared again."""
     model, optimizer, _ = made()
-    for _ in range(verified):
-        optimizer.step(loss=cross_entropy(model(X)))
     total = _WholeNorms._total
     monkeypatch.setattr(_WholeNorms, "_total", lambda self: tuple(norms * 0.985 for norms in total(self)))
     for _ in range(2):
