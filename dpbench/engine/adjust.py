@@ -69,7 +69,7 @@ def set_noise_multiplier(engine: PrivacyEngine, noise_multiplier: float, clip: C
 
 
 def parts(engine: PrivacyEngine) -> list[tuple[SubsampledGaussian, int]]:
-    """(mechanism, steps) of each part of training, in order; the steps are those that ε counts."""
+    """Return (mechanism, steps) of each part of training, in order. The sum of the steps is `engine.accounted`."""
     settings = engine.settings
     since = engine.accounted - sum(count for _, count in settings.earlier)
     return [*settings.earlier, *([(settings.mechanism, since)] if since > 0 else [])]

@@ -186,12 +186,12 @@ class Recorder:
     def _clipped(
         self, recording: Recording, losses: Tensor, dropped: int, looks: Looks | None, drawn: tuple[int, int] | None
     ) -> ClippedGradient:
-        if other := recording.parameters.keys() ^ self._trainable():
+        own = self._trainable()
+        if other := recording.parameters.keys() ^ own.keys():
             raise Misuse(
                 f"expected the trainable parameters of the forward pass, got {min(other)!r} frozen or unfrozen since: "
                 "do so before the forward pass"
             )
-        own = dict(self._model.named_parameters())
         swapped = [name for name, p in recording.parameters.items() if p is not own[name]]
         if swapped and not self.backend.sharded:
             raise Misuse(
@@ -228,8 +228,8 @@ class Recorder:
     def _by_hand(self) -> None:
         raise Misuse(BACKWARD.format(self.remedy))
 
-    def _trainable(self) -> set[str]:
-        return {name for name, p in self._model.named_parameters() if p.requires_grad}
+    def _trainable(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
     def _told(self, result: ClippedGradient, few: int) -> ClippedGradient:
         """Count the first `few` norms, those of the data's own samples, and return the result."""
@@ -273,7 +273,7 @@ class Recorder:
         if not module.training:
             self._skipped = True
             return None
-        trainable = self._trainable()
+        trainable = self._trainable().keys()
         if not trainable:  # frozen while another model takes its gradient through this one
             return None
         if isinstance(self.backend, TapeBackend) and (problem := called_from_compiled_code()) is not None:

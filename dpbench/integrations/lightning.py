@@ -25,6 +25,7 @@ Not private: values that `training_step` logs, metrics of private records, and b
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -188,19 +189,15 @@ class _Private:
     def _look_at_records(self, dataloader: Any) -> None:
         """Check, before the engine records the model, that a record's loss is its own; nothing is logged or kept."""
         module: Any = self.lightning_module  # type: ignore[attr-defined]
-        lists = [(x, list(x)) for each in module.modules() for x in vars(each).values() if isinstance(x, list)]
         others = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
-        module.log = lambda *args, **options: None
-        look(
-            module,
-            dataloader.dataset,
-            batch_size_of(dataloader),
-            dataloader.collate_fn,
-            lambda batch: self._losses_of((self._transferred(batch), *others)),
-        )
-        del module.log
-        for x, before in lists:
-            x[:] = before
+        with mock.patch.object(module, "log", lambda *args, **options: None):
+            look(
+                module,
+                dataloader.dataset,
+                batch_size_of(dataloader),
+                dataloader.collate_fn,
+                lambda batch: self._losses_of((self._transferred(batch), *others)),
+            )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As Lightning's; a turn's pieces move when they are drawn."""

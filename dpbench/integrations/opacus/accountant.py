@@ -45,7 +45,7 @@ class Accountant:
 
     @property
     def history(self) -> History:
-        """[(noise multiplier, sample rate, steps), ...]; the steps are those that ε counts."""
+        """[(noise multiplier, sample rate, steps), ...]. Steps include those that were skipped or undone."""
         return [(fields["noise_multiplier"], fields["sample_rate"], steps) for fields, steps in self._parts]
 
     @property
