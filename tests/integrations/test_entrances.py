@@ -76,7 +76,7 @@ def checked(h):
 #: What a model does with a batch [B, 8] that is to be refused.
 MODELS = {
     "a detached mean": lambda h: h - h.detach().mean(0),
-    "batch statistics": lambda h: (h - h.mean(0)) / (h.std(0) + 1),
+    "batch statistics": lambda h: (h - h.mean(0)) / (h.std(0, correction=0) + 1),
     "a gate at zero": by_value,
     "a script": scripted,
     "a hook": hooked,
