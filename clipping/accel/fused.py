@@ -8,7 +8,7 @@
     weighted_patches  Σ_i c_i g_i of a convolution's weight in half precision, without scaled or wide copies
     turned            images with channels last, and the norms of their pixels
     added             the sum of portions, in float64 (see `clipping.numerics.per_sample`)
-    scale_gradient    Σ_t g x̂ of layer norm (see `clipping.rules.norm`), in one pass over g and x
+    scale_gradient    Σ_t g x̂ of layer norm (see `clipping.rules.normalisation`), in one pass over g and x
     weighted          Σ_i c_i g_iᵀ a_i in half precision (see `clipping.accel.ways`): the factors multiply float32
                       sums in registers, so no scaled copy is allocated or rounded
 

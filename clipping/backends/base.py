@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from clipping.checks.rerun import TOLERANCE, Change, Moving, mixed, mixing
 from clipping.checks.sample_independence import Occasions
-from clipping.checks.second_look import TOLERANCE, Change, Moving, mixed, mixing
 from clipping.checks.verification import verify
 from clipping.core.batches import forward, leading_dimension, losses_of, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat

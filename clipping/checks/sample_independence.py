@@ -4,7 +4,7 @@ rows    For a subset S of the samples, run a backward pass of Σ_{i∈S} ℓ_i. 
         exactly zero in the rows of all other samples; else samples mix, or rows are not in the order of the samples.
         It must be zero in rows of no sample, too: norms by rows leave them out.
 others  Run the step again with other records, or more or fewer of them, beside those of S. Losses and norms of S must
-        not change (`clipping.checks.second_look`). This finds what no gradient shows (a detached mean of the batch).
+        not change (`clipping.checks.rerun`). This finds what no gradient shows (a detached mean of the batch).
 
 "rows" runs when the graph of the losses is new, "others" when shapes are new, and each in about one step of 400. A
 graph is new until the gradient of each use was not zero once, as zeros show nothing (a gate that begins at 0), but in
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clipping.checks.second_look import REMEDY, Change, fewer, more, replaced
+from clipping.checks.rerun import REMEDY, Change, fewer, more, replaced
 from clipping.core.batches import map_tensors
 from clipping.core.types import Problem
 

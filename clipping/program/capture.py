@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from clipping.numerics.rng_replay import is_random
-from clipping.program.gaps import CTC, activations_may_require_gradients, ctc_loss_has_shapes
+from clipping.program.dynamo_patches import CTC, activations_may_require_gradients, ctc_loss_has_shapes
 
 LossesOf = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> ℓ [B]: forward pass and loss."""

@@ -21,7 +21,7 @@ from clipping.rules.elementwise import add, add_, cat, mul, sub
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.grouped import grouped_by_transformers, grouped_mm
 from clipping.rules.linear import addmm, linear, matmul
-from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
+from clipping.rules.normalisation import group_norm, instance_norm, layer_norm, rms_norm
 from clipping.rules.recurrent import RECURRENT
 
 Handler = Callable[..., tuple[Tensor, Sequence[Gradient]]]

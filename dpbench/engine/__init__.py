@@ -19,7 +19,7 @@ accelerate) ends in `PrivacyEngine.step` and `Recorder.finish`, which enforce th
 | Copies and pickles of an engine have their own keys. | by construction | always |
 | The backend's gradients equal autograd's. | compared | the first batch of two records |
 | The loss of a record has no gradient in other records' rows. | `sample_independence` | new graphs, 1 step in 400 |
-| Loss and norm stay if the other records are NaN or replaced. | `checks.second_look` | new shapes, 1 step in 800 |
+| Loss and norm stay if the other records are NaN or replaced. | `checks.rerun` | new shapes, 1 step in 800 |
 | They stay if the batch has more or fewer records. | the same | new shapes, 1 step in 800 |
 | A compiled step (`make_step`) does what the caller's Python does now. | guards (`program.capture`) | every step |
 | Its losses are those of the caller's Python, where guards see nothing. | compared | its second step, 1 in 200 |

@@ -30,10 +30,10 @@ from clipping.program.capture import is_captured
 from clipping.tape.compiled import called_from_compiled_code
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
-from dpbench.engine.looks import Looks
-from dpbench.engine.loss_mixing_check import plain
+from dpbench.engine.mixing_check import Looks
 from dpbench.engine.release import require_finite_losses
 from dpbench.engine.settings import batch_norm_problem, batch_norms
+from dpbench.engine.trace import plain
 
 MANY_PASSES = 16
 """Forward passes without a step before a warning that each of them is held in memory."""

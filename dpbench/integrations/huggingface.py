@@ -33,7 +33,7 @@ from clipping.numerics.rng_replay import Draws
 from clipping.program.graphs import Compile
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.loader import RECORDS
-from dpbench.integrations.alone import look
+from dpbench.integrations.record_check import look
 from dpbench.integrations.turns import Steps, Turn, per_sample
 from dpbench.integrations.whole_states import load_whole_states, load_whole_weights, whole
 from dpbench.trials.packages import needed
@@ -103,7 +103,7 @@ class PrivateTrainer(Trainer):
     Losses are per sample. Language models, classifiers and question answering have them already
     (`dpbench.integrations.transformers_losses`). For other models give a `compute_loss_func`, or override
     `compute_loss`, to return [B] in training. Before training a few records are tried together and alone, and must have
-    the same losses: if padding changes them, pad all records to one length (`dpbench.integrations.alone`).
+    the same losses: if padding changes them, pad all records to one length (`dpbench.integrations.record_check`).
 
     The parameters, and so each checkpoint's weights, are private at the engine's ε. Not private: the training loss
     (`loss`, `train_loss` in the logs), metrics of private records and decisions by them (best model, early stopping),

@@ -38,8 +38,8 @@ from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.engine.distributed import place
 from dpbench.engine.recorder import BUFFER
 from dpbench.engine.settings import steps_per_epoch
-from dpbench.integrations.alone import look
 from dpbench.integrations.loader_options import batch_size_of, shared_options
+from dpbench.integrations.record_check import look
 from dpbench.integrations.turns import Steps, Turn, per_sample
 from dpbench.trials.packages import needed
 

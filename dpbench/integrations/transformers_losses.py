@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from clipping.checks.second_look import TOLERANCE
+from clipping.checks.rerun import TOLERANCE
 from dpbench.engine import Misuse
 
 IGNORED = -100

@@ -17,7 +17,7 @@ from clipping.distributed.spread import sharded_modules
 from clipping.program.graphs import Compile
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.loader import PrivateLoader
-from dpbench.engine.loss_mixing_check import plain
+from dpbench.engine.trace import plain
 from dpbench.engine.whole_step import Programs
 from dpbench.integrations.watch import Watch
 

@@ -1,4 +1,4 @@
-"""`Watch`: base class of hooks that record a model's operations on those batches that `reduction` checks."""
+"""`Watch`: base class of hooks that record a model's operations on those batches that `loss_check` checks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from clipping.core.batches import map_tensors, tensors_of
-from dpbench.engine.loss_mixing_check import Traced, plain
 from dpbench.engine.recorder import Hook
-from dpbench.integrations.reduction import Look, Looks
+from dpbench.engine.trace import Traced, plain
+from dpbench.integrations.loss_check import Look, Looks
 
 
 class Watch(ABC):

@@ -33,7 +33,7 @@ from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.handlers import Handler
 from clipping.rules.linear import linear, matmul
-from clipping.rules.norm import layer_norm, rms_norm
+from clipping.rules.normalisation import layer_norm, rms_norm
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.trials.evidence import NormsTrial

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, load_backend
-from clipping.rules import norm
+from clipping.rules import normalisation
 
 
 class Groups(TorchDispatchMode):
@@ -37,7 +37,7 @@ def test_a_group_norm_in_portions_is_the_same(monkeypatch):
     model, x, targets = normalised().double(), torch.randn(7, 3, 2, 2, dtype=torch.float64), torch.zeros(7)
     found = []
     for most in (2**31, 64):
-        monkeypatch.setattr(norm, "most_groups", lambda x, most=most: most)
+        monkeypatch.setattr(normalisation, "most_groups", lambda x, most=most: most)
         with load_backend("bk_mixed")(model, plain, clip=Flat(0.1)) as backend:
             found.append(backend(x, targets))
     torch.testing.assert_close(found[0].norms, found[1].norms, rtol=1e-12, atol=0)
@@ -47,7 +47,7 @@ def test_a_group_norm_in_portions_is_the_same(monkeypatch):
 
 def test_portions_of_a_group_norm_are_joined_once_in_the_backward_pass(monkeypatch):
     """A view of each portion would make zeros for the whole batch, as often as there are portions."""
-    monkeypatch.setattr(norm, "most_groups", lambda x: 64)
+    monkeypatch.setattr(normalisation, "most_groups", lambda x: 64)
     names: list[str] = []
 
     class Names(TorchDispatchMode):
@@ -58,7 +58,7 @@ def test_portions_of_a_group_norm_are_joined_once_in_the_backward_pass(monkeypat
     x, scale, shift = torch.randn(7, 64, 2, requires_grad=True), *(torch.randn(64, requires_grad=True) for _ in "ab")
     g = torch.randn(7, 64, 2)
     with Names():
-        found = norm.group_norm(lambda p, n: p.repeat(n), x, 32, scale, shift)
+        found = normalisation.group_norm(lambda p, n: p.repeat(n), x, 32, scale, shift)
         grads = torch.autograd.grad(found, (x, scale, shift), g)
     assert names.count("native_group_norm_backward") == 4 and "slice_backward" not in names and "add" not in names
     expected = F.group_norm(x, 32, scale, shift)
@@ -71,5 +71,5 @@ def test_a_group_norm_of_a_cuda_device_is_cut(batch_size):
     """The device itself decides, not a test's stand-in; forward only, for autograd on CUDA asks for its driver."""
     with FakeTensorMode(), Groups() as groups:
         x = torch.empty(batch_size, 64, 2, 2, device="cuda")
-        assert norm.group_norm(lambda p, n: p.repeat(n), x, 32).shape == x.shape
+        assert normalisation.group_norm(lambda p, n: p.repeat(n), x, 32).shape == x.shape
     assert len(groups.seen) == -(-batch_size * 32 // 65_535) and max(groups.seen) <= 65_535

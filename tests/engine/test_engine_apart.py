@@ -17,8 +17,8 @@ from clipping import UnsupportedModel, WrongGradient
 from clipping.backends.recording import one_by_one
 from clipping.checks.sample_independence import PATIENCE, Occasions
 from clipping.norms.collection import _WholeNorms
-from dpbench.engine import looks
-from dpbench.engine.loss_mixing_check import Traced, plain
+from dpbench.engine import mixing_check
+from dpbench.engine.trace import Traced, plain
 
 B = 12
 X, Y = torch.randn(B, 20, generator=torch.Generator().manual_seed(1)), torch.arange(B) % 5
@@ -321,7 +321,7 @@ def test_looks_leave_what_a_model_holds_as_they_found_it(kind, whole):
 def test_a_step_is_looked_at_if_memory_for_the_first_look_was_missing(monkeypatch):
     model, optimizer, _ = made(Keeps(running_mean))
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(looks, "Draws", Mock(side_effect=torch.OutOfMemoryError))
+        patch.setattr(mixing_check, "Draws", Mock(side_effect=torch.OutOfMemoryError))
         model(X)
     with pytest.raises(UnsupportedModel, match="'buffer' changes"):
         optimizer.step(loss=cross_entropy(model(X)))

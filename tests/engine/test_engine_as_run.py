@@ -16,7 +16,7 @@ from attached import attached, cross_entropy
 from torch import Tensor, nn
 
 from clipping import UnsupportedModel
-from clipping.checks import second_look
+from clipping.checks import rerun
 from clipping.checks.verification import reading_float64
 
 B, C = 4, 0.3
@@ -142,14 +142,14 @@ def step_like_the_ordinary_one(model: nn.Module, x: Tensor, backend: str = "bk_m
 )
 def test_what_drops_draws_as_the_ordinary_model_does(name: str, backend: str, monkeypatch):
     """So that a look whether samples stay apart sees no difference, and needs none in float64."""
-    monkeypatch.setattr(second_look, "reading_float64", lambda model: pytest.fail("looked in float64"))
+    monkeypatch.setattr(rerun, "reading_float64", lambda model: pytest.fail("looked in float64"))
     torch.manual_seed(0)
     step_like_the_ordinary_one(DROPPING[name](), torch.randn(B, 7, 16), backend)
 
 
 @pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
 def test_a_look_in_float64_leaves_the_gradient(backend: str, monkeypatch):
-    differing = second_look.differing
+    differing = rerun.differing
     looked = []
 
     def differs_in_float32(before, after, change, tolerance):
@@ -157,7 +157,7 @@ def test_a_look_in_float64_leaves_the_gradient(backend: str, monkeypatch):
         other = before and before[0].dtype == torch.float32 and not change.own.all()
         return 0 if other else differing(before, after, change, tolerance)
 
-    monkeypatch.setattr(second_look, "differing", differs_in_float32)
+    monkeypatch.setattr(rerun, "differing", differs_in_float32)
     torch.manual_seed(0)
     step_like_the_ordinary_one(recurrent(nn.LSTM), torch.randn(B, 7, 16), backend)
     assert set(looked) == {torch.float32, torch.float64}

@@ -20,7 +20,7 @@ from clipping.numerics.rounding_bounds import of_rows, row_norms
 from clipping.rules.base import Route
 from clipping.rules.convolution import ConvolutionWeight, convolution, transposed_convolution
 from clipping.rules.linear import LinearWeight
-from clipping.rules.norm import LayerNormWeight, layer_norm
+from clipping.rules.normalisation import LayerNormWeight, layer_norm
 
 #: channels, outputs, size, kernel, stride, padding, dilation, groups
 CONVOLUTIONS: dict[str, tuple[Any, ...]] = {

@@ -14,7 +14,7 @@ from clipping.rules.base import Route, Rule, made
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.linear import addmm, linear, matmul
-from clipping.rules.norm import layer_norm, rms_norm
+from clipping.rules.normalisation import layer_norm, rms_norm
 
 BATCH = 3
 

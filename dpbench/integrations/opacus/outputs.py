@@ -7,7 +7,7 @@ alone,
     ∂ℓ_i/∂θ = (∂o_i/∂θ)ᵀ B v_i = ∂/∂θ ⟨o_i, B v_i⟩,    v_i held fixed,
 
 so the engine receives the losses ⟨o_i, B v_i⟩ (⟨o_i, v_i⟩ for a sum). Their gradients are the samples' own if v_i
-depends on sample i alone, which `dpbench.integrations.reduction` checks.
+depends on sample i alone, which `dpbench.integrations.loss_check` checks.
 """
 
 import sys
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from clipping.core.autograd import nodes
 from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from dpbench.engine import Misuse
-from dpbench.engine.loss_mixing_check import plain
-from dpbench.integrations.opacus.inside import MANY, LossInside, depends_on
-from dpbench.integrations.reduction import Look
+from dpbench.engine.trace import plain
+from dpbench.integrations.loss_check import Look
+from dpbench.integrations.opacus.inner_loss import MANY, LossInside, depends_on
 from dpbench.integrations.watch import Watch
 
 ACCUMULATION = (

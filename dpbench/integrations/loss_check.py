@@ -2,7 +2,7 @@
 
 The check records what the caller computes from the outputs and from the loader's tensors (labels, masks, weights), in
 the first few batches, in the batch after each new kind of loss, and in one of 200 later ones
-(`dpbench.engine.loss_mixing_check`). At `optimizer.step()` it reruns this:
+(`dpbench.engine.trace`). At `optimizer.step()` it reruns this:
 
 others   with the samples outside of S replaced by samples of S, in inputs, outputs and labels, for several S. The
          model's inputs for S, and the gradients of the outputs of S, must not change. This detects a mean over the
@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.checks.rerun import TOLERANCE, Change, differing, replaced, same
 from clipping.checks.sample_independence import separating
-from clipping.checks.second_look import TOLERANCE, Change, differing, replaced, same
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine import PrivacyWarning
-from dpbench.engine.loss_mixing_check import Trace, Traced, plain
+from dpbench.engine.trace import Trace, Traced, plain
 
 FIRST, RATE, KNOWN = 3, 1 / 200, 32
 """Number of first batches to check, share of later ones, and number of losses told apart."""

@@ -1,7 +1,7 @@
 """Check that a training loop keeps samples apart: rerun its step with other records.
 
 If the loss function is known (`make_step`), the whole step is rerun. In the caller's own loop the forward passes are
-rerun, and the operations on their outputs that `loss_mixing_check` can follow. Where it cannot follow them, and for
+rerun, and the operations on their outputs that `trace` can follow. Where it cannot follow them, and for
 batches of another size, whose labels are unknown, only the model's outputs are compared.
 
 A model may also store information about its records: in a persistent buffer or frozen parameter, which is published
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
-from clipping.checks.second_look import TOLERANCE, Change, Run, differing, fewer, mixed, mixing, of_one, or_none, same
+from clipping.checks.rerun import TOLERANCE, Change, Run, differing, fewer, mixed, mixing, of_one, or_none, same
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
-from dpbench.engine.loss_mixing_check import Trace, plain
+from dpbench.engine.trace import Trace, plain
 
 KEPT = "it keeps a part of the records: {} with them, neither clipped nor noised"
 KEEP_NOTHING = (

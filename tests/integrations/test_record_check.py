@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from clipping import UnsupportedModel
 from dpbench import Misuse
 from dpbench.engine.loader import require_own_numbers
-from dpbench.integrations.alone import look
 from dpbench.integrations.huggingface import PrivateTrainer
+from dpbench.integrations.record_check import look
 
 RECORDS = 24
 
