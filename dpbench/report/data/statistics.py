@@ -5,13 +5,13 @@ Functions take:
     group, base: entries of a backend, and of ordinary training in the same cell.
 """
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import msgspec
 import pandas as pd
 
 from dpbench.records.reader import LeftOut, Record, newest, newest_version
@@ -235,7 +235,7 @@ def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
     are ``plain_step_seconds``.
     """
     good = good_rounds(group)
-    own = [dataclasses.replace(r, result=r.result["plain"]) for r in good if "plain" in r.result]
+    own = [msgspec.structs.replace(r, result=r.result["plain"]) for r in good if "plain" in r.result]
     base = own or good_rounds(base)
     if not good:
         return {"paired_rounds": 0, "note": why([r for r in group if r.outcome != "ok"], at_batch=False)}

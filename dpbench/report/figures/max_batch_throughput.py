@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import msgspec
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -275,7 +275,7 @@ def as_peaks(records: Iterable[Record]) -> list[Record]:
         simulated = {"kind": "peak", "confirms": record.kind == CONFIRM, "simulated": record.kind == SEARCH}
         trial = dict(record.trial) | simulated
         if record.outcome != "ok":
-            found.append(dataclasses.replace(record, trial=trial))
+            found.append(msgspec.structs.replace(record, trial=trial))
         for probe in record.result.get("probes", ()):
             memory = probe.get("memory") or ({"peak_bytes": probe["peak_bytes"]} if "peak_bytes" in probe else None)
             changes: dict[str, Any] = {
@@ -283,7 +283,7 @@ def as_peaks(records: Iterable[Record]) -> list[Record]:
                 "outcome": "ok" if probe["fits"] else "oom" if memory is None else "over_budget",
                 "result": {} if memory is None else {"memory": memory},
             }
-            found.append(dataclasses.replace(record, **changes))
+            found.append(msgspec.structs.replace(record, **changes))
     return found
 
 
