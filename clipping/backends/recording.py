@@ -25,7 +25,7 @@ from clipping.backends.microbatch import Microbatch
 from clipping.backends.tape import BkMixed, TapeBackend
 from clipping.checks.sample_independence import Occasions, mixed_rows
 from clipping.checks.verification import Agreement, Limit, WrongGradient, compare, limit_of
-from clipping.core.batches import map_tensors
+from clipping.core.batches import tensors_of
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import coarsest, formats
 from clipping.core.reference import Sums, gradients, with_zeros
@@ -81,7 +81,8 @@ class Recording:
         """Expect another forward pass of the same samples; the losses may depend on all passes."""
         self.passes += 1
         if self.tape is not None:
-            map_tensors(mark_data, inputs)
+            for x in tensors_of(inputs):
+                mark_data(x)
 
     def __enter__(self) -> Recording:
         if self.tape is not None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from clipping.checks.rerun import REMEDY, Change, fewer, more, replaced
-from clipping.core.batches import map_tensors
+from clipping.core.batches import tensors_of
 from clipping.core.types import Problem
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Occasions:
         if batch_size < 2:
             return ()
         shapes: list[Any] = [tree for tree in trees if isinstance(tree, (bool, int))]
-        map_tensors(lambda x: shapes.append((x.dtype, *x.shape[1:])) or x, trees)  # type: ignore[func-returns-value]
+        shapes += [(x.dtype, *x.shape[1:]) for x in tensors_of(trees)]
         self._shape = repr(shapes if len(self._shapes) < KNOWN else [_rough(shape) for shape in shapes])
         if self._shape in self._shapes and not due:
             return ()

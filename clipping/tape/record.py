@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from clipping.core.batches import map_tensors
+from clipping.core.batches import tensors_of
 from clipping.core.types import Parameters, Problem
 from clipping.numerics import kernels
 from clipping.provenance.derived_parameters import Source, depends_on_data, derive, mark_data, parameter_source, remade
@@ -89,7 +89,8 @@ class Tape(TorchFunctionMode):
         self._mark = self._marks.mark
         self._composite: Any = None
         self._activations = Activations(self._sources, lambda *use: me._note(*use), self._marks.placed)
-        map_tensors(mark_data, batch)
+        for x in tensors_of(batch):
+            mark_data(x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
