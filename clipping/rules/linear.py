@@ -61,14 +61,18 @@ class Bilinear(Rule):
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
             return found
-        factors = factors.to(wide_dtype(g.dtype))
+        factors, count, most = factors.to(wide_dtype(g.dtype)), self.samples(g), self.most(g)
+        room = max(self.room(), 4 * self.instantiated_bytes(g))  # adding up portions of this size takes little time
+        fitting = room // max(1, self.copied(g))
+        if not at_once(g) or count <= most:
+            portions = blocks(count, 1, min(most, max(1, fitting)))
+            return added(lambda samples: self.gradient(*self._scaled(g, factors, samples)), portions)
 
         def sums(samples: slice, count: int) -> Tensor:
             return self.gradients(*self._scaled(g, factors, samples), count)
 
-        if at_once(g) and self.samples(g) > (most := self.most(g)):
-            return added_at_once(sums, self.samples(g), most, self._together(g))
-        return added(lambda samples: self.gradient(*self._scaled(g, factors, samples)), self._portions(g))
+        wide = self.parameter.numel() * norm_dtype(g.dtype).itemsize  # bytes of a sum
+        return added_at_once(sums, count, most, min(fitting, most * max(1, room // max(1, 2 * wide))))
 
     def _scaled(self, g: Tensor, factors: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """Scale the smaller operand. A half-precision copy is widened, as rounding would lose digits that cancel."""
@@ -79,17 +83,6 @@ class Bilinear(Rule):
     def most(self, g: Tensor | Spec) -> int:
         """Samples in a portion: see `clipping.numerics.rounding_bounds`."""
         return portion(self.samples(g), max(1, self.positions), norm_dtype(g.dtype))
-
-    def _together(self, g: Tensor | Spec) -> int:
-        """Samples to form portions of at once, limited by the memory for portions and copies."""
-        room = max(self.room(), 4 * self.instantiated_bytes(g))
-        each = self.parameter.numel() * norm_dtype(g.dtype).itemsize  # sums are wide
-        return min(room // max(1, self.copied(g)), self.most(g) * max(1, room // max(1, 2 * each)))
-
-    def _portions(self, g: Tensor | Spec) -> list[slice]:
-        """Portions larger than the weight itself, so that adding them up takes little time."""
-        room = max(self.room(), 4 * self.instantiated_bytes(g))
-        return blocks(self.samples(g), 1, min(self.most(g), max(1, room // max(1, self.copied(g)))))
 
 
 class _Gram(Gram["LinearWeight"]):
