@@ -19,8 +19,8 @@ not on timing: the same tensors give the same bits in every run and process.
 tiles, and so other last bits, in the next run. Rows that begin at multiples of 32 bytes get deep tiles, as they are
 copied to shared memory without passing through registers. The first call with a new kind of sizes compiles on the host.
 The first call of `supported` runs one program and checks its result. If Triton cannot launch (it needs a C compiler,
-Python's headers and a writable folder), it warns, and torch's operations run instead. The default tiles spill no
-registers on compute capabilities 8.0 and 9.0; `tiles` overrides them.
+Python's headers and a writable folder), it warns, and torch's operations run instead. The tiles spill no
+registers on compute capabilities 8.0 and 9.0.
 
 Importing this module does not import Triton. If `supported` returns False, the formulas of `clipping.rules` are the
 exact fallback. Fake tensors of a CUDA device give fake results and allocate what a launch would.
@@ -32,7 +32,6 @@ Functions take:
     g: [n, T, p], of any strides.
     ids: [n, T] integers, of any strides.
     lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
-    tiles: override the default tiles.
 """
 
 import functools
@@ -128,8 +127,8 @@ def trouble(device: torch.device) -> str | None:
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             a, g = (torch.full((1, 1, 1), value, device=device) for value in (2.0, 3.0))
-            tiles = _gradient_tiles(1, 1, 1, g.dtype, _generation(g))
-            found = float(_one_gradient(a, g, tiles, (0.0, 0.0))[0, 0])
+            untraced: Any = instantiated_norm_and_reach
+            found = float(untraced.__wrapped__(a, g, (0.0, 0.0))[0, 0])
         reason = None if found == 36.0 else f"a program computed {found} for 36.0"
     except torch.OutOfMemoryError:
         raise
@@ -142,46 +141,35 @@ def trouble(device: torch.device) -> str | None:
 
 
 @operation
-def gram_norm_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float], *, tiles: Tiles | None = None) -> Tensor:
+def gram_norm_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, without storing Gram matrices, and `row_reach`.
 
     The result is [n, 4] float32. Rounding may make the square of a vanishing gradient slightly negative.
     """
     sizes = *a.shape[1:], g.shape[2]
     positions, inputs, outputs = sizes
-    dense = _is_dense(a, g)
-    tiles = tiles or _gram_tiles(positions, max(inputs, outputs), g.dtype, _generation(g), dense=dense)
+    tiles = _gram_tiles(positions, max(inputs, outputs), g.dtype, _generation(g), dense=_is_dense(a, g))
     constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
     return _with_reach("gram", (a, g), sizes, pairs(positions, tiles.rows), tiles, lost, constants)
 
 
 @operation
-def embedding_gram_norm_and_reach(
-    ids: Tensor, g: Tensor, lost: tuple[float, float], *, tiles: Tiles | None = None
-) -> Tensor:
+def embedding_gram_norm_and_reach(ids: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     """Σ_{t,s} [id_t = id_s] (g_t · g_s) of each sample, ‖∂/∂W‖² of an embedding, and the reach: [n, 4] float32.
 
     g must be zero where the padding row was read. The reach is that of rows a_t of norm 1.
     """
     _, positions, outputs = g.shape
-    tiles = tiles or _gram_tiles(positions, outputs, g.dtype, _generation(g), dense=_is_dense(g))
+    tiles = _gram_tiles(positions, outputs, g.dtype, _generation(g), dense=_is_dense(g))
     constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
     return _with_reach("embedding_gram", (ids, g), g.shape[1:], pairs(positions, tiles.rows), tiles, lost, constants)
 
 
 @operation
-def instantiated_norm_and_reach(
-    a: Tensor, g: Tensor, lost: tuple[float, float], *, tiles: Tiles | None = None
-) -> Tensor:
+def instantiated_norm_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     """‖Σ_t g_t a_tᵀ‖² of each sample, never negative, without storing its gradient, and `row_reach`: [n, 4] float32."""
-    positions, inputs, outputs = *a.shape[1:], g.shape[2]
-    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), dense=_is_dense(a, g))
-    return _one_gradient(a, g, tiles, lost)
-
-
-def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, lost: tuple[float, float]) -> Tensor:
-    """`instantiated_norm_and_reach` by these tiles, never traced."""
     sizes = positions, inputs, outputs = *a.shape[1:], g.shape[2]
+    tiles = _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), dense=_is_dense(a, g))
     each = math.ceil(positions / ROWS) + math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns)
     blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
     constants = {**blocks, "ROWS": ROWS, "COLUMNS": COLUMNS * tiles.warps}
@@ -242,8 +230,6 @@ def convolution_norm(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-    *,
-    tiles: Tiles | None = None,
 ) -> Tensor:
     """‖∂/∂W‖² of each sample, [n] float32, for a convolution, without storing patches or gradients.
 
@@ -256,7 +242,7 @@ def convolution_norm(
     x, g, options = in_two_dimensions(x, g, (kernel, stride, padding, dilation))
     channels, outputs = x.shape[1] // groups, g.shape[1] // groups
     positions, inputs = g.shape[2] * g.shape[3], channels * math.prod(kernel)
-    tiles = tiles or _patch_tiles(positions, inputs, outputs, g.dtype, _generation(g) if rows_at_once(x, g) else 0)
+    tiles = _patch_tiles(positions, inputs, outputs, g.dtype, _generation(g) if rows_at_once(x, g) else 0)
     sizes = (groups, channels, outputs, *x.shape[2:], *g.shape[2:])
     return _launch(
         "convolution",
