@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import wide_dtype
-from clipping.core.microbatching import blocks
+from clipping.core.microbatching import blocks, power_of_two
 from clipping.numerics import kernels
 from clipping.numerics.rounding_bounds import Reach
 from clipping.numerics.traced_operations import is_traced
@@ -113,11 +113,8 @@ class GatheredLinear(_OfRows, LinearWeight):
         super().__init__(rule.parameter, rule.a, rule.transposed)
         self.rule, self.order = rule, rows
         of_row = rule.a.numel() // rule.inputs // len(rows.owners)
-        longest = of_row * rows.padded.shape[1]
-        if self.positions == 1 < longest:
-            self.positions = longest
-            self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
-        self.positions = 1 << (longest - 1).bit_length()  # the same in most steps, as plans depend on it
+        self.positions = power_of_two(of_row * rows.padded.shape[1])  # the same in most steps, as plans depend on it
+        self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         index = self.order.padded[samples]
@@ -132,8 +129,7 @@ class GatheredEmbedding(_OfRows, EmbeddingWeight):
     def __init__(self, rule: EmbeddingWeight, rows: Rows) -> None:
         super().__init__(rule.parameter, rule.ids, rule.padding_idx, rule.scale)
         self.rule, self.order = rule, rows
-        longest = max(1, self.positions) * rows.padded.shape[1]
-        self.positions = 1 << (longest - 1).bit_length()
+        self.positions = power_of_two(max(1, self.positions) * rows.padded.shape[1])
 
     def by_position(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         index = self.order.padded[samples]
