@@ -74,38 +74,30 @@ class SameForEach(TorchDispatchMode):
     def __init__(self, batch_size: int) -> None:
         super().__init__()
         self._batch_size = batch_size
-        self._seed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_random(func, args, kwargs):
             return func(*args, **kwargs)
-        given = _named(func, args, kwargs)
-        self._seed = torch.initial_seed() + 1
-        return self._drawn(func, given | ({"generator": None} if "generator" in given else {}))
-
-    def _drawn(self, func: Any, given: dict[str, Any]) -> Any:
-        samples = self._batch_size
+        given, seed, samples = _named(func, args, kwargs), torch.initial_seed() + 1, self._batch_size
+        if "generator" in given:
+            given["generator"] = None
         rows = {k: x for k, x in given.items() if isinstance(x, Tensor) and x.dim() and x.shape[0] % samples == 0}
         size = given.get("size") or [1]
         if not rows and size[0] % samples:
-            return self._seeded(func, given)
+            return _seeded(seed, func, given)
         if not rows:
-            found = self._seeded(func, given | {"size": [size[0] // samples, *size[1:]]})
+            found = _seeded(seed, func, given | {"size": [size[0] // samples, *size[1:]]})
             return found.repeat(samples, *[1] * (found.dim() - 1))
         parts = []
         for i in range(samples):
             mine = {k: x[i * (len(x) // samples) : (i + 1) * (len(x) // samples)] for k, x in rows.items()}
-            parts.append(self._seeded(func, given | mine))
+            parts.append(_seeded(seed, func, given | mine))
         if func._schema.returns[0].alias_info is not None:  # an operation in place: the parts were views of this tensor
             return given["self"]
         if isinstance(parts[0], Tensor):
             return torch.cat(parts)
         return tuple(torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*parts, strict=True))
-
-    def _seeded(self, func: Any, given: dict[str, Any]) -> Any:
-        torch.manual_seed(self._seed)
-        return _call(func, given)
 
 
 class WithoutDropping(TorchFunctionMode):
@@ -167,7 +159,8 @@ def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _call(func: Any, given: dict[str, Any]) -> Any:
+def _seeded(seed: int, func: Any, given: dict[str, Any]) -> Any:
+    torch.manual_seed(seed)
     arguments: Sequence[Any] = func._schema.arguments
     places = [given[a.name] for a in arguments if not a.kwarg_only and a.name in given]
     return func(*places, **{a.name: given[a.name] for a in arguments if a.kwarg_only and a.name in given})
