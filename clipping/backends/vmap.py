@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipping.backends.base import Backend
 from clipping.core.types import ClippedGradient, Parameters
-from clipping.core.vmap import per_sample
+from clipping.core.vmap import loss_of_one
 from clipping.numerics.per_sample import norms_and_factors, weighted_sum
 from clipping.numerics.rounding_bounds import excess, portion
 
@@ -31,7 +32,8 @@ class Vmap(Backend):
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         trainable = {name: p.detach() for name, p in parameters.items()}
-        gradients = per_sample(self.model, self.loss_fn)
+        of_one = grad(loss_of_one(self.model, self.loss_fn), has_aux=True)
+        gradients = vmap(of_one, in_dims=(None, 0, 0), randomness="different")
         try:
             grads, losses = self._traced(lambda: gradients(trainable, inputs, targets))
         except RuntimeError as error:

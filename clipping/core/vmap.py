@@ -1,18 +1,13 @@
-"""All per-sample gradients at once, by torch.func.vmap over torch.func.grad."""
+"""The loss of one sample as a function of parameters, for torch.func."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 
 from clipping.core.batches import forward, map_tensors
 from clipping.core.types import LossFunction
-
-
-def per_sample(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
-    """Return a function (parameters, inputs, targets) -> (∂ℓ_i/∂θ by name, [B, *shape]; losses [B])."""
-    return vmap(grad(loss_of_one(model, loss_fn), has_aux=True), in_dims=(None, 0, 0), randomness="different")
 
 
 def loss_of_one(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[Tensor, Tensor]]:
