@@ -197,9 +197,11 @@ def _with_reach(
     constants: dict[str, Any],
 ) -> Tensor:
     """Squared norms and the columns of a reach [n, 4], by `each` programs for each sample; 0 if a size is 0."""
-    a, g = tensors
+    a, g = (x.detach() for x in tensors)
+    parts = g.new_empty(len(g), each if min(sizes) else 0, 4, dtype=torch.float32)
     numbers = *sizes, *a.stride(), *g.stride(), *map(float, lost)
-    return _launch(program, tensors, each if min(sizes) else 0, numbers, tiles, columns=4, **constants)
+    launch(program, parts.shape[1], (a, g, parts), numbers, count=len(g), **tiles.options(), **constants)
+    return whole(parts)
 
 
 def pairs(positions: int, rows: int) -> int:
@@ -243,34 +245,12 @@ def convolution_norm(
     channels, outputs = x.shape[1] // groups, g.shape[1] // groups
     positions, inputs = g.shape[2] * g.shape[3], channels * math.prod(kernel)
     tiles = _patch_tiles(positions, inputs, outputs, g.dtype, _generation(g) if rows_at_once(x, g) else 0)
-    sizes = (groups, channels, outputs, *x.shape[2:], *g.shape[2:])
-    return _launch(
-        "convolution",
-        (x, g),
-        groups * math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns) if positions else 0,
-        (*sizes, *x.stride(), *g.stride()),
-        tiles,
-        **named(options),
-        BLOCK_T=tiles.depth,
-        BLOCK_D=tiles.columns,
-        BLOCK_P=tiles.rows,
-    )[:, 0]
-
-
-def _launch(
-    program: str,
-    tensors: tuple[Tensor, Tensor],
-    each: int,
-    numbers: Sequence[float],
-    tiles: Tiles,
-    *,
-    columns: int = 1,
-    **constants: Any,
-) -> Tensor:
-    """Launch `each` programs for each sample, and sum their numbers: [n, columns]."""
-    first, second = (x.detach() for x in tensors)
-    parts = second.new_empty(len(second), each, columns, dtype=torch.float32)
-    launch(program, each, (first, second, parts), numbers, count=len(parts), **tiles.options(), **constants)
+    each = groups * math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns) if positions else 0
+    parts = g.new_empty(len(g), each, dtype=torch.float32)
+    numbers = (groups, channels, outputs, *x.shape[2:], *g.shape[2:], *x.stride(), *g.stride())
+    blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
+    constants = named(options) | blocks | tiles.options()
+    launch("convolution", each, (x.detach(), g.detach(), parts), numbers, count=len(g), **constants)
     return whole(parts)
 
 
@@ -315,7 +295,7 @@ def named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:
 
 
 def whole(parts: Tensor) -> Tensor:
-    """Sum parts: [n, parts, k] to [n, k].
+    """Sum parts: [n, parts, ...] to [n, ...].
 
     Args:
         parts: of each sample.

@@ -55,11 +55,6 @@ class Use:
             rule.share = first.share
         return found
 
-    @property
-    def owners(self) -> Tensor | None:
-        """Owner of each row of the output, [rows], -1 for none; None as for `rows`."""
-        return None if self.rows is None else self.rows.owners
-
     def largest(self, g: Tensor, batch_size: int) -> Tensor:
         """Return each sample's largest magnitude in the output's gradient, and last that of nobody's rows: [B + 1].
 

@@ -143,7 +143,7 @@ def first_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float | 
 
     def answers(answer: float | Exception) -> Answers:
         played = Answers(answer)
-        monkeypatch.setattr(cuda, "_launch", played)
+        monkeypatch.setattr(cuda, "_with_reach", played)
         cuda.trouble.cache_clear()
         return played
 
