@@ -32,13 +32,11 @@ def test_the_programs_of_a_page_run_as_they_stand(name):
                 assert abs(eval(expression, names) - float(number)) < 0.001, line
 
 
-def test_the_commands_of_a_page_are_taken(monkeypatch):
-    for line in [line for text in TEXTS.values() for line in commands(text)]:
+def test_the_commands_of_a_page_and_of_the_readme_are_taken_and_extras_exist(monkeypatch):
+    texts = [*TEXTS.values(), (ROOT / "README.md").read_text(encoding="utf-8")]
+    for line in [line for text in texts for line in commands(text)]:
         assert_taken(line, monkeypatch)
-
-
-def test_extras_that_pages_name_exist():
-    assert_extras("".join(TEXTS.values()))
+    assert_extras("".join(texts))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from pages import assert_extras, assert_taken, blocks, commands
+from pages import blocks, commands
 
 from dpbench.integrations import sharp_edges
 from dpbench.report import readme, style
@@ -120,15 +120,6 @@ def test_the_counts_of_exact_models_are_in_the_records():
     exact = sum(found == {"exact"} for found in verdicts.values())
     said = re.search(r"exact gradients, of (\d+) \(.*?\): .*BK mixed (\d+) ", README)
     assert said and (int(said[1]), int(said[2])) == (len(verdicts), exact)
-
-
-def test_every_command_is_taken(monkeypatch):
-    for line in commands(README):
-        assert_taken(line, monkeypatch)
-
-
-def test_extras_that_are_named_exist():
-    assert_extras(README)
 
 
 @pytest.mark.slow
