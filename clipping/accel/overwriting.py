@@ -103,11 +103,7 @@ _PIECES: Any = Pieces._backward_cls
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation that reads no parameter; a large activation function becomes `Overwriting`.
-
-    Args:
-        func, args, kwargs: the operation and its arguments.
-    """
+    """Run an operation that reads no parameter; a large activation function becomes `Overwriting`."""
     activation = ACTIVATIONS.get(func)
     if activation is None:
         return func(*args, **kwargs)

@@ -150,22 +150,12 @@ WAYS: tuple[_Triton[Any], ...] = _GramTiles(), _GradientTiles(), _Compiled(), _T
 
 
 def of(rule: Rule) -> tuple[Way[Any], ...]:
-    """Return the kernels that run for this rule; they store neither Gram matrices of the batch nor gradients.
-
-    Args:
-        rule: any rule.
-    """
+    """Return the kernels that run for this rule; they store neither Gram matrices of the batch nor gradients."""
     return tuple(way for way in WAYS if isinstance(rule, way.kind) and way.supports(rule))
 
 
 def weighted(rule: Rule, g: Tensor, factors: Tensor) -> Tensor | None:
-    """Σ_i c_i g_i on a GPU in half precision, without scaled or wide copies; None if no kernel takes the operands.
-
-    Args:
-        rule: any rule.
-        g: gradient of the output, in half precision.
-        factors: c [B].
-    """
+    """Σ_i c_i g_i on a GPU in half precision, without scaled or wide copies; None if no kernel takes the operands."""
     if not fused.runs(rule.parameter):
         return None
     if isinstance(rule, ConvolutionWeight):
@@ -192,9 +182,6 @@ def portions_of_images(rule: ConvolutionWeight, g: Tensor | Spec) -> tuple[int, 
     """Samples in a portion, and samples at once. There are enough portions to keep a GPU busy.
 
     As in `rounding_bounds.portion`, the batch size counts as the next power of two.
-
-    Args:
-        rule, g: of the convolution.
     """
     count, entries, room = power_of_two(rule.samples(g)), rule.parameter.numel(), rule.room()
     most = min(rule.most(g), max(1, count * entries // BUSY))
@@ -220,9 +207,5 @@ def _sum_of_rows(rule: LinearWeight, g: Tensor, factors: Tensor) -> Tensor | Non
 
 
 def portion_of_rows(rule: LinearWeight, g: Tensor | Spec) -> int:
-    """Samples in a portion.
-
-    Args:
-        rule, g: of the linear layer.
-    """
+    """Samples in a portion."""
     return fused.portion_of(rule.samples(g), rule.most(g), rule.inputs, rule.outputs)

@@ -14,7 +14,7 @@ Functions take:
     size: B.
     run: (change, return only the losses) -> tensors [B'·k, ...] of a step on the changed batch.
     change, changes: a `Change` of the batch, or several.
-    tolerance: the largest relative difference that rounding explains.
+    tolerance: the largest difference that rounding explains, relative to the largest number in each tensor.
     kept: list of (tensor, its copy, its version when copied).
 """
 
@@ -219,7 +219,6 @@ def mixed(
         run: (change, only losses?) -> tensors [B'·k, ...], with the random numbers of the first run. Returns only the
             losses, its first tensor, where the model reads float64.
         before: the result of the first run, [B·k, ...] each.
-        tolerance: relative to the largest number in each tensor.
     """
     for change in changes:
         limit = of_other_kernels(before[0], tolerance) if change.resized else tolerance

@@ -48,7 +48,6 @@ class Occasions:
     """Decides when to check, and with which samples. Seeded, so that training can be repeated.
 
     Methods take:
-        batch_size: B.
         graph: the number of the losses' graph (`clipping.tape.graph`), equal for graphs of the same nodes.
     """
 

@@ -8,7 +8,6 @@ norms, |Δ_i| / max(‖g_i‖, floor), so that a larger norm does not hide the e
 
 Functions take:
     backend: the one to verify.
-    inputs, targets: of a batch; every tensor [B, ...].
     samples: how many of them to compare.
 """
 
@@ -113,8 +112,7 @@ def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
     If the numbers of norms differ, both errors are infinite.
 
     Args:
-        result: a backend's.
-        reference: the oracle's, on the same batch.
+        reference: the oracle's result, on the same batch.
     """
     norm_error = 0.0
     if result.norms is not None and reference.norms is not None:

@@ -28,11 +28,6 @@ Bytes are workspace beside the operation's own input and output gradient, before
   It counts for the first of them.
 
 Seconds are those of the whole batch: of the norm, and of the use's share of the clipped sum.
-
-Functions take:
-    reading, rule: one use of a source, and its rule.
-    g: the gradient of the use's output, [B, ...].
-    ghost: by Gram matrices, or instantiated.
 """
 
 from collections import Counter, defaultdict

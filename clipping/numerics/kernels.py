@@ -25,11 +25,7 @@ class Missing:
         return ()
 
     def weighted(self, rule: Any, g: Any, factors: Any) -> None:
-        """Form no sum.
-
-        Args:
-            rule, g, factors: ignored.
-        """
+        """Form no sum."""
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation unchanged."""

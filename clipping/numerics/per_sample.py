@@ -55,11 +55,7 @@ def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Squared norms, [b, ...] to [b], in float32 or wider; in parts, as one long float32 sum loses four digits.
-
-    Args:
-        x: [b, ...], of any floating dtype.
-    """
+    """Squared norms, [b, ...] to [b], in float32 or wider; in parts, as one long float32 sum loses four digits."""
     x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
     if x.shape[1] < 2 * SUMMED:
         return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()

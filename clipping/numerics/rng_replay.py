@@ -143,9 +143,6 @@ def is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
     Fused attention and recurrence with dropout 0 draw none. They must not run sample by sample: on a GPU some of their
     results, such as a generator's state, have no row for each sample.
-
-    Args:
-        func: an overload.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False

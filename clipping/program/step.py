@@ -417,7 +417,6 @@ def no_graph(name: str, why: str, error: Exception) -> UnsupportedModel:
     Args:
         name: of the backend.
         why: in words.
-        error: the cause.
     """
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return UnsupportedModel(name, [Problem("model", f"its step is no graph, for {why}: {said}", REMEDY)])

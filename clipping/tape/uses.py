@@ -56,11 +56,7 @@ class Use:
         return found
 
     def largest(self, g: Tensor, batch_size: int) -> Tensor:
-        """Return each sample's largest magnitude in the output's gradient, and last that of nobody's rows: [B + 1].
-
-        Args:
-            g: gradient of the output, [B·k, ...].
-        """
+        """Return each sample's largest magnitude in the output's gradient, and last that of nobody's rows: [B + 1]."""
         if self.rows is None:
             return F.pad(torch.linalg.vector_norm(g.reshape(batch_size, -1), torch.inf, dim=1), (0, 1))
         owners = self.rows.owners
