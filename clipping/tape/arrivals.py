@@ -135,25 +135,15 @@ class Arrivals:
 
 
 class Anchored(torch.autograd.Function):
-    """Identity in place on its first argument; the anchor's gradient is None."""
+    """Identity in its first argument, in place or as a copy; the anchor's gradient is None."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, in_place: bool) -> Tensor:
+        if not in_place:
+            return output.clone()
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class AnchoredCopy(torch.autograd.Function):
-    """`Anchored` with a copy of its first argument."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None

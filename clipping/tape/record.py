@@ -40,7 +40,7 @@ from clipping.rules.base import Gradient, Refused, Spec, as_refused, title
 from clipping.rules.fallback import fallback
 from clipping.rules.handlers import COMPOSITES, OF_DATA, PER_SAMPLE, handler_of
 from clipping.rules.rewritten import REWRITTEN
-from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
+from clipping.tape.arrivals import Anchored, Arrival, Arrivals
 from clipping.tape.batch_dimension import MOVABLE, as_rows, samples_first, whose
 from clipping.tape.checkpointing import LetGo, Replay, hooks_of_saving
 from clipping.tape.marks import Marks, tensors
@@ -263,8 +263,8 @@ class Tape(TorchFunctionMode):
         made = first, _next_number()
         if not any(x.requires_grad for x in data):
             # must not change what the operation may have saved, nor tensors that share memory with others
-            anchored = Anchored if handler is not None and not output._is_view() else AnchoredCopy
-            output = anchored.apply(output, self.arrivals.anchor(output.device))
+            in_place = handler is not None and not output._is_view()
+            output = Anchored.apply(output, self.arrivals.anchor(output.device), in_place)
         spec = Spec(output.shape, output.dtype)
         whole, operation = given(output, first), self._composite or func
         node, view = whole.grad_fn, output.grad_fn
