@@ -117,9 +117,10 @@ class Recording:
                         return one_by_one(losses, self.parameters, self.backend.clip)
                 assert self.tape is not None
                 verify = verify and not self.backend.sharded
-                result = self.backend.clipped(
-                    self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
-                )
+                with self.backend.explained(self.tape):
+                    result = self.backend.clipped(
+                        self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
+                    )
                 if verify:
                     with self.tape.replaying(), full_precision_on_cpu():
                         self._verify(result, losses)

@@ -159,21 +159,20 @@ class TapeBackend(Backend):
         keep_graph: bool = False,
         occasions: Occasions | None = None,
     ) -> ClippedGradient:
-        """Clip a forward pass that the caller ran under `tape`: see `clipping.backends.recording`.
+        """Clip a forward pass that the caller ran under `tape`, within `explained`: see `clipping.backends.recording`.
 
         Args:
-            tape: no longer active. Its hooks are removed when this returns.
+            tape: no longer active.
             losses: [B], with their graph. The tape must hold every use of a parameter in it.
             occasions: when to check that samples stay apart; None for never.
         """
-        with self.explained(tape):
-            if problems := tape.problems or unrecorded(losses, tape, parameters):
-                raise UnsupportedModel(self.name, dict.fromkeys(problems))
-            with tape.replaying():
-                problem = mixed_rows(tape, losses, occasions)
-                if problem is not None:
-                    raise UnsupportedModel(self.name, [problem])
-                return self._finished(tape, losses, parameters, keep_graph)
+        if problems := tape.problems or unrecorded(losses, tape, parameters):
+            raise UnsupportedModel(self.name, dict.fromkeys(problems))
+        with tape.replaying():
+            problem = mixed_rows(tape, losses, occasions)
+            if problem is not None:
+                raise UnsupportedModel(self.name, [problem])
+            return self._finished(tape, losses, parameters, keep_graph)
 
     @contextmanager
     def explained(self, tape: Tape) -> Iterator[None]:
