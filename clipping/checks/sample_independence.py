@@ -161,11 +161,11 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None, *, owned
         wrong = reached & ~allowed
         if bool(wrong.any()):
             at, row = wrong.nonzero()[0].tolist()
-            names = dict.fromkeys(name for source, _ in uses[at].rules for name in source.parameters)
             reason, remedy = "samples mix, the losses of other samples depend on what it gives for sample {}", REMEDY
             if row == batch_size:
                 reason, remedy = NOBODYS
-            return Problem(", ".join(names), f"{uses[at].operation}: {reason.format(row)}", remedy)
+            names = ", ".join(dict.fromkeys(uses[at].names))
+            return Problem(names, f"{uses[at].operation}: {reason.format(row)}", remedy)
     occasions.rows_passed(tape.arrivals.graph, awake.issuperset(tape.arrivals.expected))
     return None
 

@@ -11,7 +11,7 @@ in-place change. Module hooks and custom functions fail there on an in-place ReL
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -32,17 +32,18 @@ class Arrivals:
 
     Attributes:
         by_hand: called when a gradient arrives in a backward pass that `run` did not start, such as the user's.
+        expected: the uses whose gradient must arrive.
         graph: number of the losses' graph; see `clipping.tape.graph`.
     """
 
     def __init__(self) -> None:
         self.by_hand: Callable[[], None] | None = None
+        self.expected: list[Use] = []
         self.graph = 0
         self._anchors: dict[torch.device, Tensor] = {}
         self._copies: list[tuple[Use, Tensor]] = []
         self._leaves: list[Tensor] = []
         self._hooks: list[Any] = []
-        self._expected: dict[Use, list[str]] | None = None
         self._arrived: Counter[Use] = Counter()
         self._arrival: Arrival | None = None
 
@@ -73,13 +74,7 @@ class Arrivals:
         """
         anchors = {id(anchor) for anchor in self._anchors.values()}
         self._leaves = [leaf for leaf in leaves if id(leaf) not in anchors]
-        self._expected = {use: [name for source, _ in use.rules for name in source.parameters] for use in uses}
-        self.graph = graph
-
-    @property
-    def expected(self) -> Collection[Use]:
-        """The uses whose gradient must arrive."""
-        return self._expected or ()
+        self.expected, self.graph = uses, graph
 
     def run(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool = True) -> None:
         """Backpropagate Σ_i ℓ_i, and call `arrival(use, g)` for each use whose gradient arrives. Keeps the hooks."""
@@ -103,13 +98,10 @@ class Arrivals:
         Raises:
             Refused: the gradient of an expected use has not arrived exactly once.
         """
-        expected = self._expected
-        if expected is None:
-            return
-        for use, names in expected.items():
+        for use in self.expected:
             if self._arrived[use] != 1:
                 raise Refused(
-                    f"the gradient of {use.operation} with {', '.join(names)} arrived {self._arrived[use]} times, "
+                    f"the gradient of {use.operation} with {', '.join(use.names)} arrived {self._arrived[use]} times, "
                     "expected once",
                     "use microbatch or vmap, and please report the model",
                 )

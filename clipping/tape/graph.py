@@ -79,7 +79,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
             below = -1 if child is None else child._sequence_nr()
             use = maker.get(below)
             if use is not mine and use is not None and not {use.node, use.view} & {number, below}:
-                unseen += [name for source, _ in use.rules for name in source.parameters]
+                unseen += use.names
     kernels.overwriting.note_alone(leads)
     reached = [use for use in tape.uses if use.node in numbers]
     tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)))

@@ -162,9 +162,7 @@ class Tape(TorchFunctionMode):
                 self._refuse(each.operation, [source for source, _ in each.gradients], as_refused(error))
                 continue
             self.uses.append(use)
-            for source, _ in use.rules:
-                for name in source.parameters:
-                    self.counts[name] += 1
+            self.counts.update(use.names)
             self.arrivals.hook(use, each)
         if self._stand_in is None:
             count_parts(self.uses, self.counts)

@@ -29,6 +29,7 @@ class Use:
     Attributes:
         operation: its name, or the name of the function that it is a part of.
         rules: each source with the rule of its gradient.
+        names: of the parameters that each source is made of.
         output: shape and dtype of its output and of g.
         node: number of the node of its output, in the order in which the forward pass made nodes.
         first, last: the operation's nodes have numbers from `first` to `last`, exclusive.
@@ -39,6 +40,7 @@ class Use:
 
     operation: str
     rules: list[tuple[Source, Rule]]
+    names: list[str]
     output: Spec
     node: int = 0
     first: int = 0
@@ -100,7 +102,8 @@ class Noted(NamedTuple):
             Refused: the output's rows are not the batch's.
         """
         rules = self._rules(batch_size, self.gradients)
-        use = Use(title(self.operation), rules, self.output, self.number, *self.made, self.view, self.order)
+        names = [name for source, _ in rules for name in source.parameters]
+        use = Use(title(self.operation), rules, names, self.output, self.number, *self.made, self.view, self.order)
         if (again := self.again) is not None:
             use.again = lambda: self._rules(batch_size, again())
         return use
