@@ -15,7 +15,7 @@ Per-layer clipping gives each parameter its own factors, which no weights on the
 form the weighted gradient where they find the norm.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -119,20 +119,15 @@ class TapeBackend(Backend):
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         run = partial(self.losses, inputs, targets, batch_size)
-        return self._step(run, self.occasions, parameters, (inputs, targets), batch_size)
+        return self.of_losses(run, parameters, (inputs, targets), batch_size, self.occasions)
 
     def of_losses(
-        self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
-    ) -> ClippedGradient:
-        return self._step(losses, None, parameters, batch, batch_size)
-
-    def _step(
         self,
         losses: Callable[[], Tensor],
-        occasions: Occasions | None,
         parameters: Parameters,
         batch: Any,
         batch_size: int,
+        occasions: Occasions | None = None,
     ) -> ClippedGradient:
         tape = Tape(parameters, batch, batch_size, self.stand_in, lets_go=self.lets_go)
         with self.explained(tape):
