@@ -43,7 +43,6 @@ def broadcast(_, h, mask):
 
 
 def test_an_assumption_about_shapes_is_a_condition():
-    torch.manual_seed(0)
     two, three = batch(0, 2), batch(0, 1, 3)
     three[0][1:, 1:, 0] = -1.0
     for batches, missed in (([two] * 5 + [three, two], 1), ([two] * 3 + [three, two, two, two], 0)):
@@ -62,7 +61,6 @@ class TwoOrders(Marked):
 
 
 def test_that_rows_of_two_orders_agree_is_a_condition():
-    torch.manual_seed(0)
     batches = [batch(0, 1) for _ in range(7)]
     for i, (x, _) in enumerate(batches):
         x[::2, :2, 0] *= -1
@@ -82,7 +80,6 @@ def split(_, h, mask):
 )
 def test_a_function_that_reads_values_from_memory_is_refused(of):
     """A tracer does not see that `tensor_split` reads its indices: they would be those of the traced batch."""
-    torch.manual_seed(0)
     with pytest.raises(UnsupportedModel, match=r"its step is no graph.*tensor_split reads values without an operation"):
         require_equal(Marked(of), [batch(0, 1)] * 5 + [batch(0)])
 
@@ -93,7 +90,6 @@ def counted(model, h, mask):
 
 
 def test_numbers_of_a_batch_are_stacked():
-    torch.manual_seed(0)
     b = require_equal(Marked(counted), [batch(0, 1)] * 5 + [batch(0)])
     assert b.graphs.steps == 3
 
@@ -107,7 +103,6 @@ class OneByOne(Marked):
 
 
 def test_samples_without_rows():
-    torch.manual_seed(0)
     none = batch(0, 1)
     none[0][2, :, 0] = -1.0
     b = require_equal(OneByOne(broadcast), [batch(0, 1)] * 5 + [none, batch(0, 1)])
@@ -124,7 +119,6 @@ def rolled(model, h, mask):
 
 def test_samples_that_mix_in_a_later_step_of_a_program_are_found(monkeypatch):
     """A count in a buffer decides; the first steps do not mix."""
-    torch.manual_seed(0)
     model = Marked(rolled).double()
     b = opened("bk_mixed", model)
     while model.count[0] < 15:

@@ -23,11 +23,6 @@ KNOWN = checks()
 PRIVATE = ["vmap", *TAPE]
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def median_clip(model, inputs, targets, loss_fn) -> Flat:
     """A threshold that clips some samples and not others."""
     norms = load_backend("microbatch")(model, loss_fn)(inputs, targets).norms

@@ -362,7 +362,6 @@ CASES = [*EXPERTS, *ROWS, *LAYOUTS]
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_exact(case: Case) -> None:
     """Each kind of route once: gradients that are discarded, Gram matrices, and the planner's, verified besides."""
-    torch.manual_seed(0)
     model = Odd(case.forward, **case.parts()).double()
     x, y = batch()
     with Wide():
@@ -381,7 +380,6 @@ def test_exact(case: Case) -> None:
 @pytest.mark.parametrize("backend", ["fastgradclip", "ghost", "bk_mixed"])
 def test_the_grouped_product_of_torch_itself(backend: str) -> None:
     """In float32, which it has, for rows of sixteen bytes or more."""
-    torch.manual_seed(0)
     model = Odd(experts_grouped, **moe(8, 4))
     x, y = torch.randn(B, T, 8), torch.randn(B)
     with load_backend("microbatch")(model, loss, clip=Flat(0.05)) as b:
@@ -393,7 +391,6 @@ def test_the_grouped_product_of_torch_itself(backend: str) -> None:
 @pytest.mark.parametrize("case", EXPERTS[:-1], ids=name_of)
 def test_exact_by_timed_routes_in_batches_of_other_sizes(case: Case) -> None:
     """Each time other rows go to other experts; the second step is timed."""
-    torch.manual_seed(0)
     model = Odd(case.forward, **case.parts()).double()
     clip = Flat(0.05)
     with (

@@ -36,11 +36,6 @@ QUICK = {
 NEEDS_COMPILER = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def ways(backend):
     return [graph.way for graph in backend.graphs._graphs]
 

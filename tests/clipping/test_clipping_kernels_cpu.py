@@ -240,7 +240,6 @@ def test_norms_of_linear_layers_are_exact(dtype: torch.dtype, rtol: float):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_images_are_read_as_they_lie_in_memory(dtype: torch.dtype, size: tuple[int, int], stride: int):
     """Any strides; the same bits as of a copy."""
-    torch.manual_seed(0)
     geometry, sides = Geometry([3, 3], [stride] * 2, [1, 1], [1, 1]), [(n - 1) // stride + 1 for n in size]
 
     def laid_out(channels: int, rows: int, columns: int) -> list[Tensor]:
@@ -263,7 +262,6 @@ def test_images_are_read_as_they_lie_in_memory(dtype: torch.dtype, size: tuple[i
 def test_reaches_of_convolutions_are_on_the_diagonals(
     size: tuple[int, ...], kernel: int, stride: int, padding: int, dilation: int
 ):
-    torch.manual_seed(0)
     x, lost = torch.randn(3, 5, *size, dtype=torch.float64), (0.25, 0.5)
     geometry = Geometry(*([n] * len(size) for n in (kernel, stride, padding, dilation)))
     sides = [(n + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 for n in size]
@@ -298,7 +296,6 @@ def test_exact_with_vectors_of_every_width(narrower: str, folder: Path, monkeypa
 @LIBRARY
 def test_nothing_is_read_behind_the_end():
     """The last sample of the last channel ends where memory that is not a number begins."""
-    torch.manual_seed(0)
     for channels, side in ((1, 1), (3, 2), (5, 3), (2, 5)):
         numbers = torch.full((2 * channels * side * side + 64,), float("nan"), dtype=torch.float64)
         numbers[: 2 * channels * side * side] = torch.randn(2 * channels * side * side, dtype=torch.float64)
@@ -311,7 +308,6 @@ def test_nothing_is_read_behind_the_end():
 
 @LIBRARY
 def test_the_same_bits_on_any_number_of_threads():
-    torch.manual_seed(0)
     a, g = torch.randn(5, 1100, 33), torch.randn(5, 1100, 20)
     x, y, geometry = torch.randn(5, 40, 9, 9), torch.randn(5, 50, 9, 9), Geometry([3, 3], [1, 1], [1, 1], [1, 1])
     threads, found = torch.get_num_threads(), []
@@ -328,7 +324,6 @@ def test_the_same_bits_on_any_number_of_threads():
 @LIBRARY
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_in_its_sample(bad: float):
-    torch.manual_seed(0)
     geometry = Geometry([3, 3], [1, 1], [1, 1], [1, 1])
     for channels, outputs, side in ((1, 40, 2), (40, 1, 2), (3, 5, 3), (2, 2, 5)):
         x, g = torch.randn(4, channels, side, side), torch.randn(4, outputs, side, side)

@@ -218,7 +218,6 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     [("bk_mixed", 13), ("bk_ghost", 12), ("bk_ghost", 13), ("mixed_ghost", 13), ("fastgradclip", 13)],
 )
 def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
-    torch.manual_seed(0)
     model, x, targets = Layers().double(), torch.randn(batch_size, 4, 6, 6).double(), torch.zeros(batch_size, 3)
     monkeypatch.setattr("clipping.norms.collection.SMALL", 2**40)
     found, formed = [], Counter[int]()

@@ -31,11 +31,6 @@ MODELS = {case.name: case for case in CASES}
 every_peer = pytest.mark.parametrize("backend", PEERS)
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def layers() -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
 

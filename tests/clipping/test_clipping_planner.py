@@ -22,11 +22,6 @@ from clipping.rules.linear import LinearWeight
 from clipping.tape.record import Tape
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def network() -> nn.Sequential:
     """A convolution of many positions, one of few, and a linear layer."""
     return nn.Sequential(
@@ -248,7 +243,6 @@ WRONG = [
 
 def test_a_step_goes_on_whatever_stands_in_the_file(folder):
     """Each entry is wrong in a way of its own; the norms are those of a step without a file."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
     x, y = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
     loss_fn = lambda out, y: nn.functional.cross_entropy(out, y, reduction="none")  # noqa: E731

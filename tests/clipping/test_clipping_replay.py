@@ -71,7 +71,6 @@ def test_what_lies_elsewhere_is_copied_from_then_on(on_a_recorder):
 
 def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
     """The traced step with its kernels; weights move in between, as an optimizer moves them."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
     clip = Flat(max_grad_norm=0.5)
     take_fastest = clipping.program.step.Graph.take_fastest

@@ -21,11 +21,6 @@ KNOWN = checks()
 KINDS = ("ghost", "kept", "discarded")
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def hold(operation: Operation) -> None:
     """Norms, gradients and weighted sums of every way and block, beside autograd's."""
     output, _ = operation.run(operation.inputs, operation.weight)
