@@ -2,8 +2,8 @@
 
 **One flat tensor** holds the sums of many parameters, as each launch costs a GPU's host some microseconds, and each
 message between processes more. Adding pieces, drawing noise and dividing take one launch each. `.grad` of each
-parameter is a slice of it, and no two slices overlap. One process on a CPU keeps each sum where the backend has left
-it: the copy would be 6 % of a small step (ViT-tiny, 16 images of 32 pixels).
+parameter is a slice of it, and no two slices overlap. One process on a CPU keeps each large sum where the backend has
+left it: the copy would be 6 % of a small step (ViT-tiny, 16 images of 32 pixels).
 
 **Several processes.** Each sum crosses once to the first process and once back, after the backward pass. If parameters
 are DTensors, each process has the sum of its shard and adds the noise of its shard. Independent draws of N(0, σ²S²) for
@@ -51,6 +51,8 @@ WORST = 1e-2
 """Largest η for which noise covers the worst case of all roundings; beyond it, random roundings."""
 DEVIATIONS = 12
 """Deviations above the expected batch size: larger Poisson batches have probability below 1e-30."""
+SMALL = 2**16
+"""Entries of all sums that one process on a CPU copies into one flat tensor: that costs less than a draw for each."""
 _OVERFLOWED = "a loss or an activation has overflowed"
 
 
@@ -191,7 +193,8 @@ def gathered(
     sums = Sums(parameters=parameters, sharded=sharded, counted=counted)
     kinds: dict[tuple[Any, ...], list[tuple[str, torch.Size, int]]] = {}
     given: dict[str, Tensor] = {}
-    alone, seen = place()[1] == 1 and not sharded, set()
+    entries = sum(parameters[name].numel() for name in wanted)
+    alone, seen = place()[1] == 1 and not sharded and entries > SMALL, set()
     for number, (name, p) in enumerate(parameters.items()):
         if name not in wanted:
             continue
