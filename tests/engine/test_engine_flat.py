@@ -35,6 +35,12 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(release, "LATER", {"cpu"})
 
 
+@pytest.fixture(params=[0, release.SMALL], ids=["as they are", "copied"])
+def on_cpu(request, monkeypatch):
+    """The sums of a large model and of a small one."""
+    monkeypatch.setattr(release, "SMALL", request.param)
+
+
 def make(**changes):
     torch.manual_seed(0)
     model, optimizer, engine = attached(Mixed(), lr=0.1, attach=False, **changes)
@@ -49,7 +55,7 @@ def step(model, optimizer, x, y):
     optimizer.step(loss=cross_entropy(model(x), y))
 
 
-def test_no_gradient_shares_an_entry_with_another():
+def test_no_gradient_shares_an_entry_with_another(on_cpu):
     model, optimizer, _ = make()
     step(model, optimizer, *data()[:8])
     held = [p.grad for p in model.parameters() if p.grad is not None]
@@ -60,7 +66,7 @@ def test_no_gradient_shares_an_entry_with_another():
     assert all(torch.equal(a, b) for a, b in zip(before, held, strict=True))
 
 
-def test_each_sum_has_noise_of_its_own_whatever_memory_the_backend_formed_it_in():
+def test_each_sum_has_noise_of_its_own_whatever_memory_the_backend_formed_it_in(on_cpu):
     """Two parameters of one gradient, one of a number, expanded, one in another order, one without a gradient."""
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(6, 4)) for name in "abcdef"})
     whole = torch.randn(60)
@@ -190,7 +196,7 @@ def test_the_parameters_that_are_named():
         gathered(grads, grads).require_finite()
 
 
-def test_large_entries_whose_sum_overflows_are_finite():
+def test_large_entries_whose_sum_overflows_are_finite(on_cpu):
     grads = {"a": torch.full((3,), 3e38), "b": torch.ones(2)}
     gathered(grads, grads).require_finite()
     grads["b"][1] = float("nan")
