@@ -145,7 +145,10 @@ class PrivacyEngine(State):
         """Whether the last `optimizer.step` moved the parameters, rather than accumulate a piece of a logical batch."""
         self._abandoned, self._sizes = Abandoned(), Sizes(*(n / place()[1] for n in (sample_size, batch_size)))
         self._unlike: str | None = None  # how the caller's batch sizes differ from Poisson samples
-        self._drawing, self._ended = -1, 0
+        self._drawing = -1  # the loader's logical batch whose pieces are in the sum; -1 for none
+        self._ended = 0
+        self.counted = 0.0
+        """The count of `adjust.watch_norms` for the last released logical batch: not private."""
         self._mask = 0, 0  # (real, padded) samples of the last physical batch stepped
         self._warned: set[str] = set()
         claim(self)
