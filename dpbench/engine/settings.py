@@ -100,8 +100,8 @@ class Settings:
     def guarantee(self, steps: int, delta: float) -> Guarantee:
         """ε of `steps` steps, including the earlier ones."""
         if self.blt is not None:
-            whole = self.blt.mechanism(self.mechanism.noise_multiplier, max(1, steps))
-            return guarantee_of_parts(self.load(), [(whole, min(1, steps))], delta=delta)
+            of_all = self.blt.mechanism(self.mechanism.noise_multiplier, max(1, steps))
+            return guarantee_of_parts(self.load(), [(of_all, min(1, steps))], delta=delta)
         later = max(0, steps - sum(count for _, count in self.earlier))
         _, blocks = as_poisson(0.0, later, self.bands)
         return guarantee_of_parts(self.load(), [*self.earlier, (self.mechanism, blocks)], delta=delta)
