@@ -17,9 +17,9 @@ from clipping.checks.rerun import TOLERANCE
 from dpbench.engine import Misuse
 
 IGNORED = -100
+"""The label that does not count, as everywhere in transformers."""
 ROUNDED = 5e-3
 """Relative difference of two float32 losses of one model under autocast to half precision, which rounding explains."""
-"""The label that does not count, as everywhere in transformers."""
 TOKENS = ("ForMaskedLM", "ForTokenClassification")
 WHOLE = (
     "ForSequenceClassification",
