@@ -4,10 +4,8 @@ Every change is accounted: past steps keep the noise of their release (`Settings
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-
-from torch import Tensor
 
 from accounting import SubsampledGaussian
 from accounting.reductions import as_poisson
@@ -35,12 +33,6 @@ def set_rate(engine: PrivacyEngine, sample_rate: float, steps_per_epoch: int) ->
     engine.settings = replace(engine.settings, mechanism=mechanism, epoch=steps_per_epoch)
     engine._sampler.settings = engine.settings
     engine._sizes = Sizes(engine.settings.sample_size, engine.settings.sample_size * sample_rate)
-
-
-def plan(engine: PrivacyEngine, steps: int, target_epsilon: float, target_delta: float) -> None:
-    """Set the steps and (ε, δ) that the noise was calibrated for; the engine warns of later steps."""
-    settings = replace(engine.settings, planned_steps=steps, target_epsilon=target_epsilon, delta=target_delta)
-    engine.settings = settings
 
 
 def set_noise_multiplier(engine: PrivacyEngine, noise_multiplier: float, clip: ClipFunction | None = None) -> None:
@@ -87,18 +79,6 @@ def set_clip(engine: PrivacyEngine, clip: ClipFunction) -> None:
     require_sensitivity(clip)
     engine.clip = clip
     engine._recorder.backend.clip = clip
-
-
-def watch_norms(engine: PrivacyEngine, count: Callable[[Tensor], float]) -> None:
-    """Sum `count(norms)` over the pieces of a logical batch, before clipping: neither private nor accounted.
-
-    The count is dropped, retried and saved with the pieces' sums. After a step `engine.counted` is the count of the
-    released logical batch.
-
-    Args:
-        count: maps the norms [B] of a piece's records to a number.
-    """
-    engine._recorder.count = count
 
 
 def begin_after(engine: PrivacyEngine, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:

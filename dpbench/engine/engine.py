@@ -148,7 +148,7 @@ class PrivacyEngine(State):
         self._drawing = -1  # the loader's logical batch whose pieces are in the sum; -1 for none
         self._ended = 0
         self.counted = 0.0
-        """The count of `adjust.watch_norms` for the last released logical batch: not private."""
+        """The sum of `Recorder.count` over the last released logical batch: not private."""
         self._mask = 0, 0  # (real, padded) samples of the last physical batch stepped
         self._warned: set[str] = set()
         claim(self)

@@ -79,7 +79,10 @@ class Recorder:
         self.call = "call the model itself, not its parts alone"
         """What to do if no forward pass was recorded."""
         self.count: Callable[[Tensor], float] | None = None
-        """Computes a number from the norms of the data's own samples."""
+        """Computes a number from the norms of the data's own samples, before clipping: neither private nor accounted.
+
+        It is summed over the pieces of a logical batch, and dropped, retried and saved with their sums.
+        """
         self.counted = 0.0
 
     def open(self, owner: Any) -> None:

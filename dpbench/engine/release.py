@@ -113,7 +113,7 @@ class Sums(Mapping[str, Tensor]):
         blocks: hold the sums.
         parameters: all of the model.
         sharded: whether one of them is a DTensor.
-        counted: the count of `adjust.watch_norms` for their records.
+        counted: the sum of `Recorder.count` over their records.
     """
 
     blocks: list[Block] = field(default_factory=list)

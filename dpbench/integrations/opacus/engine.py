@@ -1,5 +1,6 @@
 """`PrivacyEngine` and `BatchMemoryManager` with Opacus' arguments, translated to `dpbench.PrivacyEngine`."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from accounting import calibrate_noise_multiplier
 from clipping.core.types import UnsupportedModel
 from dpbench.engine import Misuse
 from dpbench.engine import PrivacyEngine as Engine
-from dpbench.engine.adjust import plan, set_rate
+from dpbench.engine.adjust import set_rate
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import batch_norm_problem, batch_norms, require_usable
 from dpbench.errors import complaint, nearest
@@ -200,7 +201,9 @@ class PrivacyEngine:
             data_loader=data_loader, noise_multiplier=noise_multiplier, poisson_sampling=poisson_sampling, **arguments
         )
         assert self.engine is not None
-        plan(self.engine, steps, target_epsilon, target_delta)
+        settings = self.engine.settings
+        planned = replace(settings, planned_steps=steps, target_epsilon=target_epsilon, delta=target_delta)
+        self.engine.settings = planned  # the engine warns of later steps
         return found
 
     def _detach(self) -> None:

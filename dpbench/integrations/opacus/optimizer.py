@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpbench.engine import AdamBC, Misuse, PrivacyEngine, PrivacyWarning
-from dpbench.engine.adjust import set_clip, set_noise_multiplier, watch_norms
+from dpbench.engine.adjust import set_clip, set_noise_multiplier
 from dpbench.engine.distributed import place
 from dpbench.integrations.opacus.clips import Clips
 from dpbench.integrations.opacus.criterion import Backward
@@ -69,8 +69,9 @@ class DPOptimizer(Optimizer):
         self._skip = self._told = False
         self._grads = {p: p.grad for p in self.params}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
-        if clips.quantile is not None:
-            watch_norms(engine, lambda norms: clips.quantile.count(norms, clips.norm))  # type: ignore[union-attr]
+        quantile = clips.quantile
+        if quantile is not None:
+            engine._recorder.count = lambda norms: quantile.count(norms, clips.norm)
 
     @property
     def noise_multiplier(self) -> float:
