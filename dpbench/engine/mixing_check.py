@@ -156,9 +156,8 @@ class Looks:
     def _rows(self) -> list[int]:
         """Indices of the outputs [B·k, ...] with rows of samples: those that shrink with the batch."""
         size = self._changes[0].size
-        try:
-            found = self._passes(fewer(size), False)
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        found = or_none(self._passes, fewer(size))
+        if found is None:
             return [i for i, x in enumerate(self._outputs) if x.dim() and len(x) == size]
         return [i for i, (x, y) in enumerate(zip(self._outputs, found, strict=True)) if x.dim() and len(x) != len(y)]
 
