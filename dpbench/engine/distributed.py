@@ -74,7 +74,7 @@ def same_settings(mine: dict[str, Any]) -> None:
 
 @contextmanager
 def agreed(steps: int, batch: int) -> Iterator[None]:
-    """Run the body before a release: it succeeds in all processes, at the same logical batch, or all of them raise.
+    """Run the body before a release of several processes: it succeeds in all, at the same batch, or all of them raise.
 
     A failing process raises its own error, the others Misuse. Otherwise a process that caught its error would stay a
     batch behind, and its sums would enter another batch.
@@ -89,9 +89,8 @@ def agreed(steps: int, batch: int) -> Iterator[None]:
         succeeded = True
     finally:
         rank, processes = place()
-        found: list[Any] = [(succeeded, steps, batch)] * processes
-        if processes > 1:
-            dist.all_gather_object(found, (succeeded, steps, batch))
+        found: list[Any] = [None] * processes
+        dist.all_gather_object(found, (succeeded, steps, batch))
     for other, (good, their_steps, their_batch) in enumerate(found):
         if not good:
             raise Misuse(

@@ -379,12 +379,12 @@ class PrivacyEngine(State):
 
     def _end(self, ticket: Ticket | None, add: Callable[[], None]) -> None:
         """Add a physical batch to the sum, and release the logical batch after its last piece."""
-        before = self.steps
+        before, together = self.steps, place()[1] > 1
         try:
             self._begin(ticket)
-            with agreed(before, self._drawing) if self.stepped else nullcontext():
+            with agreed(before, self._drawing) if self.stepped and together else nullcontext():
                 if self.stepped:
-                    self._unread.read(wait=place()[1] > 1)  # all processes raise at the same step
+                    self._unread.read(wait=together)  # all processes raise at the same step
                     self._log.tell(self)
                 add()
             if self.stepped:
