@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -153,8 +154,7 @@ def resolve(
     target_delta = _number("target_delta", target_delta)
     if batch_size > sample_size:
         raise ValueError(f"expected batch_size <= sample_size, got {batch_size} > {sample_size}")
-    if sampling not in SCHEMES:
-        raise ValueError(complaint("sampling", sampling, nearest(str(sampling), SCHEMES), SCHEMES))
+    require_known("sampling", sampling, SCHEMES)
     if epochs is not None and steps is not None:
         raise ValueError(f"expected epochs or steps, not both, got epochs={epochs!r} and steps={steps!r}")
     if (target_epsilon is None) == (noise_multiplier is None):
@@ -206,8 +206,7 @@ def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: fl
     if max_grad_norm == 0:
         raise ValueError("expected max_grad_norm > 0, got 0: every gradient would be 0, and so would the noise")
     if isinstance(clip, str):
-        if clip not in CLIPS:
-            raise ValueError(complaint("clip or a clipping function", clip, nearest(clip, CLIPS), CLIPS))
+        require_known("clip or a clipping function", clip, CLIPS)
         found: ClipFunction = CLIPS[clip](max_grad_norm=max_grad_norm, stabiliser=stabiliser)
         return found
     if not isinstance(clip, ClipFunction):
@@ -267,6 +266,17 @@ def usable_backend(backend: str, ghost_clipping: bool | None, mixed: bool | None
         )
         raise ValueError(f"expected a backend that works from losses, one of {usable}, got {backend!r}")
     return backend, cls
+
+
+def require_known(what: str, name: Any, known: Collection[str]) -> None:
+    """Raise a ValueError that says the nearest known name.
+
+    Args:
+        what: the argument.
+        known: all names.
+    """
+    if name not in known:
+        raise ValueError(complaint(what, name, nearest(str(name), known), known))
 
 
 def _planned(epochs: float | None, steps: int | None, batch_size: int, sample_size: int, sampling: str) -> int | None:

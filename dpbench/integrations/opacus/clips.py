@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clipping import Automatic, Flat, PerLayer
 from clipping.core.clip_functions import ClipFunction
-from dpbench.errors import complaint, nearest
+from dpbench.engine.settings import require_known
 from dpbench.integrations.opacus.quantile import STABILISER, Quantile
 
 NAMES = ("flat", "per_layer", "automatic", "adaptive")
@@ -78,8 +78,7 @@ class Clips:
         noise_multiplier: float,
         options: dict[str, Any],
     ) -> None:
-        if clipping not in NAMES:
-            raise ValueError(complaint("clipping", clipping, nearest(str(clipping), NAMES), NAMES))
+        require_known("clipping", clipping, NAMES)
         self._clipping = clipping
         wanted = {field.name for field in fields(Quantile)} if clipping == "adaptive" else set()
         if odd := sorted(options.keys() ^ wanted):

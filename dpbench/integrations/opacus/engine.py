@@ -13,8 +13,7 @@ from dpbench.engine import Misuse
 from dpbench.engine import PrivacyEngine as Engine
 from dpbench.engine.adjust import set_rate
 from dpbench.engine.distributed import place
-from dpbench.engine.settings import batch_norm_problem, batch_norms, require_usable
-from dpbench.errors import complaint, nearest
+from dpbench.engine.settings import batch_norm_problem, batch_norms, require_known, require_usable
 from dpbench.integrations.loader_options import batch_size_of
 from dpbench.integrations.opacus import checkpoint
 from dpbench.integrations.opacus.accountant import Accountant
@@ -101,8 +100,8 @@ class PrivacyEngine:
             Misuse: arguments without accounting, or a second call.
             UnsupportedModel: a model that mixes samples.
         """
-        _one_of("grad_sample_mode", grad_sample_mode, MODES)
-        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        require_known("grad_sample_mode", grad_sample_mode, MODES)
+        require_known("loss_reduction", loss_reduction, ("mean", "sum"))
         if not batch_first:
             raise ValueError(
                 "expected batch_first=True, got False: let the samples come first in the model's inputs and outputs, "
@@ -295,8 +294,3 @@ def _length(source: DataLoader[Any]) -> int:
     if len(source) < 1:
         raise ValueError("expected a data_loader with at least one batch, got an empty one")
     return len(source)
-
-
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(complaint(name, value, nearest(str(value), known), known))
