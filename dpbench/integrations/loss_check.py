@@ -16,7 +16,6 @@ If something cannot be rerun (numbers that left torch, tensors of another loader
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,8 +34,6 @@ from clipping.numerics.rng_replay import Draws
 from dpbench.engine import PrivacyWarning
 from dpbench.engine.trace import Trace, Traced, plain
 
-FIRST, RATE, KNOWN = 3, 1 / 200, 32
-"""Number of first batches to check, share of later ones, and number of losses told apart."""
 DIVISIONS = {"div", "div_", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__", "divide"}
 REMEDY = (
     "let the loss of a sample depend on it alone: reduction='sum' with loss_reduction='sum', or pass make_private the "
@@ -54,42 +51,11 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().clone()
 
 
-class Looks:
-    """Decides which batches to check.
-
-    Args:
-        by: yields the batches, for messages.
-    """
-
-    def __init__(self, by: str) -> None:
-        self._by = by
-        self._first, self._random = FIRST, random.Random(0)
-        self._graphs: set[tuple[str, ...]] = set()
-
-    def due(self) -> Look | None:
-        """Returns a check for the next batch, or None."""
-        return Look(self._by) if self._random.random() < RATE or self._first > 0 else None
-
-    def done(self) -> None:
-        """Count a batch as checked."""
-        self._first -= self._first > 0
-
-    def ran(self, nodes: tuple[str, ...]) -> None:
-        """Request one more check after a backward pass of a new kind.
-
-        Args:
-            nodes: names of the autograd nodes between loss and outputs, in order.
-        """
-        if nodes not in self._graphs and len(self._graphs) < KNOWN:
-            self._graphs.add(nodes)
-            self._first = max(self._first, 1)
-
-
 class Look(Trace):
     """Records the operations on one batch, and checks its loss.
 
     Args:
-        by: as in `Looks`.
+        by: yields the batches, for messages.
 
     Attributes:
         done: the batch was checked.

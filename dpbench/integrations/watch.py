@@ -1,5 +1,6 @@
 """`Watch`: base class of hooks that record a model's operations on those batches that `loss_check` checks."""
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 from clipping.core.batches import map_tensors, tensors_of
 from dpbench.engine.recorder import Hook
 from dpbench.engine.trace import Traced, plain
-from dpbench.integrations.loss_check import Look, Looks
+from dpbench.integrations.loss_check import Look
+
+FIRST, RATE, KNOWN = 3, 1 / 200, 32
+"""Number of first batches to check, share of later ones, and number of losses told apart."""
 
 
 class Watch(ABC):
-    """Hooks on a model whose forward passes the engine records already.
+    """Hooks on a model whose forward passes the engine records already. Decides which batches to check.
 
     Args:
         model: in training.
@@ -26,8 +30,9 @@ class Watch(ABC):
     """
 
     def __init__(self, model: nn.Module, forget: Callable[[], None], by: str) -> None:
-        self._model, self._forget = model, forget
-        self.looks = Looks(by)
+        self._model, self._forget, self._by = model, forget, by
+        self._first, self._random = FIRST, random.Random(0)
+        self._graphs: set[tuple[str, ...]] = set()
         self._look: Look | None = None
         self._by_loader = False
         self._handles: list[Any] = []
@@ -53,7 +58,7 @@ class Watch(ABC):
         Args:
             batch: of the loader.
         """
-        self._see(self.looks.due())
+        self._see(self._due())
         self._by_loader = True
         return batch if self._look is None else self._look.batch(batch)
 
@@ -73,8 +78,7 @@ class Watch(ABC):
             look.judge_losses(losses, len(losses) if losses.dim() == 1 else 0)
         finally:
             look.close()
-        if look.done:
-            self.looks.done()
+        self._count(look)
 
     def begin(self, args: Any, kwargs: Any) -> None:  # noqa: B027  (most have nothing to do)
         """Called before a forward pass in training."""
@@ -93,6 +97,21 @@ class Watch(ABC):
         if look is None:
             return output
         return map_tensors(lambda x: look.begun(plain(x)) if x.is_floating_point() and x.dim() else plain(x), output)
+
+    def _due(self) -> Look | None:
+        """A check for the next batch, or None."""
+        return Look(self._by) if self._random.random() < RATE or self._first > 0 else None
+
+    def _count(self, look: Look) -> None:
+        """Count a batch if it was checked."""
+        if look.done and self._first > 0:
+            self._first -= 1
+
+    def _ran(self, nodes: tuple[str, ...]) -> None:
+        """Request one more check after a backward pass of a new kind: the nodes between loss and outputs, by name."""
+        if nodes not in self._graphs and len(self._graphs) < KNOWN:
+            self._graphs.add(nodes)
+            self._first = max(self._first, 1)
 
     def _see(self, look: Look | None) -> None:
         if self._look is not None:

@@ -163,8 +163,7 @@ class Outputs(Watch):
         if look is not None:
             arrived = [gradient for cut in everything for gradient in cut.gradients]
             look.judge(arrived, batch_size, mean=self._mean)
-            if look.done:
-                self.looks.done()
+            self._count(look)
         if batch_size == 0:
             return torch.zeros(0)
         scale = float(batch_size) if self._mean else 1.0
@@ -176,9 +175,9 @@ class Outputs(Watch):
         if self.pending:
             raise Misuse(ACCUMULATION)
         if not self._by_loader and not self._cuts:  # the caller's own batch
-            self._see(self.looks.due())
+            self._see(self._due())
         self._leave()  # an interrupted forward pass
-        self._cut = Cut(leading_dimension(args, kwargs), self.looks.ran)
+        self._cut = Cut(leading_dimension(args, kwargs), self._ran)
         if "labels" in kwargs:
             reduction = "mean" if self._mean else "sum"
             self._inside = LossInside(self._cut.batch_size, partial(self._taken_off, self._cut), reduction)
