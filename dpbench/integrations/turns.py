@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipping.core.batches import tensors_of
 from clipping.distributed.spread import sharded_modules
@@ -188,10 +188,6 @@ class _Judge(Watch):
         by: yields the pieces, for messages.
     """
 
-    def __init__(self, model: nn.Module, by: str) -> None:
-        super().__init__(model, lambda: None, by)
-        self.close()
-
     def batch(self, batch: Any) -> Any:
         self.close()  # drop a piece without losses
         found = super().batch(batch)
@@ -209,9 +205,6 @@ class _Judge(Watch):
             super().judge(losses)
         finally:
             self.close()
-
-    def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
-        return None if output is None else self._noted(output)
 
 
 def per_sample(losses: Any, piece: Any, where: str) -> Tensor:

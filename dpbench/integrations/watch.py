@@ -1,8 +1,6 @@
 """`Watch`: base class of hooks that record a model's operations on those batches that `loss_check` checks."""
 
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,26 +15,24 @@ FIRST, RATE, KNOWN = 3, 1 / 200, 32
 """Number of first batches to check, share of later ones, and number of losses told apart."""
 
 
-class Watch(ABC):
+class Watch:
     """Hooks on a model whose forward passes the engine records already. Decides which batches to check.
 
     Args:
         model: in training.
-        forget: called when forward passes are dropped without a step.
         by: yields the batches, for messages.
 
     Methods take:
         args, kwargs: the model's inputs.
     """
 
-    def __init__(self, model: nn.Module, forget: Callable[[], None], by: str) -> None:
-        self._model, self._forget, self._by = model, forget, by
+    def __init__(self, model: nn.Module, by: str) -> None:
+        self._model, self._by = model, by
         self._first, self._random = FIRST, random.Random(0)
         self._graphs: set[tuple[str, ...]] = set()
         self._look: Look | None = None
         self._by_loader = False
         self._handles: list[Any] = []
-        self.open()
 
     def open(self) -> None:
         """Hook the model, outside of the engine's hooks."""
@@ -80,21 +76,17 @@ class Watch(ABC):
             look.close()
         self._count(look)
 
-    def begin(self, args: Any, kwargs: Any) -> None:  # noqa: B027  (most have nothing to do)
+    def begin(self, args: Any, kwargs: Any) -> None:
         """Called before a forward pass in training."""
 
-    @abstractmethod
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
-        """Return the output of a forward pass in training to the caller.
+        """Return the output of a forward pass in training to the caller. That of a checked batch also follows labels.
 
         Args:
-            output: the model's output; None if the pass raised.
+            output: the model's output, which the engine may record already; None if the pass raised.
         """
-
-    def _noted(self, output: Any) -> Any:
-        """Replace the engine's recording output by one that also follows labels."""
         look = self._look
-        if look is None:
+        if look is None or output is None:
             return output
         return map_tensors(lambda x: look.begun(plain(x)) if x.is_floating_point() and x.dim() else plain(x), output)
 

@@ -22,8 +22,10 @@ class Backward(Watch):
     """
 
     def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
-        super().__init__(model, forget, "make_private")
+        super().__init__(model, "make_private")
+        self._forget = forget
         self._losses: Tensor | None = None
+        self.open()
 
     def begin(self, args: Any, kwargs: Any) -> None:
         refuse_trained(args, kwargs)
@@ -31,7 +33,8 @@ class Backward(Watch):
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
         if output is None:
             return None
-        return barred(args, kwargs, self._noted(output) if leading_dimension(args, kwargs) else output)
+        noted = super().outputs(args, kwargs, output) if leading_dimension(args, kwargs) else output
+        return barred(args, kwargs, noted)
 
     @property
     def pending(self) -> bool:

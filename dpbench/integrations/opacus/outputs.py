@@ -111,11 +111,12 @@ class Outputs(Watch):
     """
 
     def __init__(self, model: nn.Module, mean: bool, forget: Callable[[], None]) -> None:
-        super().__init__(model, forget, "make_private")
-        self._mean = mean
+        super().__init__(model, "make_private")
+        self._mean, self._forget = mean, forget
         self._cuts: list[Cut] = []
         self._cut: Cut | None = None
         self._inside: LossInside | None = None
+        self.open()
 
     def close(self) -> None:
         super().close()
