@@ -105,6 +105,11 @@ class _Private:
         ValueError: a feature that cannot be private, named, when training begins.
     """
 
+    lightning_module: Any  # these four are the strategy's
+    optimizers: Any
+    precision_plugin: Any
+    root_device: Any
+
     def __init__(
         self,
         *args: Any,
@@ -134,7 +139,7 @@ class _Private:
 
     def _hand_on_turns(self) -> None:
         """Keep `on_before_batch_transfer` for pieces, which are not drawn yet when Lightning calls it with a turn."""
-        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
         before = type(module)._on_before_batch_transfer
 
         def hand_on(batch: Any, dataloader_idx: int = 0) -> Any:
@@ -144,7 +149,7 @@ class _Private:
 
     def _hold_logs(self) -> None:
         """Keep calls of Lightning's `log` within a program as outputs of the program."""
-        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
         log = module.log
 
         def kept(*args: Any, **options: Any) -> None:
@@ -173,13 +178,18 @@ class _Private:
         )
         if self._steps is None:
             inside = set(self.engine.model.modules())
-            named = self.lightning_module.named_modules()  # type: ignore[attr-defined]
+            named = self.lightning_module.named_modules()
             self._outside = [(name, each) for name, each in named if each not in inside and each._buffers]
             if dataloader.collate_fn is not default_collate:
                 self._look_at_records(dataloader)
-            optimizer = self.optimizers[0]  # type: ignore[attr-defined]
-            words = {"by": type(self).__name__, "advice": "training_step returns them, one a sample"}
-            self._steps = Steps(self.engine, optimizer, self._losses_of, compile=self._compile, **words)
+            self._steps = Steps(
+                self.engine,
+                self.optimizers[0],
+                self._losses_of,
+                by=type(self).__name__,
+                advice="training_step returns them, one a sample",
+                compile=self._compile,
+            )
             self.programs = self._steps.programs
             if self.programs.graphs is not None:
                 self._hold_logs()
@@ -188,7 +198,7 @@ class _Private:
 
     def _look_at_records(self, dataloader: Any) -> None:
         """Check, before the engine records the model, that a record's loss is its own; nothing is logged or kept."""
-        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
         others = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
         with mock.patch.object(module, "log", lambda *args, **options: None):
             look(
@@ -222,10 +232,10 @@ class _Private:
             self._logged = []
             if steps.run((self._transferred(piece), *others)):
                 for args, options in self._logged:
-                    self.lightning_module.log(*args, **options)  # type: ignore[attr-defined]
+                    self.lightning_module.log(*args, **options)
         for name in dict(self._buffers().items() - before.items()):
             warnings.warn(BUFFER.format(name, "training_step"), PrivacyWarning, stacklevel=2)
-        mean = torch.as_tensor(steps.mean(), device=self.root_device)  # type: ignore[attr-defined]
+        mean = torch.as_tensor(steps.mean(), device=self.root_device)
         return {**self._output, "loss": mean} if isinstance(self._output, Mapping) else mean
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
@@ -243,9 +253,8 @@ class _Private:
 
     def _transferred(self, piece: Any) -> Any:
         """Move a piece to the device, with Lightning's hooks and conversions."""
-        module: Any = self.lightning_module  # type: ignore[attr-defined]
-        piece = self.precision_plugin.convert_input(piece)  # type: ignore[attr-defined]
-        return self.batch_to_device(module._on_before_batch_transfer(piece))
+        piece = self.precision_plugin.convert_input(piece)
+        return self.batch_to_device(self.lightning_module._on_before_batch_transfer(piece))
 
     def backward(self, closure_loss: Any, *args: Any, **options: Any) -> Any:
         """Does nothing: `optimizer.step()` computes the clipped gradients."""
@@ -264,7 +273,7 @@ class _Private:
             ValueError: a checkpoint without the engine's state, to train on.
         """
         checkpoint = super().load_checkpoint(*args, **options)  # type: ignore[misc]
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:  # type: ignore[attr-defined]
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             if STATE not in checkpoint:
                 raise ValueError(
                     f"expected {STATE!r} in the checkpoint to train on, got one without: its steps would not be "
@@ -277,7 +286,7 @@ class _Private:
         """As Lightning's; restores module and optimizer, and keeps the engine."""
         self._steps = self._output = None
         for name in ("_on_before_batch_transfer", "log"):
-            vars(self.lightning_module).pop(name, None)  # type: ignore[attr-defined]
+            vars(self.lightning_module).pop(name, None)
         if self.engine is not None:
             self.engine.detach()
         super().teardown()  # type: ignore[misc]
@@ -293,7 +302,7 @@ class _Private:
             taken = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
             ends.append(trainer.max_epochs * max(1, taken))
         thawed = any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
-        module = _called(self.lightning_module, self._submodule, thawed)  # type: ignore[attr-defined]
+        module = _called(self.lightning_module, self._submodule, thawed)
         engine = PrivacyEngine(module, sample_size=sample_size, steps=min(ends, default=None), **privacy)
         engine._recorder.call = "call self(...) in training_step, or pass model=, the name of what it calls"
         return engine
