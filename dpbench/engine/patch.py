@@ -49,7 +49,6 @@ class Patch:
         _refuse(engine, optimizer)
         self.optimizer = optimizer
         self.stepping = False
-        self._before = vars(optimizer).get("step")
         inner = optimizer.step
         self._beneath = _beneath(optimizer)  # accelerate's wrapper skips steps within accumulate()
         self._inner: Any = inner if self._beneath is None else self._beneath.step
@@ -82,17 +81,19 @@ class Patch:
         self._is_scheduled = hasattr(inner, "_wrapped_by_lr_sched")
         if self._is_scheduled:  # else torch would wrap it again, and warn about the order of calls
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self._scaling = vars(optimizer).get("_step_supports_amp_scaling")
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler then calls step, above
         self.engine: State | None = engine
-        self._step = types.MethodType(step, optimizer)
-        optimizer.step = self._step  # type: ignore[method-assign]
-        optimizer.virtual_step = types.MethodType(virtual_step, optimizer)  # type: ignore[attr-defined]
-        optimizer.privacy_engine = engine  # type: ignore[attr-defined]
+        own = vars(optimizer)
         # attributes of accelerate's own wrappers: it then leaves the optimizer as it is
-        own = {"_is_accelerate_prepared": True, "optimizer": optimizer, "step_was_skipped": False}
-        self._told = [name for name in own if name not in vars(optimizer)]
-        vars(optimizer).update((name, own[name]) for name in self._told)
+        wrapper = {"_is_accelerate_prepared": True, "optimizer": optimizer, "step_was_skipped": False}
+        self._added = {
+            "step": types.MethodType(step, optimizer),
+            "virtual_step": types.MethodType(virtual_step, optimizer),
+            "privacy_engine": engine,
+            "_step_supports_amp_scaling": True,  # a GradScaler then calls step, above
+            **{name: value for name, value in wrapper.items() if name not in own},
+        }
+        self._before = {name: own[name] for name in self._added if name in own}
+        own.update(self._added)
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether this is the attached optimizer, or the one in accelerate's wrapper."""
@@ -122,14 +123,12 @@ class Patch:
         if isinstance(self._innermost, AdamBC):
             self._innermost.noise = None
         own = vars(self.optimizer)
-        if own.get("step") is self._step:
-            del self.optimizer.step
-            if self._before is not None:
-                self.optimizer.step = self._before  # type: ignore[method-assign]
-        for name in ("virtual_step", "privacy_engine", "_step_supports_amp_scaling", *self._told):
+        for name, value in self._added.items():
+            if name == "step" and own.get(name) is not value:
+                continue
             own.pop(name, None)
-        if self._scaling is not None:
-            own["_step_supports_amp_scaling"] = self._scaling
+            if name in self._before:
+                own[name] = self._before[name]
         unmark(self.optimizer)
 
 
