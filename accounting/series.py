@@ -71,7 +71,7 @@ def _whole(orders: NDArray[np.int_], sigma: float, q: float) -> Array:
     factorials = _log_factorials(WHOLE_ORDERS)
     log_terms = factorials[a] - factorials[k] - factorials[np.maximum(a - k, 0)]
     log_terms = log_terms + (k * math.log(q) + _log_expm1(k * (k - 1.0), sigma)) + (a - k) * math.log1p(-q)
-    return _log1p_exp(_log_sum(np.where(k <= a, log_terms, -math.inf)))
+    return np.logaddexp(0.0, _log_sum(np.where(k <= a, log_terms, -math.inf)))
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def _fractional(lambdas: Array, sigma: float, q: float) -> Array:
         return np.array([_minkowski(largest, sigma, q)])
     t = step * np.concatenate([np.arange(math.floor(low / step), math.ceil(high / step) + 1) for low, high in spans])
     log_terms = log_excess(lambdas[:, None], log_ratio(t, sigma, q)) - 0.5 * t * t
-    return _log1p_exp(_log_sum(log_terms) + math.log(step / math.sqrt(2.0 * math.pi)))
+    return np.logaddexp(0.0, _log_sum(log_terms) + math.log(step / math.sqrt(2.0 * math.pi)))
 
 
 def _minkowski(lam: float, sigma: float, q: float) -> float:
@@ -185,9 +185,3 @@ def _log_sum(log_terms: Array) -> Array:
     finite = np.isfinite(top)
     summed = np.log(np.exp(np.where(finite, log_terms - np.where(finite, top, 0.0), 0.0)).sum(-1, keepdims=True))
     return np.where(finite, top + summed, top)[..., 0]
-
-
-def _log1p_exp(x: Array) -> Array:
-    """ln(1 + e^x), relatively exact: as log1p(e^x), or x + log1p(e^−x) where e^x would be large."""
-    positive = np.maximum(x, 0.0)
-    return np.where(x > 0, positive + np.log1p(np.exp(-positive)), np.log1p(np.exp(np.minimum(x, 0.0))))
