@@ -4,7 +4,8 @@ Any error while such a model is built, or processes its first image, becomes a `
 original as its cause: most often the images are smaller than the architecture allows.
 
 Functions take:
-    reference: NAME?options.
+    name: of the model, in its library.
+    options: of the reference: name -> value.
 """
 
 import inspect
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dpbench.errors import nearest
 from dpbench.models.adapt import adapt, to_fake
-from dpbench.models.options import refuse_taken, refuse_unknown, split_options
+from dpbench.models.options import refuse_taken, refuse_unknown
 from dpbench.models.own import describe, hinting, one_line, own_workload
 from dpbench.models.references import FACTORY
 from dpbench.models.workload import ModelError, Workload
@@ -37,15 +38,14 @@ class Classifier:
     classes: int
 
 
-def timm_model(reference: str, *, num_classes: int, image_size: int) -> Classifier:
-    """`timm.create_model` of NAME?options, with random weights; img_size is passed to architectures that take it.
+def timm_model(name: str, options: dict[str, Any], *, num_classes: int, image_size: int) -> Classifier:
+    """`timm.create_model` with these options and random weights; img_size is passed to architectures that take it.
 
     Raises:
         ModelError: timm is missing, has no such model or no such option, or cannot build it for such images.
     """
     with needs("timm"):
         import timm
-    name, options = split_options(reference)
     refuse_taken(f"timm:{name}", options, ("pretrained", "num_classes", "img_size", "in_chans"))
     if not timm.is_model(name):  # checked first: create_model would download "hf-hub:..."
         raise ModelError("a model that timm knows", name, nearest(name, timm.list_models()))
@@ -61,15 +61,14 @@ def timm_model(reference: str, *, num_classes: int, image_size: int) -> Classifi
     return classifier(f"timm:{name}", make, options, num_classes=num_classes, image_size=image_size)
 
 
-def torchvision_model(reference: str, *, num_classes: int, image_size: int) -> Classifier:
-    """A classification model of torchvision, NAME?options, with random weights.
+def torchvision_model(name: str, options: dict[str, Any], *, num_classes: int, image_size: int) -> Classifier:
+    """A classification model of torchvision, with these options and random weights.
 
     Raises:
         ModelError: torchvision is missing, has no such model or no such option, or cannot build it for such images.
     """
     with needs("torchvision"):
         from torchvision import models
-    name, options = split_options(reference)
     names = models.list_models(module=models)
     if name not in names:
         raise ModelError("a classification model that torchvision knows", name, nearest(name, names))

@@ -16,7 +16,7 @@ from torch import nn
 from dpbench.errors import nearest
 from dpbench.models.adapt import adapt
 from dpbench.models.external import Classifier, classifier, needs
-from dpbench.models.options import refuse_taken, split_options
+from dpbench.models.options import refuse_taken
 from dpbench.models.workload import ModelError
 
 LENGTH = 128  # default number of tokens in a sequence
@@ -51,11 +51,14 @@ class TextModel:
     classes: int | None
 
 
-def transformers_model(reference: str, *, num_classes: int, image_size: int) -> TextModel | Classifier:
-    """Build NAME, or NAME@T for sequences of T tokens; options between the two are fields of its configuration.
+def transformers_model(
+    name: str, options: dict[str, Any], *, num_classes: int, image_size: int
+) -> TextModel | Classifier:
+    """Build NAME, or NAME@T for sequences of T tokens.
 
     Args:
-        reference: NAME?options@T.
+        name: NAME or NAME@T.
+        options: fields of its configuration.
 
     Raises:
         ModelError: transformers is missing or does not know the name or an option; the model is an encoder-decoder, of
@@ -65,7 +68,6 @@ def transformers_model(reference: str, *, num_classes: int, image_size: int) -> 
         from transformers import AutoConfig
         from transformers.models.auto import modeling_auto as auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    name, options = split_options(reference)
     plain, at, length_text = name.partition("@")
     if at and not (length_text.isdecimal() and int(length_text) > 0):
         raise ModelError("transformers:NAME@T with a number of tokens T", name)

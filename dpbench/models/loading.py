@@ -14,7 +14,7 @@ from dpbench.models.adapt import moved, place
 from dpbench.models.external import Classifier, file_model, timm_model, torchvision_model
 from dpbench.models.language import TextModel, transformers_model
 from dpbench.models.losses import classification_loss, token_loss
-from dpbench.models.options import take_options
+from dpbench.models.options import split_options
 from dpbench.models.references import BUILTIN, split_reference
 from dpbench.models.tiny import tiny_model
 from dpbench.models.workload import ModelError, Workload
@@ -58,13 +58,14 @@ def load_workload(
     scheme, name = split_reference(ref)
     kind = DTYPES[one_of("a dtype", dtype, DTYPES)]
     datasets.validate_data(data)  # checked before minutes of building
-    own: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if scheme not in ("builtin", "file"):
-        name, own = take_options(name, *HARNESS_OPTIONS)
+        name, options = split_options(name)
+    own = {key: options.pop(key) for key in HARNESS_OPTIONS if key in options}
     with torch.random.fork_rng(devices=[]):
         # not torch.manual_seed, which also seeds CUDA; models are built on the CPU
         torch.default_generator.manual_seed(seed)
-        built = _build(scheme, name, num_classes=num_classes, image_size=image_size)
+        built = _build(scheme, name, options, num_classes=num_classes, image_size=image_size)
     positions = own.get("positions") is True
     if positions and not (isinstance(built, TextModel) and _reads_positions(built.model)):
         raise ModelError("positions=true for a text model that takes position_ids", ref)
@@ -105,15 +106,18 @@ def _freeze(ref: str, model: nn.Module, names: str | tuple[str, ...]) -> None:
             p.requires_grad_(False)
 
 
-def _build(scheme: str, name: str, *, num_classes: int, image_size: int) -> Classifier | TextModel | Workload:
+def _build(
+    scheme: str, name: str, options: dict[str, Any], *, num_classes: int, image_size: int
+) -> Classifier | TextModel | Workload:
     if scheme == "builtin":
         model = load_object(BUILTIN[name][0])(num_classes=num_classes, image_size=image_size)
         return Classifier(model, num_classes)
+    if scheme == "file":
+        return file_model(name, num_classes=num_classes, image_size=image_size)
     make = {
         "timm": timm_model,
         "torchvision": torchvision_model,
         "transformers": transformers_model,
         "tiny": tiny_model,
-        "file": file_model,
     }[scheme]
-    return make(name, num_classes=num_classes, image_size=image_size)
+    return make(name, options, num_classes=num_classes, image_size=image_size)

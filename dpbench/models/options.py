@@ -38,24 +38,6 @@ def split_options(name: str) -> tuple[str, dict[str, Any]]:
     return plain + at + length, options
 
 
-def take_options(name: str, *keys: str) -> tuple[str, dict[str, Any]]:
-    """(the name without these options, those of them that it has): ``a?x=1&y=2@T``, "x" -> (``a?y=2@T``, {"x": 1}).
-
-    Args:
-        name: of a model, with its options.
-        keys: the options to take.
-
-    Raises:
-        ModelError: as `split_options`.
-    """
-    _, options = split_options(name)
-    plain, _, rest = name.partition("?")
-    text, at, length = rest.partition("@")
-    left = "&".join(part for part in text.split("&") if part.partition("=")[0] not in keys)
-    taken = {key: options[key] for key in keys if key in options}
-    return (f"{plain}?{left}" if left else plain) + at + length if taken else name, taken
-
-
 def parse_value(text: str) -> Any:
     """A number, a truth value, None, a tuple of such, or the text itself.
 

@@ -35,7 +35,6 @@ from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.external import needs
 from dpbench.models.language import built, refuse_fields, without_dropout
 from dpbench.models.losses import alignment_loss, classification_loss, token_loss
-from dpbench.models.options import split_options
 from dpbench.models.tiny_config import CLASSES, FIRST_TOKEN, FRAMES, HEADS, IMAGE, LENGTH, VOCABULARY, WAVE, shrunk
 from dpbench.models.workload import ModelError, Workload
 
@@ -45,11 +44,12 @@ END = 2
 OF_TOKENS = ("causal", "masked", "seq2seq")
 
 
-def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload:
+def tiny_model(name: str, options: dict[str, Any], *, num_classes: int, image_size: int) -> Workload:
     """The model and its batches for HEAD/TYPE.
 
     Args:
-        reference: HEAD/TYPE?options.
+        name: HEAD/TYPE.
+        options: fields of its configuration.
         num_classes, image_size: ignored; tiny models have their own.
 
     Raises:
@@ -59,12 +59,11 @@ def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload
     with needs("transformers"):
         from transformers import AutoConfig
         from transformers.models.auto import modeling_auto as auto
-    name, options = split_options(reference)
     head, _, kind = name.partition("/")
-    mapping, make = (getattr(auto, name) for name in HEADS[one_of("a head", head, HEADS)])
+    mapping, make = (getattr(auto, each) for each in HEADS[one_of("a head", head, HEADS)])
     if kind not in mapping:
         raise ModelError(f"a model type that transformers has for the head {head}", kind, nearest(kind, mapping))
-    with unset_fake_temporarily() as mode, built(reference):
+    with unset_fake_temporarily() as mode, built(name):
         default = AutoConfig.for_model(kind)
         refuse_fields(f"tiny:{name}", default, options, "attn_implementation", "experts_implementation")
         fixed = ({"decoder_start_token_id": 0} if default.is_encoder_decoder else {}) | options
@@ -77,11 +76,11 @@ def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload
         if count > MAX_PARAMETERS:
             raise ModelError(f"at most {MAX_PARAMETERS:,} parameters once it is made small", f"{count:,}")
         model = adapt(make.from_config(config))
-        batch = _taken(reference, head, model)
+        batch = _taken(name, head, model)
     return Workload(to_fake(model, mode), _loss_of(head), batch)
 
 
-def _taken(reference: str, head: str, model: nn.Module) -> Callable[[int], tuple[Any, Any]]:
+def _taken(name: str, head: str, model: nn.Module) -> Callable[[int], tuple[Any, Any]]:
     """batch(B) with the first form of inputs that the model accepts.
 
     Raises:
@@ -103,7 +102,7 @@ def _taken(reference: str, head: str, model: nn.Module) -> Callable[[int], tuple
             reasons.append(f"losses of shape {list(losses.shape)}")
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    raise ModelError(f"tiny:{reference} to take a batch", reasons[0] if reasons else "no form of inputs is known")
+    raise ModelError(f"tiny:{name} to take a batch", reasons[0] if reasons else "no form of inputs is known")
 
 
 Inputs = Callable[[int, torch.Generator], dict[str, Tensor]]

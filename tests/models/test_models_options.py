@@ -5,7 +5,7 @@ import torch
 
 from dpbench.execution.selection import parse_only
 from dpbench.models.loading import load_workload
-from dpbench.models.options import parse_value, split_options, take_options
+from dpbench.models.options import parse_value, split_options
 from dpbench.models.references import validate_reference
 from dpbench.models.workload import ModelError
 
@@ -93,13 +93,6 @@ def test_what_cannot_be_built_is_one_line():
 def test_a_tuple_among_options_can_be_selected():
     chosen = parse_only(["model=timm:convnext_atto?depths=(1,1,2,1)&x=2,cnn", "backend=a,b"])
     assert chosen == {"model": ["timm:convnext_atto?depths=(1,1,2,1)&x=2", "cnn"], "backend": ["a", "b"]}
-
-
-def test_own_options_are_taken_out_of_a_reference():
-    taken = take_options("gpt2?n_layer=6&positions=true&act=relu@1024", "positions", "frozen")
-    assert taken == ("gpt2?n_layer=6&act=relu@1024", {"positions": True})
-    assert take_options("vit?frozen=(cls_token,norm)", "frozen") == ("vit", {"frozen": ("cls_token", "norm")})
-    assert take_options("vit?depth=1", "frozen") == ("vit?depth=1", {})
 
 
 @pytest.mark.parametrize("ref", [GPT2, BERT])
