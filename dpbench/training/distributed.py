@@ -17,7 +17,7 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -34,9 +34,9 @@ from clipping.core.batches import forward, map_tensors, tensors_of
 from clipping.distributed.spread import held_here
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import verify
-from dpbench.measure.bench import storage_bytes
+from dpbench.measure.bench import parameter_count, storage_bytes
 from dpbench.measure.memory import measured_peak
-from dpbench.measure.timing import stopwatch_for, warm_up
+from dpbench.measure.timing import stopwatch_for
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import Workload
 from dpbench.process.linux import available_cpus
@@ -160,8 +160,10 @@ def _measured(trial: DistributedTrial, rank: int) -> dict[str, Any]:
     device = torch.device(trial.device)
     stopwatch = stopwatch_for(device)
     counts = {}
-    for name, step in steps.items():
-        seconds = fmean(_agreed(warm_up(step, stopwatch=stopwatch, max_seconds=0.0), step, stopwatch))
+    for name, step in steps.items():  # the same number of steps in every process, so no warm-up until times settle
+        stopwatch(step, 1, math.inf)
+        dist.barrier()
+        seconds = fmean(stopwatch(step, 2, math.inf))
         counts[name] = max(1, min(MOST_IN_A_TURN, math.ceil(_of_the_first(TURN_SECONDS / seconds))))
     order = random.Random(trial.seed)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
@@ -187,13 +189,6 @@ def _measured(trial: DistributedTrial, rank: int) -> dict[str, Any]:
         "turns": turns,
         "memory": memory,
     }
-
-
-def _agreed(first: list[float], step: Callable[[], object], stopwatch: Any) -> list[float]:
-    """Run two more steps in every process; a warm-up until stable would end at different times."""
-    dist.barrier()
-    found: list[float] = stopwatch(step, 2, math.inf)
-    return found or first
 
 
 def _of_the_first(number: float) -> float:
@@ -285,7 +280,7 @@ class _Step:
     def __init__(self, trial: DistributedTrial, name: str, rank: int) -> None:
         work = workload_of(trial)
         self._trial, self._loss_fn = trial, work.loss_fn
-        self.parameters = sum(p.numel() for p in work.model.parameters() if p.requires_grad)
+        self.parameters = parameter_count(work.model)
         batch = work.batch(trial.batch_size * trial.processes)
         mine = slice(rank * trial.batch_size, (rank + 1) * trial.batch_size)
         self._inputs, self._targets = map_tensors(lambda x: x[mine].clone(), batch)
