@@ -186,41 +186,30 @@ def run(trial: PeakTrial) -> dict[str, Any]:
         torch.OutOfMemoryError: the device, or its allocator under the budget, has no more memory.
         UnsupportedModel: the backend refuses the model, or is not available.
     """
+    phases, sizes = Phases(), dict[str, int]()
     with arithmetic(trial.precision, torch.device(trial.device)):
-        memory, model_bytes, parameters = _simulated(trial) if trial.simulated else _measured(trial)
+        memory = (_simulated if trial.simulated else _measured)(trial, phases, sizes)
     record = memory.as_record()
-    found = {"model": model_bytes, **(memory.phases or {}), "step": memory.peak_bytes}
+    found = {"model": sizes["model"], **(memory.phases or {}), "step": memory.peak_bytes}
     record["phases"] = {name: found[name] for name in NAMES}
-    result = {"memory": record, "budget_bytes": trial.memory_budget, "parameters": parameters}
+    result = {"memory": record, "budget_bytes": trial.memory_budget, "parameters": sizes["parameters"]}
     return within_budget(result, trial.memory_budget)
 
 
-def _measured(trial: PeakTrial) -> tuple[Memory, int, int]:
+def _measured(trial: PeakTrial, phases: Phases, sizes: dict[str, int]) -> Memory:
     device = device_of(trial.device)
     set_budget(trial.memory_budget, device)
-    phases = Phases()
-    with _open_step(trial, trial.device, phases) as step:
-        memory = measured_peak(step, step.holds(), device, phases)
-        return memory, _model_bytes(step), parameter_count(step.backend.model)
+    with _open_step(trial, trial.device, phases, sizes) as step:
+        return measured_peak(step, step.holds(), device, phases)
 
 
-def _simulated(trial: PeakTrial) -> tuple[Memory, int, int]:
+def _simulated(trial: PeakTrial, phases: Phases, sizes: dict[str, int]) -> Memory:
     device = simulated_device(trial.device)
-    model_bytes = parameters = 0
-    phases = Phases()
-
-    @contextmanager
-    def open_step() -> Iterator[Step]:
-        nonlocal model_bytes, parameters
-        with _open_step(trial, device, phases) as step:
-            model_bytes, parameters = _model_bytes(step), parameter_count(step.backend.model)
-            yield step
-
     threads = torch.get_num_threads()
     torch.set_num_threads(available_cpus())  # as many as the predicted step uses; each allocates memory
     try:
-        memory = simulated_peak(
-            open_step,
+        return simulated_peak(
+            lambda: _open_step(trial, device, phases, sizes),
             temporaries=torch.device(trial.device).type == "cpu",  # those of a GPU's kernels are not known
             phases=phases,
         )
@@ -228,20 +217,18 @@ def _simulated(trial: PeakTrial) -> tuple[Memory, int, int]:
         raise UnsupportedSimulation(error) from error
     finally:
         torch.set_num_threads(threads)
-    return memory, model_bytes, parameters
-
-
-def _model_bytes(step: Step) -> int:
-    return storage_bytes([*step.backend.model.parameters(), *step.backend.model.buffers()])
 
 
 @contextmanager
-def _open_step(trial: PeakTrial, device: str, phases: Phases) -> Iterator[Step]:
+def _open_step(trial: PeakTrial, device: str, phases: Phases, sizes: dict[str, int]) -> Iterator[Step]:
+    """The trial's step. Notes the bytes of its "model" and the number of its "parameters" in `sizes`."""
     chosen = backend_class(trial.backend)
     workload = open_workload(trial, device)
     batch = workload.batch(trial.batch_size)
+    model = workload.model
+    sizes |= {"model": storage_bytes([*model.parameters(), *model.buffers()]), "parameters": parameter_count(model)}
     with (
-        phases.watched(workload.model, workload.loss_fn) as loss_fn,
-        chosen(workload.model, loss_fn, verify=False, compile=False) as backend,
+        phases.watched(model, workload.loss_fn) as loss_fn,
+        chosen(model, loss_fn, verify=False, compile=False) as backend,
     ):
         yield Step(backend, *batch)
