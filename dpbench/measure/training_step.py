@@ -64,7 +64,7 @@ class _TrainingStep:
     Attributes:
         model, optimizer: that it trains.
         batch: (inputs, targets).
-        take, undo, graphs: as in `_Opened`.
+        take, close, graphs: as in `_Opened`.
         losses: of the last step.
     """
 
@@ -72,16 +72,12 @@ class _TrainingStep:
     optimizer: torch.optim.Optimizer
     batch: tuple[Any, Any]
     take: Callable[[], Tensor]
-    undo: Callable[[], None]
+    close: Callable[[], None]
     graphs: Graphs | None
     losses: Tensor | None = None
 
     def __call__(self) -> None:
         self.losses = self.take()
-
-    def close(self) -> None:
-        """Detach the engine from the model."""
-        self.undo()
 
     def holds(self) -> list[Tensor]:
         """Tensors that live before and after the step: parameters, buffers, the optimizer's state and the batch."""
@@ -133,12 +129,12 @@ class _Opened(NamedTuple):
 
     Attributes:
         take: runs a step and returns the losses [B].
-        undo: detaches the engine.
+        close: detaches the engine.
         graphs: the graphs that run its steps; None if steps run eagerly.
     """
 
     take: Callable[[], Tensor]
-    undo: Callable[[], None]
+    close: Callable[[], None] = lambda: None
     graphs: Graphs | None = None
 
 
@@ -169,7 +165,7 @@ def _by_backward(
 
 
 def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
-    return _Opened(_by_backward(workload, workload.model, optimizer, inputs, targets), _nothing)
+    return _Opened(_by_backward(workload, workload.model, optimizer, inputs, targets))
 
 
 def _plain_compiled(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
@@ -321,10 +317,6 @@ def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs
 
     hold(True)
     return _Opened(take, engine.detach)
-
-
-def _nothing() -> None:
-    pass
 
 
 _OF_OTHERS = {
