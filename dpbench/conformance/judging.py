@@ -11,6 +11,7 @@ from clipping.core.batches import map_tensors
 from clipping.core.dtypes import norm_dtype
 from clipping.core.reference import definition
 from dpbench.conformance.cases import Setup
+from dpbench.errors import in_words
 
 TOLERANCE = 1e-9
 """Relative, in float64."""
@@ -82,8 +83,7 @@ def judge(name: str, check: Check, backend: type[Backend], device: str = "cpu", 
         except Wrong as wrong:
             return Verdict(name, "wrong", wrong.norm_error, wrong.grad_error, reason=str(wrong))
         except Exception as error:  # any error of a backend is its result; the other cases continue
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            return Verdict(name, "wrong", reason=f"raises {said}", raised=True)
+            return Verdict(name, "wrong", reason=f"raises {in_words(error)}", raised=True)
     return Verdict(name, "exact", measured.agreement.norm_error, measured.agreement.grad_error, measured.coverage)
 
 

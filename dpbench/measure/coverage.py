@@ -30,6 +30,7 @@ from clipping.checks.verification import CAST_TOLERANCE, LOWERED, Limit
 from clipping.core.batches import forward, map_tensors
 from clipping.program.graphs import BEFORE
 from dpbench.conformance.coverage import COMPILED, KERNEL, LOOP, CoverageTrial
+from dpbench.errors import in_words
 from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import ModelError, Workload
@@ -43,6 +44,8 @@ MOST = 1e-3
 """A larger error is never due to rounding."""
 TO_A_GRAPH = BEFORE + 1
 """Steps of a shape before one that runs as a program: the first sets the batch size for routes."""
+#: Characters of an error in a record.
+LONGEST = 600
 Row = dict[str, Any]
 
 
@@ -128,7 +131,7 @@ def _trained(trial: CoverageTrial, size: int | None, dtype: str) -> _Opened:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise _Unusable(f"ordinary training fails in {dtype}: {_said(error)}") from error
+        raise _Unusable(f"ordinary training fails in {dtype}: {in_words(error)[:LONGEST]}") from error
     norms = norms_of(samples)
     if not bool(torch.isfinite(norms).all()) or not bool((norms > 0).any()):
         raise _Unusable(f"ordinary training in {dtype} has gradients whose norms are {norms.tolist()}")
@@ -260,11 +263,11 @@ def _judged(name: str, truth: _Truth) -> Row:
                 found.append(compare(backend(*batch), right))
             row["coverage"] = dict(backend.coverage)
     except UnavailableBackend as error:
-        return row | {"status": "unavailable", "reason": _said(error)}
+        return row | {"status": "unavailable", "reason": in_words(error)[:LONGEST]}
     except (UnsupportedModel, WrongGradient) as error:
         return row | {"status": "refused", "reason": str(error)}
     except Exception as error:
-        return row | {"status": "crash", "reason": _said(error)}
+        return row | {"status": "crash", "reason": in_words(error)[:LONGEST]}
     row["norm_error"], row["grad_error"] = worst(f.norm_error for f in found), worst(f.grad_error for f in found)
     wrong = [one for one in found if not one.within(truth.limit)]
     if wrong or truth.mixes:
@@ -273,8 +276,3 @@ def _judged(name: str, truth: _Truth) -> Row:
         errors = f"relative error {one.norm_error:.1e} in the norms, {one.grad_error:.1e} in the gradient"
         return row | {"status": "wrong", "reason": f"{why}; {errors}"}
     return row
-
-
-def _said(error: BaseException) -> str:
-    """Type and text of an error, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:600]

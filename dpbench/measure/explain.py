@@ -22,7 +22,7 @@ from clipping.backends.tape import BkMixed
 from clipping.core.batches import tensors_of
 from clipping.explain.routes import STRATEGIES, Row, explain
 from clipping.planning.planner import Planner
-from dpbench.errors import UsageError
+from dpbench.errors import UsageError, in_words
 from dpbench.measure import verify
 from dpbench.measure.bench import Step
 from dpbench.measure.memory import peak_of
@@ -57,7 +57,7 @@ def run(trial: ExplainTrial) -> dict[str, Any]:
         except UnsupportedModel:
             raise
         except Exception as error:  # many types of error mean that a value was read or that no fake form exists
-            why_real = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            why_real = in_words(error)[:200]
             found = _explain(trial, size, classes, nullcontext())
     except UsageError as error:
         return {"usage": str(error)}

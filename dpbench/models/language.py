@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench.errors import nearest
+from dpbench.errors import in_words, nearest
 from dpbench.models.adapt import adapt
 from dpbench.models.external import Classifier, classifier, needs
 from dpbench.models.options import refuse_taken
@@ -135,9 +135,7 @@ def built(name: str) -> Iterator[None]:
     except (ModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # newer versions have their own exception for a field of the wrong type
-        said = " ".join(str(error).split())[:300]
-        expected = f"transformers:{name} to build from its configuration"
-        raise ModelError(expected, f"{type(error).__name__}: {said}") from error
+        raise ModelError(f"transformers:{name} to build from its configuration", in_words(error)[:300]) from error
 
 
 def _checked(name: str, default: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from dpbench.errors import nearest, one_of
+from dpbench.errors import in_words, nearest, one_of
 from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.external import needs
 from dpbench.models.language import built, refuse_fields, without_dropout
@@ -101,7 +101,7 @@ def _taken(name: str, head: str, model: nn.Module) -> Callable[[int], tuple[Any,
                 return batch
             reasons.append(f"losses of shape {list(losses.shape)}")
         except Exception as error:
-            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            reasons.append(in_words(error)[:300])
     raise ModelError(f"tiny:{name} to take a batch", reasons[0] if reasons else "no form of inputs is known")
 
 
