@@ -109,7 +109,6 @@ class Launches(TorchDispatchMode):
         bytes_read, bytes_written: of operands and results.
         flops: of products; a multiplication and an addition are 2.
         seconds: predicted, of kernels one after the other.
-        counting: whether it counts; see `paused`.
     """
 
     def __init__(self) -> None:
@@ -117,14 +116,13 @@ class Launches(TorchDispatchMode):
         self.found: Counter[str] = Counter()
         self.bytes_read = self.bytes_written = self.flops = 0
         self.seconds = 0.0
-        self.counting = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         kind, _, name = func._schema.name.partition("::")
         assert name not in WAITS, f"{name} waits for the device"
-        if self.counting and kind == "aten" and not name.startswith(("empty", "new_empty")):
+        if kind == "aten" and not name.startswith(("empty", "new_empty")):
             with self._timed(_rate(name, tensors_of(args))):
                 self._count(func, name, args, kwargs, result)
         return result
@@ -165,11 +163,10 @@ class Launches(TorchDispatchMode):
             results: tensors that it writes.
             flops: operations of its products.
         """
-        if self.counting:
-            with self._timed(TRITON * _rate(name, given)):
-                self.found[name] += 1
-                self.flops += flops
-                self._move(given, results)
+        with self._timed(TRITON * _rate(name, given)):
+            self.found[name] += 1
+            self.flops += flops
+            self._move(given, results)
 
     def _move(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         views: Counter[int] = Counter()
@@ -186,15 +183,6 @@ class Launches(TorchDispatchMode):
         yield
         moved = self.bytes_read + self.bytes_written - moved
         self.seconds += max((self.flops - flops) / rate, moved / BANDWIDTH)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count nothing inside."""
-        before, self.counting = self.counting, False
-        try:
-            yield
-        finally:
-            self.counting = before
 
 
 def _rate(name: str, given: Sequence[Tensor]) -> float:
