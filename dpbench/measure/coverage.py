@@ -155,9 +155,9 @@ def _gradient(loss: Tensor, named: dict[str, Any], share: float) -> ClippedGradi
     return ClippedGradient(grads, norm[None], loss.detach()[None])
 
 
-def _alone(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
+def _alone(workload: Workload, batch: tuple[Any, Any]) -> list[ClippedGradient]:
     """The gradient of each sample in a batch of its own."""
-    return [_together(workload, one, share)[0] for one in one_by_one(batch)]
+    return [_together(workload, one)[0] for one in one_by_one(batch)]
 
 
 def _difference(found: list[ClippedGradient], reference: list[ClippedGradient]) -> float:

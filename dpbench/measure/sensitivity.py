@@ -9,13 +9,14 @@ Functions take:
     dtype: one of `dpbench.conformance.sensitivity.DTYPES`.
     device: "cpu" or "cuda".
     place: of the record in its batch.
-    case, cases: of hard records.
+    case: of hard records.
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from clipping import Backend, UnsupportedModel
 from dpbench.conformance.sensitivity import LIMITS, OUTCOMES, SensitivityTrial
 from dpbench.conformance.sensitivity.problems import HardRecord, Problem, Record, weighted_sum
 from dpbench.conformance.sensitivity.records import RECORDS
+from dpbench.models.adapt import moved
 from dpbench.trials.backend_classes import backend_class
 
 AUTOCAST = "-autocast"
@@ -76,11 +78,9 @@ def run(trial: SensitivityTrial) -> dict[str, Any]:
     return {"rows": [asdict(found) for found in sensitivity(backend, trial.dtype, trial.device)]}
 
 
-def sensitivity(
-    backend: type[Backend], dtype: str = "float32", device: str = "cpu", cases: Iterable[HardRecord] = RECORDS
-) -> Iterator[Found]:
+def sensitivity(backend: type[Backend], dtype: str = "float32", device: str = "cpu") -> Iterator[Found]:
     """Results of all cases that apply to `dtype`."""
-    for case in cases:
+    for case in RECORDS:
         if dtype in case.dtypes:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(0)
@@ -133,10 +133,7 @@ def _each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: s
         UnsupportedModel: the batch without any of the records is refused.
         Unusable: the ordinary batch raises an error, or its sum is not finite.
     """
-
-    def placed(x: Tensor) -> Tensor:
-        return x.to(device, dtype if x.is_floating_point() else x.dtype)
-
+    placed = partial(moved, device=device, dtype=dtype)
     unit = problem.clip.sensitivity
     for batch in problem.batches:
         inputs, weights = placed(batch.inputs), placed(batch.weights)
