@@ -16,6 +16,8 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # a trial's two threads would spin wh
 os.environ["DPBENCH_CACHE"] = "off"  # no plan depends on an earlier run's measurements
 os.environ["DPBENCH_HOST"] = os.environ["DPBENCH_COMMIT"] = ""  # as if unset
 
+import torch
+
 from clipping import BACKENDS, load_backend
 from clipping.native import library
 
@@ -30,6 +32,8 @@ library._folder = lambda: Path(LIBRARIES.name)  # type: ignore[assignment]  # ea
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons: dict[str, str | None] = {}
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: none here"))
         name = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
         if isinstance(name, str) and name in BACKENDS:
             if name not in reasons:

@@ -13,12 +13,7 @@ from dpbench.trials.outcome import OverBudget
 
 CPU = torch.device("cpu")
 MIB = 2**20
-needs_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.alone,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.alone])]
 
 
 def mebibytes(count: int, device: str = "cpu") -> torch.Tensor:
@@ -185,7 +180,6 @@ def test_what_a_replay_works_in_is_in_its_peak_though_the_books_call_it_free(mon
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_peak_of_a_replay_is_that_of_the_same_step_without_a_graph():
     device = device_of("cuda")
     x, graph = torch.ones(8 * MIB, device=device), torch.cuda.CUDAGraph()
@@ -203,7 +197,6 @@ def test_the_peak_of_a_replay_is_that_of_the_same_step_without_a_graph():
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_refuses_what_is_beyond_the_budget():
     device = device_of("cuda")
     try:

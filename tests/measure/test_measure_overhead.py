@@ -238,7 +238,6 @@ def test_peers_on_one_model_do_not_meet():
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_peak_on_cuda_leaves_out_what_the_others_keep():
     trial = TRIAL.replace(backends=["hoarding", "nonprivate", "mixed_ghost"], device="cuda", data="synthetic")
     entries = overhead.run(trial)["backends"]

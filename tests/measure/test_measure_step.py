@@ -81,7 +81,6 @@ def test_the_clipping_threshold_is_the_trials(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_on_cuda():
     kept = step.run(TRIAL.replace(device="cuda"))["memory"]
     assert kept["source"] == "cuda_allocator" and kept["peak_bytes"] > kept["baseline_bytes"]

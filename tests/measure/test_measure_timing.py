@@ -88,7 +88,6 @@ def test_the_clock_of_the_cpu_stops_after_its_time_but_not_before_two_steps():
 
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_clock_of_cuda_waits_for_the_device():
     x = torch.randn(4096, 4096, device="cuda")
     clock = stopwatch_for(torch.device("cuda"))

@@ -179,7 +179,6 @@ def test_a_step_on_synthetic_data_works_under_fake_tensors(name, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_gets_the_same_weights_and_batches():
     here, there = (load_workload("cnn", device=device, data="synthetic") for device in ("cpu", "cuda"))
     for a, b in zip(
