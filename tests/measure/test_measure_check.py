@@ -1,6 +1,5 @@
 """The batches of a check: that they are what they say, and that each catches a backend it was made for."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,11 +57,9 @@ BACKENDS = {name: wrong(name, change) for name, change in WRONG.items()} | {"ref
 
 @pytest.fixture(autouse=True)
 def backends(monkeypatch):
-    monkeypatch.setitem(sys.modules, "backends_of_test_measure_check", sys.modules[__name__])
     for name, backend in BACKENDS.items():
         monkeypatch.setitem(globals(), name, backend)
-        info = clipping.BackendInfo(f"backends_of_test_measure_check:{name}", "for a test")
-        monkeypatch.setitem(clipping.BACKENDS, name, info)
+        monkeypatch.setitem(clipping.BACKENDS, name, clipping.BackendInfo(f"{__name__}:{name}", "for a test"))
 
 
 def failing(backend: str) -> tuple[Mismatch, set[str]]:

@@ -2,7 +2,6 @@
 
 import gc
 import resource
-import sys
 from typing import Any
 
 import pytest
@@ -99,9 +98,8 @@ class Hoarding(NonPrivate):
 
 @pytest.fixture(autouse=True)
 def backends(monkeypatch):
-    monkeypatch.setitem(sys.modules, "backends_of_test_measure_overhead", sys.modules[__name__])
     for backend in (Logged, Base, Other, Wrong, Absent, Tiring, Hungry, Hoarding):
-        info = clipping.BackendInfo(f"backends_of_test_measure_overhead:{backend.__name__}", "for a test")
+        info = clipping.BackendInfo(f"{__name__}:{backend.__name__}", "for a test")
         monkeypatch.setitem(clipping.BACKENDS, backend.name, info)
     CALLS.clear()
     gc.freeze()  # as the process does that forks trials: what was imported is not looked through before every turn

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -59,10 +58,7 @@ class Rounded(Microbatch):
 
 @pytest.fixture(autouse=True)
 def rounded(monkeypatch):
-    monkeypatch.setitem(sys.modules, "backends_of_test_precision", sys.modules[__name__])
-    monkeypatch.setitem(
-        clipping.BACKENDS, "rounded", clipping.BackendInfo("backends_of_test_precision:Rounded", "for a test")
-    )
+    monkeypatch.setitem(clipping.BACKENDS, "rounded", clipping.BackendInfo(f"{__name__}:Rounded", "for a test"))
 
 
 # ---- what a trial says
