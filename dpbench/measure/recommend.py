@@ -14,11 +14,11 @@ outcome, never the trial's. Ordinary training clips nothing and is not verified.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from dpbench.measure.explain import sizes
 from dpbench.measure.overhead import Entry, allocations_that_fail
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.race import KEPT, KNOWN, TURNS, Race, doubtful, finalists
-from dpbench.measure.timing import cuda_stopwatch
+from dpbench.measure.timing import Stopwatch, cpu_stopwatch, stopwatch_for
 from dpbench.models.workload import ModelError, Workload
 from dpbench.process.linux import available_cpus, busy_cpus
 from dpbench.trials import RecommendTrial
@@ -329,22 +329,13 @@ class _Contestant(Entry):
             return []
         begin, taken = time.perf_counter(), list[float]()
         with self._guarded():
-            taken = _clock_of(self.device)(self._step, count)
+            taken = _clock_of(self.device)(self._step, count, math.inf)
             self.seconds, self.latest = (time.perf_counter() - begin) / count, taken[-1]
         return taken if self._step is not None else []
 
 
-def _clock_of(device: torch.device) -> Callable[[Step, int], list[float]]:
+def _clock_of(device: torch.device) -> Stopwatch:
     """Times each of several steps: by CPU time for a single thread on a CPU, else by wall time."""
-    if device.type == "cuda":
-        return lambda step, count: cuda_stopwatch(step, count, math.inf)
-    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-
-    def per_step(step: Step, count: int) -> list[float]:
-        marks = [now()]
-        for _ in range(count):
-            step()
-            marks.append(now())
-        return [after - before for before, after in itertools.pairwise(marks)]
-
-    return per_step
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return partial(cpu_stopwatch, now=time.process_time)
+    return stopwatch_for(device)

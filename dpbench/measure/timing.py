@@ -73,17 +73,20 @@ def warm_up(step: Callable[[], object], *, stopwatch: Stopwatch, max_seconds: fl
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
     """The clock of a device."""
-    return cuda_stopwatch if device.type == "cuda" else _cpu_stopwatch
+    return cuda_stopwatch if device.type == "cuda" else cpu_stopwatch
 
 
-def _cpu_stopwatch(step: Callable[[], object], count: int, max_seconds: float) -> list[float]:
-    """Seconds of each step, on the host's clock."""
+def cpu_stopwatch(
+    step: Callable[[], object], count: int, max_seconds: float, now: Callable[[], float] | None = None
+) -> list[float]:
+    """Seconds of each step on the host's clock, or on the one that `now` reads."""
+    now = now or time.perf_counter
     seconds: list[float] = []
-    begin = time.perf_counter()
+    begin = now()
     for _ in range(count):
-        before = time.perf_counter()
+        before = now()
         step()
-        after = time.perf_counter()
+        after = now()
         seconds.append(after - before)
         if len(seconds) >= FEWEST and after - begin >= max_seconds:
             break
