@@ -1,7 +1,6 @@
 """Small models of transformers: ``tiny:HEAD/TYPE``, every model type under every common training head.
 
-One rule (`shrunk`) shrinks a type's default configuration: each field of a known name gets a small value, also in
-nested configurations; a few types with interdependent fields have entries in `FITTING`. Random weights, no download. A
+A type's default configuration is shrunk by one rule (`dpbench.models.tiny_config`). Random weights, no download. A
 model that does not build, or does not accept a batch, is a `ModelError` with the reason. TYPE may be followed by
 options, fields of the configuration: ``tiny:causal/mixtral?experts_implementation=eager``.
 

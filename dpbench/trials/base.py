@@ -3,8 +3,6 @@
 A trial is data. Its identity is the hash of its canonical JSON, so that equal declarations are one trial. `body` names
 a function ``body(trial) -> dict``, which is imported and called in the trial's own process only (see
 `dpbench.process.server`); the dict is the record's ``result``. `dpbench.trials.outcome` names the exceptions of a body.
-
-To add a kind in an experiment, subclass `Trial` at the top level of a module, with `kind` and `body`.
 """
 
 from __future__ import annotations
