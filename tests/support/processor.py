@@ -24,7 +24,7 @@ def work(done: Callable[[], object]) -> tuple[float, float]:
     return user + system, childrens_user + childrens_system
 
 
-def as_quick_as_imports(done: Callable[[], object], libraries: str, times: float = 3, tries: int = 3) -> bool:
+def as_quick_as_imports(done: Callable[[], object], libraries: str, times: float) -> bool:
     """True if processes that `done` starts take at most `times` as long as a fresh Python that imports `libraries`.
 
     The ratio cancels a slow or busy machine, and the libraries' own import. Both sides run once before, so that all
@@ -39,7 +39,7 @@ def as_quick_as_imports(done: Callable[[], object], libraries: str, times: float
         environment.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         done()
         plain()
-        return any(work(done)[1] <= times * work(plain)[1] for _ in range(tries))
+        return any(work(done)[1] <= times * work(plain)[1] for _ in range(3))
 
 
 def quick(seconds: float, limit: float) -> bool:
