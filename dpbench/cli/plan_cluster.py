@@ -32,7 +32,7 @@ def show(request: Request, plan: Plan, file: Path, form: str) -> None:
     """
     cluster = load_cluster(file)
     records = [record for record in read(request.folder) if record.experiment] if request.folder.is_dir() else []
-    jobs, likened = _jobs(request, plan, records)
+    jobs, likened = _jobs(plan, records)
     steps = [
         step
         for step in _measured(records)
@@ -51,7 +51,7 @@ def show(request: Request, plan: Plan, file: Path, form: str) -> None:
     print(to_json(answer) if form == "json" else "\n".join(_table(answer)))
 
 
-def _jobs(request: Request, plan: Plan, records: Sequence[Record]) -> tuple[list[Job] | None, int]:
+def _jobs(plan: Plan, records: Sequence[Record]) -> tuple[list[Job] | None, int]:
     """The whole sweep, even if done here: records of another device do not count there. None without any record.
 
     The second number is of runs estimated from similar recorded runs.
@@ -71,7 +71,7 @@ def _jobs(request: Request, plan: Plan, records: Sequence[Record]) -> tuple[list
 
     jobs: list[Job] = []
     rounds = plan.schedule.rounds
-    for cell in request.cells(plan.device) if records else ():
+    for cell in plan.schedule.cells if records else ():
         trial = cell if isinstance(cell, Trial) else cell.probe
         gpus = int(getattr(trial, "processes", 1))
         if isinstance(cell, Trial):

@@ -17,7 +17,7 @@ from dpbench.execution.lock import held
 from dpbench.execution.loop import Here, Loop, Report, Shards
 from dpbench.execution.machines import Machines, folder_name, machines_of, name_folder
 from dpbench.execution.progress import Progress
-from dpbench.execution.schedule import Block, Clock, History, Schedule, blocks_of, key_of
+from dpbench.execution.schedule import Block, Clock, History, Schedule, key_of
 from dpbench.execution.selection import Only, select
 from dpbench.experiment import Cell, Experiment, MaxBatch, check_rounds
 from dpbench.process.linux import available_cpus
@@ -94,17 +94,11 @@ class Plan:
     clock: Clock
     workers: int
     machines: Machines
-    cells: Sequence[Cell]
     cuts: Sequence[Mapping[str, Any]] = ()
-
-    def blocks(self) -> list[Block]:
-        """The schedule in the parts that a cluster gives to its nodes."""
-        schedule = self.schedule
-        return blocks_of(schedule.name, self.cells, schedule.rounds, schedule.history, in_order=schedule.in_order)
 
     def trials(self) -> list[Trial]:
         """Every kind of trial that the cells may run, at any batch size."""
-        return _trials_of(self.cells)
+        return _trials_of(self.schedule.cells)
 
 
 def _trials_of(cells: Sequence[Cell]) -> list[Trial]:
@@ -133,7 +127,7 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
     workers = min(available_cpus(), MAX_WORKERS)
     alike = (r for r in records if r["trial"].get("device", device) == device)
     cuts = [line for run in runs for line in run.cuts]
-    return Plan(device, schedule, Clock(alike, workers), workers, machines, cells, cuts)
+    return Plan(device, schedule, Clock(alike, workers), workers, machines, cuts)
 
 
 def run(request: Request, progress: Progress) -> Report:

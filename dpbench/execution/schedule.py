@@ -16,7 +16,7 @@ Functions take:
 import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dpbench.experiment import Cell, MaxBatch
@@ -256,6 +256,13 @@ class Schedule:
                     left.append((search.then, self.rounds))
         return left
 
+    def blocks(self) -> list["Block"]:
+        """The parts that a cluster gives to its nodes, in the order of their first cells."""
+        found: dict[tuple[str, bool], list[Cell]] = {}
+        for cell in self.cells:
+            found.setdefault(key_of(cell), []).append(cell)
+        return [Block(key, replace(self, cells=cells), together) for (key, together), cells in found.items()]
+
 
 @dataclass
 class Block:
@@ -280,19 +287,6 @@ def key_of(cell: Cell) -> tuple[str, bool]:
     if timed and "model" in described:
         return canonical_json({name: described.get(name) for name in ("model", "device", "precision")}), True
     return (family(described) if isinstance(cell, MaxBatch) else trial.id), False
-
-
-def blocks_of(
-    name: str, cells: Sequence[Cell], rounds: int, history: History, *, in_order: bool = False
-) -> list[Block]:
-    """The blocks of an experiment, in the order of their first cells; together they are its schedule."""
-    found: dict[tuple[str, bool], list[Cell]] = {}
-    for cell in cells:
-        found.setdefault(key_of(cell), []).append(cell)
-    return [
-        Block(key, Schedule(name, members, rounds, history, in_order=in_order), together)
-        for (key, together), members in found.items()
-    ]
 
 
 class Clock:

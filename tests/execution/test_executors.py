@@ -20,7 +20,7 @@ from dpbench.execution.executors.worker import different, own_cpus
 from dpbench.execution.loop import Loop
 from dpbench.execution.machines import Machine, begin_sweep, machines_of
 from dpbench.execution.progress import Progress
-from dpbench.execution.schedule import Clock, History, Run, Schedule, blocks_of, key_of
+from dpbench.execution.schedule import Clock, History, Run, Schedule, key_of
 from dpbench.execution.shards import Shards
 from dpbench.experiment import MaxBatch, grid, load_experiment
 from dpbench.process.parent import Answer, Place
@@ -52,7 +52,7 @@ def where(host: str, device_name: str = "Test CPU, 2 CPUs", **more) -> dict:
 def test_all_timed_trials_of_a_model_stay_together_in_all_rounds():
     cells = grid(StepTrial, model=["cnn", "vgg11"], backend=["nonprivate", "ghost"], batch_size=[4, 8])
     cells += [OverheadTrial(model="cnn", backends=["nonprivate", "ghost"], batch_size=4)]
-    blocks = blocks_of("e", cells, 3, History([], lambda trial: {"f": ""}, ()))
+    blocks = Schedule("e", cells, 3, History([], lambda trial: {"f": ""}, ())).blocks()
     assert [block.together for block in blocks] == [True, True]
     assert [sum(1 for _ in block.schedule.runs()) for block in blocks] == [15, 12]
 
@@ -60,7 +60,8 @@ def test_all_timed_trials_of_a_model_stay_together_in_all_rounds():
 def test_what_is_not_timed_may_go_anywhere():
     epsilon = EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=10)
     search, timed = MaxBatch(probe=PROBE), MaxBatch(probe=PROBE, then=STEP)
-    blocks = blocks_of("e", [epsilon, search, timed, STEP], 1, History([], lambda trial: {"f": ""}, ()))
+    history = History([], lambda trial: {"f": ""}, ())
+    blocks = Schedule("e", [epsilon, search, timed, STEP], 1, history).blocks()
     assert [block.together for block in blocks] == [False, False, True]
     assert key_of(timed) == key_of(STEP) != key_of(search)
 
@@ -69,7 +70,7 @@ def test_the_blocks_of_an_experiment_are_all_of_it():
     experiment = load_experiment("stress_test")
     history = History([], lambda trial: {"f": ""}, ())
     whole = Schedule("stress_test", experiment.cells("cpu"), 2, history)
-    blocks = blocks_of("stress_test", experiment.cells("cpu"), 2, history)
+    blocks = whole.blocks()
     assert sorted(run.trial.id for block in blocks for run in block.schedule.runs()) == sorted(
         run.trial.id for run in whole.runs()
     )
@@ -170,9 +171,10 @@ def carry_out(folder: Path, trials, said: list[str]):
     history = History([r for run in runs for r in run.records], machines.accepted, ())
     schedule = Schedule("e", trials, 1, history)
     kept = Shards(folder, said.append, lambda: where(socket.gethostname()), machines.add, tolerant=True)
-    blocks = blocks_of("e", trials, 1, history)
     with open(os.devnull, "w") as nothing:
-        return Loop(schedule, blocks, TwoNodes(), kept, Progress(nothing), machines.fingerprint, Clock([])).run()
+        return Loop(
+            schedule, schedule.blocks(), TwoNodes(), kept, Progress(nothing), machines.fingerprint, Clock([])
+        ).run()
 
 
 EPSILONS = grid(

@@ -80,7 +80,7 @@ def run(request: Request, progress: Progress) -> Report:
         )
         plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
         fingerprint = plan.machines.fingerprint
-        report = Loop(plan.schedule, plan.blocks(), executor, shards, progress, fingerprint, plan.clock).run()
+        report = Loop(plan.schedule, plan.schedule.blocks(), executor, shards, progress, fingerprint, plan.clock).run()
     report.device = device
     return report
 

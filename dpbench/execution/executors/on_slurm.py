@@ -88,7 +88,7 @@ def run(request: Request, progress: Progress) -> Report:
 
 def _parts(plan: Plan, most: int) -> list[list[str]]:
     """The remaining blocks of each job: a block that stays together has its own; the others share `most`."""
-    blocks = plan.blocks()
+    blocks = plan.schedule.blocks()
     left = [block for block in blocks if block.schedule.next() is not None]
     together = [[block.key] for block in left if block.together]
     loose = [block.key for block in left if not block.together]
