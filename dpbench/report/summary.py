@@ -6,9 +6,8 @@ from datetime import datetime
 
 from dpbench.records.reader import Record
 from dpbench.report import style
-from dpbench.report.data.statistics import is_probe
+from dpbench.report.data.statistics import did_not_fit
 from dpbench.report.parts import Part
-from dpbench.trials.outcome import DOES_NOT_FIT
 
 
 def summary(records: Sequence[Record], results: Sequence[Record], parts: Sequence[Part]) -> list[str]:
@@ -58,10 +57,8 @@ def _finding(parts: Sequence[Part]) -> str:
 
 
 def _trust(results: Sequence[Record]) -> str:
-    outcomes = Counter(
-        "did not fit in the budget of their search" if is_probe(r) and r.outcome in DOES_NOT_FIT else r.outcome
-        for r in results
-    )
+    unfit = "did not fit in the budget of their search"
+    outcomes = Counter(unfit if did_not_fit(record) else record.outcome for record in results)
     good = outcomes.pop("ok", 0)
     rest = [f"{count:,} {style.OUTCOMES.get(name, name)}" for name, count in outcomes.most_common()]
     if rest:

@@ -7,8 +7,7 @@ from typing import Any
 
 from dpbench.records.reader import PAIRED, Record
 from dpbench.report import style
-from dpbench.report.data.statistics import is_probe
-from dpbench.trials.outcome import DOES_NOT_FIT
+from dpbench.report.data.statistics import failed
 
 _SHOWN = {"family": "", "model": "", "backend": "", "accountant": ""}
 _SHOWN |= {"batch_size": "B=", "sample_rate": "q=", "delta": "δ="}
@@ -18,11 +17,6 @@ _NO_EVIDENCE = "no evidence recorded"
 
 #: The most places of a failure that are named.
 PLACES = 10
-
-
-def failed(record: Record) -> bool:
-    """True if a record is a failure; a probe beyond its budget is a search's result."""
-    return record.outcome != "ok" and not (is_probe(record) and record.outcome in DOES_NOT_FIT)
 
 
 def cause(record: Record) -> str:

@@ -26,6 +26,16 @@ def is_probe(record: Record) -> bool:
     return record.kind in ("peak", "step") and record.trial.get("memory_budget") is not None
 
 
+def did_not_fit(record: Record) -> bool:
+    """True for a probe beyond its budget, which is a search's result and no failure."""
+    return is_probe(record) and record.outcome in DOES_NOT_FIT
+
+
+def failed(record: Record) -> bool:
+    """True if a record has no number that it should have."""
+    return record.outcome != "ok" and not did_not_fit(record)
+
+
 def batch(record: Record) -> int:
     """The batch size B."""
     return int(record.trial["batch_size"])
@@ -75,10 +85,9 @@ def why(failures: Sequence[Record], at_batch: bool = True) -> str | None:
 
 
 def count_failures(records: Iterable[Record], left_out: LeftOut) -> None:
-    """Count cells with a mark in place of a number. A probe that does not fit is a result, not a failure."""
-    for record in records:
-        if record.outcome != "ok" and not (is_probe(record) and record.outcome in DOES_NOT_FIT):
-            left_out[style.OUTCOMES.get(record.outcome, record.outcome)] += 1
+    """Count cells with a mark in place of a number."""
+    for record in filter(failed, records):
+        left_out[style.OUTCOMES.get(record.outcome, record.outcome)] += 1
 
 
 #: The setting of a training, apart from its seed.

@@ -22,12 +22,11 @@ from dpbench.records.conditions import pooled
 from dpbench.records.reader import Record, by_device, entries
 from dpbench.report import style
 from dpbench.report.data import failures
-from dpbench.report.data.statistics import is_probe
+from dpbench.report.data.statistics import did_not_fit
 from dpbench.report.output.files import write_text
 from dpbench.report.output.page import svg
 from dpbench.report.parts import VERDICTS, Part
 from dpbench.report.summary import days, join, several, summary
-from dpbench.trials.outcome import DOES_NOT_FIT
 
 #: The most rows of a table on the page; the CSV has all.
 ROWS = 1500
@@ -90,7 +89,7 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
     docs = {name: load_experiment(name).doc for name in experiments if name in experiment_names()}
     results = entries(records)
     failed = failures.grouped_failures(results)
-    unfit = sum(is_probe(record) and record.outcome in DOES_NOT_FIT for record in results)
+    unfit = sum(map(did_not_fit, results))
     sections: dict[str, list[dict[str, Any]]] = {device: [] for device in devices}
     for number, part in enumerate(parts, start=1):
         sections[part.device].append(_section(part, number, folder))
