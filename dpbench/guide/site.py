@@ -113,7 +113,7 @@ def _timeline(backend: str) -> tuple[list[float], float]:
 def _memory_picture(path: Path) -> None:
     """Draw memory against the operations of a step, one panel for each backend."""
     found = {name: _timeline(name) for name in _SHOWN}
-    with matplotlib.rc_context({**style.RC, "svg.hashsalt": "dpbench"}):
+    with matplotlib.rc_context(style.RC):
         figure = Figure(figsize=(9.4, 4.6), layout="constrained")
         panels = figure.subplots(2, 3, sharey=True).ravel()
         for axes, (name, (line, losses)) in zip(panels, found.items(), strict=True):

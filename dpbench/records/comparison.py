@@ -216,7 +216,7 @@ def _probe_rows(a: Cell, b: Cell, left_out: LeftOut) -> Iterable[Row]:
             ratios = [second[size] / first[size] for size in shared]
             found, largest = compare_exact([1.0] * len(shared), ratios), shared[-1]
             row = _compared(a, "peak", found, memory=source, batch_size=largest, sizes=len(shared))
-            rows.append(Row(**vars(row) | {"a": first[largest], "b": second[largest]}))
+            rows.append(replace(row, a=first[largest], b=second[largest]))
     bad = [size for size, outcome in a.sizes.items() if outcome == "ok" and b.sizes.get(size, "ok") != "ok"]
     good = [size for size, outcome in b.sizes.items() if outcome == "ok" and a.sizes.get(size, "ok") != "ok"]
     for verdict, sizes in (("failed", bad), ("fixed", good)):
@@ -231,8 +231,8 @@ def _probe_rows(a: Cell, b: Cell, left_out: LeftOut) -> Iterable[Row]:
 def _compared(cell: Cell, quantity: str, found: Comparison, far: tuple[int, int] = (0, 0), **extra: Any) -> Row:
     verdict = found.verdict if quantity.startswith("time") else _MEMORY_WORDS.get(found.verdict, found.verdict)
     row = _row(cell, quantity, verdict, found.a, found.b, **extra)
-    numbers = {name: getattr(found, name) for name in ("ratio", "low", "high", "interval")}
-    return Row(**vars(row) | numbers | {"rounds": (found.rounds_a, found.rounds_b), "outliers": far})
+    numbers: dict[str, Any] = {name: getattr(found, name) for name in ("ratio", "low", "high", "interval")}
+    return replace(row, rounds=(found.rounds_a, found.rounds_b), outliers=far, **numbers)
 
 
 def _row(cell: Cell, quantity: str, verdict: str, a: float | str, b: float | str, **extra: Any) -> Row:

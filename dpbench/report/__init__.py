@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.style import context
 
 from dpbench.errors import one_of
 from dpbench.records.reader import PAIRED, LeftOut, Record, by_device, entries, read
@@ -87,9 +87,8 @@ def write_report(
     if not records:
         return []
     again = again or f"python -m dpbench report {shlex.quote(str(source))}"
-    with matplotlib.rc_context(), Pictures() as pictures:
-        matplotlib.rcdefaults()  # figures must not depend on the user's matplotlibrc
-        matplotlib.rcParams.update(style.RC)
+    # figures must not depend on the user's matplotlibrc
+    with context(style.RC, after_reset=True), Pictures() as pictures:
         parts: list[Part] = []
         for part in parts_of(records, chosen):
             tell(f"figure {len(parts) + 1}, {part.name} on {part.device}")

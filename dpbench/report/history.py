@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.style import context
 from matplotlib.ticker import MaxNLocator
 
 from dpbench.records.comparison import EFFORT, compare_records
@@ -146,9 +146,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 def write(source: Path, output: Path) -> list[Path]:
     """Write figure and table for each device with two versions of a cell; returns the files."""
     written: list[Path] = []
-    with matplotlib.rc_context(), Pictures() as pictures:
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(style.RC)
+    with context(style.RC, after_reset=True), Pictures() as pictures:
         for device, records in by_device(read(source)).items():
             frame = table(records)
             if not len(frame):

@@ -61,8 +61,7 @@ def texts(frame: pd.DataFrame, columns: Columns, optional: tuple[str, ...] = ())
         columns: name -> its text of a row.
         optional: columns to leave out if they are empty.
     """
-    rows = list(frame.itertuples(index=False))
-    shown = {header: [text(row) for row in rows] for header, text in columns.items()}
+    shown = {header: [text(row) for row in rows(frame)] for header, text in columns.items()}
     return pd.DataFrame({n: own for n, own in shown.items() if n not in optional or any(own)}, dtype=object)
 
 

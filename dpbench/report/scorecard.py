@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 
 from clipping import BACKENDS
 from dpbench.conformance.sensitivity.scorecard import in_units
@@ -24,6 +23,7 @@ from dpbench.report.figures import claims, coverage, overhead, sensitivity
 from dpbench.report.output import page
 from dpbench.report.output.files import write_text
 from dpbench.report.parts import VERDICTS
+from dpbench.report.readable import rows
 from dpbench.report.style import missing, times
 from dpbench.report.summary import several
 from dpbench.trials.whole_step import JAX_PRIVACY
@@ -87,8 +87,7 @@ def judged(records: Sequence[Record]) -> list[tuple[Any, list[tuple[str, Any, li
         if not used:
             continue
         frame = claims.table(used, LeftOut(), every=True)
-        rows: list[Any] = list(frame.itertuples(index=False))
-        for row, claim in zip(rows, claims.claims(used, frame), strict=True):
+        for row, claim in zip(rows(frame), claims.claims(used, frame), strict=True):
             stated.setdefault(row.claim, row)
             if row.verdict != NOT_MEASURED:
                 found.setdefault(row.claim, []).append((device, row, [Path(file) for file in claim.files]))
@@ -130,15 +129,14 @@ def _conformance(records: Sequence[Record]) -> tuple[Column, Column]:
 def _coverage(records: Sequence[Record]) -> Column:
     device, own = _latest(records, lambda r: r.trial["backends"])
     used = kept(own, captions.libraries, LeftOut())
-    frame = coverage.table(used, LeftOut()) if used else pd.DataFrame(columns=["library"])
-    rows: list[Any] = list(frame[frame.library == coverage.ALL].itertuples(index=False))
+    frame = coverage.table(used, LeftOut())
     cells = {
         row.backend: Cell(
             f"{row.exact / row.built:.1%} of {row.built}" if row.built else "",
             f"{row.refused} refused, {row.wrong} wrong, {row.crash} crashed",
             _files(used),
         )
-        for row in rows
+        for row in rows(frame[frame.library == coverage.ALL])
     }
     return Column("Exact on public models", f"timm, torchvision, transformers; {device}", cells, "dpbench run coverage")
 
@@ -146,7 +144,7 @@ def _coverage(records: Sequence[Record]) -> Column:
 def _moves(records: Sequence[Record]) -> Column:
     device, own = _latest(records, lambda r: [r.trial["backend"]])
     used = kept(own, sensitivity.FIGURE.cell, LeftOut())
-    frame = sensitivity.table(used, LeftOut()) if used else pd.DataFrame(columns=["backend", "dtype", "excess"])
+    frame = sensitivity.table(used, LeftOut())
     cells = {}
     for backend, group in frame.groupby("backend"):
         furthest = {str(dtype): part.excess.dropna().astype(float).max() for dtype, part in group.groupby("dtype")}
@@ -167,7 +165,7 @@ def _step(records: Sequence[Record], kind: str, device_type: str) -> Column:
     chosen = [r for r in own if wanted.items() <= {"way": "eager", **r.trial}.items()]
     device, own = _latest(chosen, lambda r: r.trial["backends"])
     used = kept(own, figure.cell, LeftOut())
-    frame = overhead.table(used, LeftOut()) if used else pd.DataFrame(columns=["backend"])
+    frame = overhead.table(used, LeftOut())
     cells = {}
     for backend, group in frame[frame.backend != _ORDINARY].groupby("backend"):
         records_of = [r for r in entries(used) if r.trial["backend"] == backend]

@@ -128,7 +128,7 @@ def _largest(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
     if not probes:
         return {}
     frame = largest.table(probes, left_out)
-    lines: list[Any] = list(frame.itertuples(index=False))
+    lines = readable.rows(frame)
     base = next((line.images_per_second for line in lines if line.backend == "nonprivate"), None)
     rows: dict[str, Row] = {}
     for line in lines:
@@ -210,7 +210,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     searched = frame.max_batch_size.notna().any() or frame.max_batch_note.notna().any()
     if not searched:  # next to ratios, ordinary training's own row adds nothing
         frame = frame[frame.backend != "nonprivate"]
-    cells: list[Any] = list(frame.itertuples(index=False))
+    cells = readable.rows(frame)
     sized = frame[["model", "image_size"]].drop_duplicates().groupby("model").size().max() > 1
     rows = [
         bars.Row(

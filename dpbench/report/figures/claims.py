@@ -19,7 +19,7 @@ from dpbench.report.data.statistics import frame_of
 from dpbench.report.figures import beside_papers as beside
 from dpbench.report.figures import max_batch_throughput, overhead
 from dpbench.report.parts import Claim, FigureKind
-from dpbench.report.readable import of
+from dpbench.report.readable import of, rows
 from dpbench.report.summary import several
 
 COLUMNS = ("claim", "source", "held_if", "verdict", "finding", "experiments", "records")
@@ -231,8 +231,7 @@ def numbers(records: Sequence[Record]) -> Numbers:
         max_batch_throughput.table(group, uncounted).assign(image_size=size)
         for (size, _), group in grouped(probes, lambda r: (r.trial["image_size"], r.trial["memory_budget"])).items()
     ]
-    largest = [row for frame in frames for row in frame.itertuples(index=False)]
-    return Numbers(list(paired.itertuples(index=False)), largest)
+    return Numbers(rows(paired), [row for frame in frames for row in rows(frame)])
 
 
 def table(records: Sequence[Record], left_out: LeftOut, every: bool = False) -> pd.DataFrame:
@@ -243,7 +242,7 @@ def table(records: Sequence[Record], left_out: LeftOut, every: bool = False) -> 
     """
     names, device = {record.experiment for record in records}, records[0].device
     known: dict[tuple[str, ...], Numbers] = {}
-    rows = []
+    judgements = []
     for stated in CLAIMS:
         if not every and len(names) == 1 and not names & set(stated.experiments):
             continue
@@ -259,8 +258,8 @@ def table(records: Sequence[Record], left_out: LeftOut, every: bool = False) -> 
             judged = judged._replace(finding=f"{judged.finding} Device: {device}.")
         files = " ".join(sorted({f"{record.run}.jsonl" for record in own}))
         row = (stated.statement, stated.source, stated.held_if, *judged, " or ".join(stated.experiments), files)
-        rows.append(dict(zip(COLUMNS, row, strict=True)))
-    return frame_of(rows, COLUMNS)
+        judgements.append(dict(zip(COLUMNS, row, strict=True)))
+    return frame_of(judgements, COLUMNS)
 
 
 def _finding(frame: pd.DataFrame) -> str:
@@ -272,10 +271,9 @@ def _finding(frame: pd.DataFrame) -> str:
 def claims(records: Sequence[Record], frame: pd.DataFrame) -> list[Claim]:
     """The claims, for the page."""
     paths = {f"{r.run}.jsonl": str(r.path) for r in records if r.path is not None}
-    rows: Any = frame.itertuples(index=False)
     return [
         Claim(row.claim, row.source, row.verdict, row.finding, [paths[n] for n in row.records.split() if n in paths])
-        for row in rows
+        for row in rows(frame)
     ]
 
 

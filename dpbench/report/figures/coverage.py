@@ -6,7 +6,7 @@ Two tables of the same records: shares by library and task, with a picture, and 
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -123,9 +123,8 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
 
 def _finding(frame: pd.DataFrame) -> str:
     of_all = frame[(frame.library == ALL) & (frame.built > 0)]
-    rows: Iterable[Any] = of_all.itertuples()
     told: dict[str, list[str]] = {}
-    for r in rows:
+    for r in readable.rows(of_all):
         others = {"refuses": r.refused, "wrong on": r.wrong, "crashed on": r.crash}
         notes = ", ".join(f"{word} {count}" for word, count in others.items() if count)
         told.setdefault(str(r.exact) + (f" ({notes})" if notes else ""), []).append(style.backend(r.backend).name)
@@ -160,8 +159,7 @@ def _bars(axes: Axes, groups: Sequence[tuple[Any, pd.DataFrame]], room: float) -
         heading = f"{f'{library}, {task}' if task else library}: {rows.built.max()} of {rows.listed.max()} built"
         beside(axes, 0, y + 0.6 * _HEADING, -72 * (_NAMES - 0.02), heading, weight="bold")
         y += _HEADING
-        row: Any
-        for row in rows.itertuples():
+        for row in readable.rows(rows):
             shares = [getattr(row, status) / row.built if row.built else 0.0 for status in PARTS]
             starts = [0.0, *itertools.accumulate(shares)][: len(shares)]
             colors = [color for _, color in PARTS.values()]

@@ -184,8 +184,7 @@ def _parts_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
             "Nothing is launched on a CPU: where a GPU would wait, the host reads a number off a tensor here (an "
             "optimizer's counter of steps, which lies on the host everywhere, among them)."
         )
-    rows: Any = frame.itertuples()
-    models = {f"{style.model(r.model)}: {r.tensors} tensors, {r.optimizer}" for r in rows}
+    models = {f"{style.model(r.model)}: {r.tensors} tensors, {r.optimizer}" for r in readable.rows(frame)}
     return [*said, *(f"{line}." for line in sorted(models))]
 
 

@@ -108,7 +108,7 @@ def _adam_finding(frame: pd.DataFrame) -> str:
     best = private.sort_values("loss", kind="stable").drop_duplicates(["network", "target_epsilon", "optimizer"])
     said = []
     for (network, target), part in best.groupby(["network", "target_epsilon"], sort=False):
-        by = {row.optimizer: row for row in part.itertuples()}
+        by = {row.optimizer: row for row in readable.rows(part)}
         if by.keys() >= LOOKS.keys():
             losses = ", ".join(f"{name} {by[name].loss:.3f}" for name in LOOKS)
             said.append(f"{network} at ε = {target:g}: {losses}")

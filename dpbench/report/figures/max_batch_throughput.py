@@ -205,11 +205,11 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     sized = frame.max_batch_size.notna() | frame.max_batch_note.notna()
     timed = frame[frame.images_per_second.notna() | frame.throughput_note.notna()].model
     both = frame.model.isin(timed if len(timed) else frame.model)
-    sizes = [_size_bar(row) for row in frame.itertuples(index=False)]
+    sizes = [_size_bar(row) for row in readable.rows(frame)]
     batches = frame.batch_size.dropna().unique()
 
     def block(chosen: pd.Series[bool], *, speeds: bool) -> Block:
-        rows: list[Any] = list(frame[chosen].itertuples(index=False))
+        rows = readable.rows(frame[chosen])
         panels = []
         if sized.any() or not speeds:  # without numbers, a panel gives the reason
             known = frame.budget_bytes.dropna()

@@ -171,7 +171,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.yaxis.grid(False)
         axes.axvline(1, **REFERENCE)
         _head(axes, key, own, several)
-        rows = {row.backend: row for row in own.itertuples(index=False)}
+        rows = {row.backend: row for row in readable.rows(own)}
         for y, backend in enumerate(backends):
             _row(axes, y, backend, rows.get(backend))
     gray: dict[str, Any] = {"color": "#555555"}
@@ -188,7 +188,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 def _head(axes: Axes, key: tuple[Any, ...], own: pd.DataFrame, with_size: bool) -> None:
     """The model, its ordinary training's time and memory, and the headings of the numbers."""
     model, size, batch_size = key
-    base: Any = next(own[own.backend == "nonprivate"].itertuples(index=False), None)
+    base = next(iter(readable.rows(own[own.backend == "nonprivate"])), None)
     if base is None or missing(base.step_seconds):
         words = "no ordinary training" if base is None else f"non-private: {base.note}"
     else:
@@ -244,11 +244,11 @@ def _other_framework(records: Sequence[Record], frame: pd.DataFrame) -> list[str
         return []
     at = ["model", "image_size", "batch_size"]
     torchs = frame.loc[frame.backend == "nonprivate", [*at, "step_seconds"]]
-    rows: Any = frame[frame.plain_step_seconds.notna()].merge(torchs, "left", at, suffixes=("", "_torch")).itertuples()
+    both = frame[frame.plain_step_seconds.notna()].merge(torchs, "left", at, suffixes=("", "_torch"))
     steps = [
         f"{style.model(row.model)} {style.duration(row.plain_step_seconds)} "
         f"(torch {'not timed' if style.missing(row.step_seconds_torch) else style.duration(row.step_seconds_torch)})"
-        for row in rows
+        for row in readable.rows(both)
     ]
     found = [e.result for e in entries(records) if "plain" in e.result and "compile_seconds" in e.result]
     versions = sorted({" ".join(pair) for result in found for pair in result.get("versions", {}).items()})

@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from dpbench.conformance.sensitivity import DTYPES, FAILURES
 from dpbench.conformance.sensitivity.scorecard import FIELDS, as_row, in_units
 from dpbench.records.reader import LeftOut, Record
-from dpbench.report import style
+from dpbench.report import readable, style
 from dpbench.report.data.statistics import frame_of
 from dpbench.report.drawing.sheet import AXIS, MARGIN, REFERENCE, WIDTH, beside, legend, place, sheet
 from dpbench.report.parts import FigureKind
@@ -187,7 +187,7 @@ def _names(axes: Axes, part: pd.DataFrame, top: float) -> None:
 
 def _furthest(part: pd.DataFrame) -> Any:
     """The row with the largest excess; None if there is none."""
-    known: list[Any] = [row for row in part.itertuples(index=False) if not style.missing(row.excess)]
+    known = [row for row in readable.rows(part) if not style.missing(row.excess)]
     return max(known, key=lambda row: float(row.excess), default=None)
 
 
