@@ -11,7 +11,6 @@ Functions take:
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ from dpbench.conformance.sensitivity import scorecard as sensitivity
 from dpbench.errors import UsageError, last_line
 from dpbench.experiment import grid
 from dpbench.models.references import BUILTIN, validate_reference
-from dpbench.process.linux import available_cpus
+from dpbench.process.linux import available_cpus, memory_total
 from dpbench.process.parent import Answer, Isolation
 from dpbench.process.variables import server_variables
 from dpbench.records.environment import resolve_device
@@ -174,8 +173,7 @@ def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
 
 def _room() -> int:
     """How many trials may run at once on the CPU, one thread each."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(available_cpus(), memory // BYTES_AT_ONCE, MOST_AT_ONCE))
+    return max(1, min(available_cpus(), (memory_total() or 0) // BYTES_AT_ONCE, MOST_AT_ONCE))
 
 
 def _rows_of(trial: CheckOf, answer: Answer) -> list[Row]:

@@ -166,6 +166,14 @@ def kill_session(leader: int, *, and_adopted_except: set[int] | None = None) -> 
             return
 
 
+def memory_total() -> int | None:
+    """Bytes of the machine's memory; None if the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
 def available_cpus() -> int:
     """Number of CPUs that this process may use: its affinity, limited by its control group."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

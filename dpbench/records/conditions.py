@@ -5,7 +5,7 @@ Every warning says what is wrong, by how much, and what to do.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from dpbench.records.reader import PAIRED, Record, from_line, grouped
@@ -23,21 +23,10 @@ _THROTTLES = {
     0x40: "thermal by hardware",
     0x80: "power brake",
 }
+#: Facts that depend on the moment.
+MOMENTS = frozenset({"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes"})
 #: Facts that differ from run to run and do not affect measurements.
-_PASSING = frozenset(
-    {
-        "utc",
-        "load_average",
-        "cpu_khz",
-        "gpu_state",
-        "gpu_processes",
-        "device",
-        "node",
-        "executor",
-        "libraries",
-        "results_folder",
-    }
-)
+_PASSING = MOMENTS | {"device", "node", "executor", "libraries", "results_folder"}
 #: The beginning of the name of a run's file.
 _STAMP = re.compile(r"\d{8}T\d{6}Z")
 
@@ -294,14 +283,18 @@ def _facts(records: Iterable[Record]) -> dict[str, set[str]]:
     facts: dict[str, set[str]] = {}
     environments = {id(r.environment): r.environment for r in records}
     for environment in environments.values():
-        for name, value in _flat(environment):
-            facts.setdefault(name, set()).add(value)
+        for name, value in flat(environment, _PASSING):
+            if value is not None:
+                facts.setdefault(name, set()).add(str(value))
     return facts
 
 
-def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def flat(environment: Mapping[str, Any], without: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Facts by name; a nested mapping (of packages, of variables) is flattened.
+
+    Args:
+        without: names of facts to leave out.
+    """
     for name, value in environment.items():
-        if isinstance(value, Mapping) and name not in _PASSING:
-            yield from ((key, str(item)) for key, item in value.items() if item is not None)
-        elif name not in _PASSING and value is not None:
-            yield name, str(value)
+        if name not in without:
+            yield from value.items() if isinstance(value, Mapping) else [(name, value)]

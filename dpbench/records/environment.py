@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from clipping.native import library
 from dpbench.errors import RunEnded, UsageError
-from dpbench.process.linux import available_cpus
+from dpbench.process.linux import available_cpus, memory_total
 from dpbench.process.parent import Answer, Isolation
 from dpbench.process.variables import ALLOCATOR
 from dpbench.records.host import host_name
@@ -142,7 +142,7 @@ def host_facts(device: str) -> dict[str, Any]:
         "cpu_model": _cpu_model(),
         "cpu_count": os.cpu_count(),
         "cpus_available": available_cpus(),
-        "memory_total": _memory_total(),
+        "memory_total": memory_total(),
         "load_average": os.getloadavg()[0],
         "cpu_governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "cpu_khz": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"),
@@ -331,14 +331,6 @@ def _cpu_facts() -> dict[str, str]:
     """Linux's facts of the first CPU."""
     lines = (line.partition(":") for line in (_read("/proc/cpuinfo") or "").split("\n\n")[0].splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
-
-
-def _memory_total() -> int | None:
-    """Bytes of the machine's memory."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
 
 
 def _read(path: str) -> str | None:

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from dpbench.errors import RunEnded, printable
+from dpbench.process.child import write_all
 from dpbench.records.host import host_name
 from dpbench.trials.json_text import to_json
 from dpbench.trials.line_shapes import LINES, flaw_of_line
@@ -207,9 +208,7 @@ def _text(line: Mapping[str, Any]) -> bytes:
 
 
 def _write_synced(file: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(file, left) :]
+    write_all(file, data)
     os.fsync(file)
 
 

@@ -18,7 +18,7 @@ import jinja2
 import pandas as pd
 
 from dpbench.experiment import experiment_names, load_experiment
-from dpbench.records.conditions import pooled
+from dpbench.records.conditions import MOMENTS, flat, pooled
 from dpbench.records.reader import Record, by_device, entries
 from dpbench.report import style
 from dpbench.report.data import failures
@@ -30,8 +30,6 @@ from dpbench.report.summary import days, join, several, summary
 
 #: The most rows of a table on the page; the CSV has all.
 ROWS = 1500
-#: Facts of an environment that depend on the moment.
-_MOMENTS = frozenset({"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes"})
 _NUMBER = re.compile(r"[^\w–-]{0,4}(?:\w+ = )?-?\d[\d.,]*(?:e[-+]?\d+)?(?:\s?[\w×%µ/]{1,5})?(?:–.*)?")
 _OWNER = re.compile('<meta name="dpbench-records" content="([^"]*)">')
 _STRONG = re.compile(r"\*\*(.+)\*\*")
@@ -186,9 +184,9 @@ def _machine(device: str, records: Sequence[Record]) -> dict[str, Any]:
     differing = dict(pooled(records))
     environments = list({record.run: record.environment for record in records}.values())
     facts = {
-        name: differing.get(name, str(value))
+        name: differing.get(name, style.size(value) if name == "memory_total" else str(value))
         for environment in environments
-        for name, value in _flat(environment)
+        for name, value in flat(environment, MOMENTS)
         if value not in (None, "")
     }
     rows = [(name, value, "differs between runs" if name in differing else "") for name, value in facts.items()]
@@ -201,16 +199,3 @@ def _machine(device: str, records: Sequence[Record]) -> dict[str, Any]:
         + (f" They differ in {join(sorted(differing))}." if differing else ""),
         "facts": table(shown if differing else shown.drop(columns="Note")),
     }
-
-
-def _flat(environment: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Facts by name; a nested mapping (of packages, of variables) is flattened."""
-    found: list[tuple[str, Any]] = []
-    for name, value in environment.items():
-        if isinstance(value, Mapping) and name not in _MOMENTS:
-            found += value.items()
-        elif name == "memory_total" and value is not None:
-            found.append((name, style.size(value)))
-        elif name not in _MOMENTS:
-            found.append((name, value))
-    return found
