@@ -112,9 +112,6 @@ def test_what_a_declaration_prints_is_no_part_of_the_answer(tmp_path, capsys):
     assert json.loads(said.out)["experiment"] == "mine" and said.err == "imported\ndeclared\n"
 
 
-NINES = "9" * 400
-
-
 def test_an_unknown_figure_is_said_before_anything_is_measured(tmp_path, capsys):
     path, output = tmp_path / "mine.py", tmp_path / "results"
     path.write_text(HEAD + "EXPERIMENT = make(figures=('epsilon_epoch',))\n")
@@ -126,25 +123,8 @@ def test_an_unknown_figure_is_said_before_anything_is_measured(tmp_path, capsys)
 
 def test_steps_of_400_digits_have_an_answer(capsys):
     given = ["--target-epsilon", "1", "--sample-rate", "0.1", "--delta", "1e-5", "--accountant", "rdp", "--steps"]
-    assert main(["calibrate", *given, NINES]) == 1
+    assert main(["calibrate", *given, "9" * 400]) == 1
     assert "no noise multiplier meets" in capsys.readouterr().out
-
-
-def test_a_data_set_of_400_digits_is_refused(capsys):
-    given = [
-        "--noise-multiplier",
-        "1",
-        "--steps",
-        "9",
-        "--delta",
-        "1e-5",
-        "--batch-size",
-        ".5",
-        "--dataset-size",
-        NINES,
-    ]
-    assert main(["epsilon", *given]) == 2
-    assert "--batch-size to be at most --dataset-size, below 1e308, got '.5'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["a pipe", "brackets", "a number"])

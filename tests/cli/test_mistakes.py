@@ -12,10 +12,12 @@ EPSILON = "epsilon --noise-multiplier 1 --sample-rate .1 --steps 10 --delta 1e-5
 CALIBRATE = "calibrate --target-epsilon 1 --sample-rate .1 --steps 10 --delta 1e-5"
 GIVEN = "--sample-rate .1 --delta 1e-5"
 PLAN, RUN, COMPARE = "plan stress_test --device cpu", "run stress_test", "compare a.jsonl"
+NINES = "9" * 400
 #: what is typed -> what is said of it
 MISTAKES = {
     "lst": "a command, got 'lst'; did you mean 'list'? (one of list",
     "--frobnicate": "--frobnicate",
+    "--print-completion fish": "a shell after --print-completion",
     "list --format xml": "--format, one of table, json, got 'xml'",
     "run": "EXPERIMENT after dpbench run, got 'nothing'",
     "run no_such": "an experiment, one of",
@@ -27,6 +29,7 @@ MISTAKES = {
     f"{RUN} --rounds": "one argument after --rounds, got 'none'",
     f"{RUN} --minutes nine": "a number for --minutes, got 'nine'",
     f"{RUN} --minutes 0": "a positive number for --minutes, got 0.0",
+    f"{RUN} --minutes inf": "a positive number for --minutes, got inf",
     f"{RUN} --minutes 9 --executor ray": "--minutes with --executor local, got '--executor ray'",
     f"{RUN} --executor rey": "did you mean 'ray'?",
     f"{RUN} --address a:1": "--address with --executor ray, got '--executor local'",
@@ -55,6 +58,7 @@ MISTAKES = {
     "recommend cnn --memory plenty": "a size for --memory such as 16GiB or 500MB, got 'plenty'",
     "recommend cnn --seconds 1": "at least 20 for --seconds, got 1.0",
     "recommend cnn --seconds nan": "at least 20 for --seconds, got nan",
+    "recommend cnn --memory '16 parsecs'": "a size for --memory such as 16GiB or 500MB, got '16 parsecs'",
     "compare nowhere nowhere2": "folder or file with records, got 'nowhere'",
     COMPARE: "B after dpbench compare",
     f"{COMPARE} folder": "records (*.jsonl) in folder, got 'none'",
@@ -65,6 +69,12 @@ MISTAKES = {
     f"{COMPARE} a.jsonl --fail-on slower:five": "--fail-on as slower:5%, larger:10% or failed, got 'slower:five'",
     f"{COMPARE} a.jsonl --fail-on failed:5%": "--fail-on as slower:5%",
     "compare epsilon.jsonl epsilon.jsonl": "step, overhead or peak trials",
+    "report stress_tset": "got 'stress_tset'; did you mean 'stress_test'?",
+    "report stress_test": "records in results/stress_test (`python -m dpbench run stress_test` makes them)",
+    "report folder": "records in folder (`python -m dpbench run EXPERIMENT` makes them), got 'none'",
+    "report records --output file": "an output folder that can be written to, got 'file",
+    "scorecard nope": "a folder with records, got 'nope'",
+    "scorecard folder": "records in folder (`python -m dpbench run EXPERIMENT` makes them), got 'none'",
     "epsilon": "--noise-multiplier and --sample-rate, or --batch-size and --dataset-size and --steps or --epochs",
     f"{EPSILON} --sample-rate 1.5": "--sample-rate in [0, 1], got 1.5",
     f"{EPSILON} --sample-rate 1/0": "--sample-rate to be a number, got '1/0'",
@@ -81,6 +91,7 @@ MISTAKES = {
     f"{EPSILON} --epochs 1": "either --steps or --epochs, got 'both'",
     f"{EPSILON} --batch-size 256": "--batch-size with --dataset-size, or --sample-rate",
     "epsilon --noise-multiplier 1 --batch-size 9 --dataset-size 8": "--batch-size to be at most --dataset-size",
+    f"epsilon --noise-multiplier 1 --steps 9 --batch-size .5 --dataset-size {NINES}": "below 1e308, got '.5'",
     f"{EPSILON} --tuned 0.5": "--tuned to be a finite number >= 1, got '0.5'",
     f"{EPSILON} --tuned 3 --tuned-by poison": "did you mean 'poisson'",
     f"{EPSILON} --tuned-by poisson": "--tuned-by with --tuned",
@@ -100,12 +111,11 @@ MISTAKES = {
     f"calibrate {GIVEN} --target-epsilon 1 --epochs -3": "at a sample rate above 0, got '-3'",
     f"calibrate {GIVEN} --steps 9 --target-advantage 1": "--target-advantage",
 }
-NINES = "9" * 400
 NUMBERS = ("''", "nan", "-1", "x", "1e400", "1/0")
 SOURCES = ("''", "folder", "file", "nope", "records --output ''")
 #: The begin of a line -> its ends.
 ENDS = {
-    "": ("''", "'' list", "nope", "--nope", "--format json"),
+    "": ("''", "'' list", "nope", "--nope", "--format json", "--print-completion", "--print-completion ''"),
     "list": ("x", "--format ''"),
     "plan": ("", "''", "folder", "file", "nope.py", "file:X", "~nosuchuser/x.py"),
     PLAN: ("--output file", "--output ''", "--device ''", "--retry ,", "--cluster nope", "--cluster ''"),
@@ -113,7 +123,7 @@ ENDS = {
     f"{PLAN} --minutes": ("''", "nan", "-1"),
     f"{PLAN} --only": ("''", "=", "model=", "=cnn", "model=cn"),
     "run": ("''", "folder", "~nosuchuser/x.py:f"),
-    RUN: ("--executor x", "--cpus -1", "--output ''", "--minutes inf", "--minutes 1e400"),
+    RUN: ("--executor x", "--cpus -1", "--output ''", "--minutes 1e400"),
     "check": ("--dtype ''", "--device tpu"),
     "check --model": ("''", "folder", "~nosuchuser/x.py:f"),
     "check --backend": ("''", "~nosuchuser/x.py:f"),
@@ -121,6 +131,7 @@ ENDS = {
     "explain cnn": ("--image-size -1", "--num-classes 0", "--format yaml"),
     "explain cnn --batch-size": ("''", "nan", "-1", "1e3", 10**20, f"{NINES}0000x"),
     "recommend": ("~nosuchuser/x.py:f",),
+    "recommend cnn --memory": ("''", "GiB", "-1GiB", "0", "1.2.3GB", "inf"),
     "template": ("", "''", "folder", "file/x.py", "/proc/x.py"),
     "compare": ("", "folder", "'' ''", "folder folder", "file file", "nope nope", "folder /dev/null"),
     "compare folder folder --fail-on": ("''", "slower:", "slower:nan%", "slower:-5%", "slow"),

@@ -7,12 +7,9 @@ import pytest
 from fake_run import Fake, sleepers
 from test_schedule import CELLS, record_of
 
-from dpbench.errors import UsageError
 from dpbench.execution import allowance as module
 from dpbench.execution.allowance import Allowance
-from dpbench.execution.runner import Request
 from dpbench.execution.schedule import Clock, History, Run, Schedule
-from dpbench.experiment import load_experiment
 from dpbench.process.parent import Answer
 from dpbench.trials.outcome import Outcome
 
@@ -114,12 +111,6 @@ def test_the_end_says_what_is_left_and_that_the_same_line_goes_on(monkeypatch):
     for trial in (FIRST, SECOND):
         given.schedule.history.add(took(trial, 50.0))
     assert given.allowance.farewell() == []
-
-
-@pytest.mark.parametrize("minutes", [0, -1.0, float("nan"), float("inf")])
-def test_minutes_that_are_no_positive_number_are_refused(minutes, tmp_path):
-    with pytest.raises(UsageError, match="a positive number for --minutes"):
-        Request(experiment=load_experiment("accountants"), results=tmp_path, minutes=minutes)
 
 
 def test_a_run_ends_in_its_time_and_the_same_line_goes_on(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 from report_records import CPU, GIB, RunFile, row, step_result
 
 from dpbench.conformance import ConformanceTrial
-from dpbench.errors import UsageError
 from dpbench.report import write_report
 from dpbench.report.readable import rounded_epsilon
 from dpbench.trials import PeakTrial, StepTrial
@@ -193,11 +192,6 @@ def test_epsilon_by_epochs(run, report):
     assert "1.259" in text  # an upper bound is rounded up
     assert rounded_epsilon(1.2596, "lower_bound") == "1.259" and rounded_epsilon(1.2596, "estimate") == "1.260"
     assert "heuristic (not a bound)" in text and "not drawn, at some point: simple" in text
-
-
-def test_an_unknown_figure_is_one_line(tmp_path):
-    with pytest.raises(UsageError, match=r"expected a figure, got .*did you mean 'epsilon_epochs'\? \(one of"):
-        write_report(tmp_path, tmp_path, ["epsilon_epoch"])
 
 
 def test_no_records_no_files(tmp_path):

@@ -57,25 +57,6 @@ def test_a_folder_gives_every_figure_that_its_records_make(here, capsys):
     assert code == 0 and names == {"max_batch_throughput.svg", "memory_speed_table.svg", "epsilon_epochs.svg"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["stress_tset"], ["stress_tset", "did you mean 'stress_test'?"]),
-        (["stress_test"], ["records in results/stress_test", "python -m dpbench run stress_test"]),
-        (["empty"], ["records in empty", "python -m dpbench run EXPERIMENT"]),
-        (["full", "--output", "file"], ["output folder", "file", "Not a directory"]),
-    ],
-)
-def test_mistakes_are_one_line(here, capsys, arguments, parts):
-    (here / "empty").mkdir()
-    (here / "file").touch()
-    RunFile(here / "full" / "a.jsonl").step("cnn", "ghost", [1.0])
-    code, out, err = dpbench(*arguments, capsys=capsys)
-    assert code == 2 and out == [] and len(err) == 1
-    for part in parts:
-        assert part in err[0]
-
-
 def test_an_experiment_of_one_s_own_is_planned_and_reported_by_reference(here, capsys):
     (here / "own.py").write_text(
         "from dpbench.experiment import Experiment\nfrom dpbench.trials import StepTrial\n"

@@ -90,11 +90,3 @@ def test_the_page_links_every_cell_and_claim_to_a_file_beside_it(results, capsys
     assert links == {".", "overhead/a.jsonl"} and (results / "overhead/a.jsonl").exists()
     assert "The slow-down of mixed ghost clipping is below 2 on all models." in text and "held" in text
     assert "`python -m dpbench run training_step` measures it." in text and "not measured" in text
-
-
-def test_a_folder_without_records_is_said_in_a_line(results, capsys):
-    assert main(["scorecard", str(results)]) == 2
-    assert "a folder with records" in capsys.readouterr().err
-    results.mkdir()
-    assert main(["scorecard", str(results)]) == 2
-    assert "expected records in" in capsys.readouterr().err
