@@ -36,23 +36,10 @@ _TOKENS = 100
 BUDGET = 40 * 2**30
 
 
-class EpsilonPoint(NamedTuple):
-    """A published ε at (sample_rate, noise_multiplier, delta)."""
-
-    accountant: str
-    setting: tuple[float, float, float]
-    epochs: float
-    epsilon: float
-    label: str
-
-
-_ABADI = (0.01, 4.0, 1e-5)
-# Abadi et al., Deep Learning with Differential Privacy, CCS 2016, section 3.2 and Figure 2.
-EPSILONS = (
-    EpsilonPoint("moments", _ABADI, 100, 1.26, "1.26"),
-    EpsilonPoint("moments", _ABADI, 400, 2.55, "2.55"),
-    EpsilonPoint("strong", _ABADI, 100, 9.34, "9.34"),
-)
+#: Sample rate, noise multiplier and δ of Abadi et al., Deep Learning with Differential Privacy, CCS 2016, and what
+#: section 3.2 and Figure 2 print there: (accountant, epochs, ε).
+ABADI = (0.01, 4.0, 1e-5)
+EPSILONS = (("moments", 100, 1.26), ("moments", 400, 2.55), ("strong", 100, 9.34))
 
 
 @cache

@@ -44,9 +44,9 @@ def epochs(frame: pd.DataFrame, caption: str) -> Figure:
     setting = tuple(frame[["sample_rate", "noise_multiplier", "delta"]].iloc[0])
     names, reach = set(frame.accountant), max(frame.epochs)
     shown = [
-        Mark(p.epochs, p.epsilon, p.label, (6.0, -10.0) if p.accountant == "strong" else (-5.0, 5.0))
-        for p in published.EPSILONS
-        if p.setting == setting and p.accountant in names and p.epochs <= reach * 1.05
+        Mark(end, epsilon, f"{epsilon:g}", (6.0, -10.0) if name == "strong" else (-5.0, 5.0))
+        for name, end, epsilon in published.EPSILONS
+        if setting == published.ABADI and name in names and end <= reach * 1.05
     ]
     ends = {c.accountant: c.y[-1] for c in curves if c.kind == "upper_bound" and c.y and math.isfinite(c.y[-1])}
     tight = [c for c in curves if c.y and ends and c.y[-1] <= _TIGHT * min(ends.values())]
