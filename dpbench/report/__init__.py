@@ -119,15 +119,12 @@ def parts_of(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Ite
             own = [] if present.isdisjoint(kind.kinds) else [r for r in own_device if r.kind in kind.kinds]
             for setting, part in facets(own, {**dict.fromkeys(kind.by, kind.kinds), **kind.facets, "way": PAIRED}):
                 if kind.applies(part):
-                    labels = (
-                        slug(f"{field}-{style.setting(field, value).replace(' ', '')}")
-                        for field, value in setting.items()
-                    )
-                    yield _part(part, kind, "-".join([name, *labels]), setting)
+                    yield _part(part, kind, name, setting)
 
 
 def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mapping[str, Any]) -> Part:
     """The figure and the table of one setting, with their texts."""
+    labels = [slug(f"{field}-{style.setting(field, value).replace(' ', '')}") for field, value in setting.items()]
     left_out: LeftOut = LeftOut()
     own = kept(records, kind.cell, left_out)
     frame = kind.table(own, left_out)
@@ -136,7 +133,8 @@ def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mappi
         count_failures([r for r in results if not r.result.get("rows")], left_out)  # a wrong row is a number, too
     caption = kind.words(own, frame, left_out)
     return Part(
-        name=name,
+        name="-".join([name, *labels]),
+        kind=name,
         title=kind.doc,
         device=records[0].device,
         setting=setting,

@@ -110,6 +110,7 @@ class Part:
         causes: lines of Markdown, why trials failed.
         figure: the picture; None for a table alone.
         files: suffix -> path below the report's folder.
+        kind: the name of the figure, which several parts of a report may have.
     """
 
     name: str
@@ -125,3 +126,4 @@ class Part:
     causes: Sequence[str] = ()
     figure: Figure | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    kind: str = ""

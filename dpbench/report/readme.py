@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -30,9 +30,6 @@ from dpbench.report.summary import days, join
 RESULTS = "results"
 PAGES = ("README.md", f"{RESULTS}/README.md")
 _BLOCK = re.compile(r"(<!-- (\w+): (\w+)(?: (cpu|cuda))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
-
-Parts = list[tuple[str, Part]]
-"""(name of the figure, one of its parts)."""
 
 
 def write_readme(root: Path, tell: Callable[[str], None] = lambda words: None) -> list[Path]:
@@ -68,13 +65,12 @@ class _Results:
         self._way = os.path.relpath(folder, beside)
         self._of = functools.cache(self._parts)
 
-    def _parts(self, name: str) -> tuple[Experiment, Parts]:
+    def _parts(self, name: str) -> tuple[Experiment, list[Part]]:
         self._tell(f"records of {name}")
         experiment = load_experiment(name)
         kinds = find_figures(experiment.figures)
         undrawn = {figure: dataclasses.replace(kind, plot=None) for figure, kind in kinds.items()}
-        records = read(self._folder / name)
-        found = [(figure, part) for figure, kind in undrawn.items() for part in parts_of(records, {figure: kind})]
+        found = list(parts_of(read(self._folder / name), undrawn))
         if not found:
             raise UsageError(f"records in {self._folder / name} (`python -m dpbench run {name}` makes them)", "none")
         return experiment, found
@@ -90,43 +86,46 @@ class _Results:
             return "\n\n".join(self._machine(experiment.name, own, first) for own in machines)
         own = machines[0]
         if what == "figure":
-            figure, part = _largest(own)
-            return f"![{name.replace('_', ' ')}]({self._link(name, figure, part)})"
+            return self._picture(name, own)
         if what == "finding":
-            return " ".join(readable.no_html(part.finding) for _, part in own if part.finding)
+            return " ".join(readable.no_html(part.finding) for part in own if part.finding)
         excerpt = experiment.excerpts[one_of(f"a table of {name}", what, experiment.excerpts)]
-        own = [each for each in own if each[0] == excerpt.figure]
+        own = [part for part in own if part.kind == excerpt.figure]
         return f"{readable.markdown(table(own, excerpt))}\n{_where(own)}"
 
-    def _machine(self, name: str, parts: Parts, excerpt: Excerpt | None) -> str:
+    def _machine(self, name: str, parts: Sequence[Part], excerpt: Excerpt | None) -> str:
         """The findings of one machine with links to the figures, and the table or the first picture."""
         said = [_where(parts)]
         others = []
-        for figure, part in parts:
-            title = ", ".join([figure, *(f"{name} {value}" for name, value in part.setting.items())])
-            link = f"[{title}]({self._link(name, figure, part)})"
+        for part in parts:
+            title = ", ".join([part.kind, *(f"{name} {value}" for name, value in part.setting.items())])
+            link = f"[{title}]({self._link(name, part)})"
             said += [f"- {link}: {readable.no_html(part.finding)}"] if part.finding else []
             others += [] if part.finding else [link]
         said += [f"- {', '.join(others)}"] if others else []
-        own = parts if excerpt is None else [each for each in parts if each[0] == excerpt.figure]
+        own = parts if excerpt is None else [part for part in parts if part.kind == excerpt.figure]
         if excerpt is not None and own:
             said += ["", readable.markdown(table(own, excerpt)).rstrip()]
-        elif excerpt is None and FIGURES[parts[0][0]].plot is not None:
-            figure, part = _largest(parts)
-            said += ["", f"![{name.replace('_', ' ')}]({self._link(name, figure, part)})"]
-        warnings = [line for _, part in own for line in part.caption.splitlines() if line.startswith("Warning:")]
+        elif excerpt is None and FIGURES[parts[0].kind].plot is not None:
+            said += ["", self._picture(name, parts)]
+        warnings = [line for part in own for line in part.caption.splitlines() if line.startswith("Warning:")]
         said += ["", *(f"- {line}" for line in dict.fromkeys(warnings))] if warnings else []
         return "\n".join([said[0], "", *said[1:]])
 
-    def _link(self, name: str, figure: str, part: Part) -> str:
-        suffix = "png" if FIGURES[figure].plot is not None else "md"
+    def _picture(self, name: str, parts: Sequence[Part]) -> str:
+        """The picture of the part with the most rows of the first figure."""
+        largest = max((part for part in parts if part.kind == parts[0].kind), key=lambda part: len(part.frame))
+        return f"![{name.replace('_', ' ')}]({self._link(name, largest)})"
+
+    def _link(self, name: str, part: Part) -> str:
+        suffix = "png" if FIGURES[part.kind].plot is not None else "md"
         path = f"{name}/{slug(part.device)}/{part.name}.{suffix}"
         if not (self._folder / path).is_file():
             raise UsageError(f"figures of {name} (`python -m dpbench report {name}` draws them)", f"no {path}")
         return path if self._way == "." else f"{self._way}/{path}"
 
 
-def table(parts: Parts, excerpt: Excerpt) -> pd.DataFrame:
+def table(parts: Sequence[Part], excerpt: Excerpt) -> pd.DataFrame:
     """The excerpt of one machine's figures, as texts; a setting that tells figures apart is a column.
 
     Args:
@@ -137,7 +136,7 @@ def table(parts: Parts, excerpt: Excerpt) -> pd.DataFrame:
         UsageError: two numbers belong in one cell.
     """
     texts = []
-    for _, part in [each for each in parts if each[0] == excerpt.figure]:
+    for part in (part for part in parts if part.kind == excerpt.figure):
         setting = {name.capitalize(): str(value) for name, value in part.setting.items()}
         texts.append(part.text.astype(str).assign(**setting))
     frame = pd.concat(texts, ignore_index=True).fillna("")
@@ -159,34 +158,31 @@ def table(parts: Parts, excerpt: Excerpt) -> pd.DataFrame:
     return wide.reindex(index=order, columns=frame[excerpt.across].unique()).reset_index()
 
 
-def _machines(parts: Parts, device: str | None, excerpt: Excerpt | None) -> list[Parts]:
+def _machines(parts: Sequence[Part], device: str | None, excerpt: Excerpt | None) -> list[list[Part]]:
     """The figures of each device, those with a table and then the latest first; of `device`, only with enough numbers.
 
     A machine has few if its table has less than half of the cells of the fullest.
     """
 
-    def order(own: Parts) -> tuple[bool, str]:
-        shown = excerpt is None or any(figure == excerpt.figure for figure, _ in own)
-        return shown, max(r.utc for _, part in own for r in part.records)
+    def has_table(own: Sequence[Part]) -> bool:
+        return excerpt is None or any(part.kind == excerpt.figure for part in own)
 
-    names = {part.device for _, part in parts if device is None or part.device.startswith(f"{device} ")}
-    found = [[(figure, part) for figure, part in parts if part.device == name] for name in sorted(names)]
+    def order(own: Sequence[Part]) -> tuple[bool, str]:
+        return has_table(own), max(r.utc for part in own for r in part.records)
+
+    names = {part.device for part in parts if device is None or part.device.startswith(f"{device} ")}
+    found = [[part for part in parts if part.device == name] for name in sorted(names)]
     found.sort(key=order, reverse=True)
     if device is None or excerpt is None:
         return found
-    found = [own for own in found if any(figure == excerpt.figure for figure, _ in own)]
+    found = list(filter(has_table, found))
     sizes = [int((table(own, excerpt) != "").to_numpy().sum()) for own in found]
     return [own for own, size in zip(found, sizes, strict=True) if 2 * size >= max(sizes)]
 
 
-def _largest(parts: Parts) -> tuple[str, Part]:
-    """The part with the most rows of the first figure."""
-    return max((each for each in parts if each[0] == parts[0][0]), key=lambda each: len(each[1].frame))
-
-
-def _where(parts: Parts) -> str:
+def _where(parts: Sequence[Part]) -> str:
     """A line with the machine and the version of the records."""
-    records = sorted((r for _, part in parts for r in part.records), key=lambda r: r.utc)
+    records = sorted((r for part in parts for r in part.records), key=lambda r: r.utc)
     torch = sorted({str(r.environment["torch"]) for r in records if r.environment.get("torch")})
     versions = [(str(e.get("git_sha") or "unknown")[:7], e.get("git_dirty")) for e in (r.environment for r in records)]
     commits = dict.fromkeys(f"{sha} with changes" if dirty else sha for sha, dirty in versions)

@@ -101,7 +101,7 @@ def test_rows_of_several_settings_stand_in_one_table_and_some_are_left_out(root)
     file = root / "results" / "overhead" / "d.jsonl"
     RunFile(file, FAST, "overhead").overhead("cnn", {"nonprivate": [1.0], "bk_mixed": [3.0]}, precision="tf32")
     fast = [r for r in read(root / "results" / "overhead") if r.device == "cpu Fast CPU, 2 CPUs"]
-    parts = [("overhead", part) for part in parts_of(fast, {"overhead": replace(FIGURES["overhead"], plot=None)})]
+    parts = list(parts_of(fast, {"overhead": replace(FIGURES["overhead"], plot=None)}))
     excerpt = load_experiment("overhead").excerpts["table"]
     chosen = replace(excerpt, rows=("Model", "Precision"), where=lambda row: row["Backend"] == "BK mixed")
     wide = readme.table(parts, chosen)
