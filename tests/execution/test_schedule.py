@@ -29,8 +29,8 @@ def record_of(run: Run, outcome: str = "ok", fingerprint: str = "f", peak: int |
     }
 
 
-def schedule(cells=CELLS, records=(), rounds=3, retry=(), fingerprint="f", name="e") -> Schedule:
-    return Schedule(name, cells, rounds, History(records, lambda trial: {fingerprint: ""}, retry))
+def schedule(cells=CELLS, records=(), rounds=3, retry=(), name="e", in_order=False) -> Schedule:
+    return Schedule(name, cells, rounds, History(records, lambda trial: {"f": ""}, retry), in_order)
 
 
 def carry_out(schedule: Schedule, outcome=lambda run: "ok", peak=lambda run: None) -> list[Run]:
@@ -244,21 +244,17 @@ def test_what_remains_counts_a_search_that_has_not_ended():
     assert Clock([record_of(Run(PROBE, 0))], workers=2).left([(PROBE, 4)]) == 4  # 4 x 2 s, two at a time
 
 
-def declared(cells, records=(), rounds=2) -> Schedule:
-    return Schedule("e", cells, rounds, History(records, lambda trial: {"f": ""}, ()), in_order=True)
-
-
 def test_an_experiment_may_have_its_trials_in_the_order_of_their_declaration():
-    ran = carry_out(declared([*CELLS, CELLS[0]]))
+    ran = carry_out(schedule([*CELLS, CELLS[0]], rounds=2, in_order=True))
     assert ran == [Run(trial, number) for number in range(2) for trial in CELLS]
     for done in (1, 7):
         records = [record_of(run) for run in ran[:done]]
-        assert carry_out(declared(CELLS, records)) == ran[done:]
+        assert carry_out(schedule(CELLS, records, rounds=2, in_order=True)) == ran[done:]
 
 
 def test_in_that_order_a_search_has_its_place_and_what_follows_it_comes_at_once():
     cells = [CELLS[0], SEARCH, CELLS[1]]
-    ran = carry_out(declared(cells), outcome=fits, peak=linear)
+    ran = carry_out(schedule(cells, rounds=2, in_order=True), outcome=fits, peak=linear)
     probes = [run for run in ran if run.trial.kind == "peak"]
     then = SEARCH.then_at(90)
     assert len(probes) > 1 and ran == [
@@ -269,15 +265,15 @@ def test_in_that_order_a_search_has_its_place_and_what_follows_it_comes_at_once(
 
 def test_in_that_order_what_must_run_alone_is_waited_for_and_not_overtaken():
     probes = [MaxBatch(probe=PROBE.replace(model=model)) for model in ("vgg11", "vgg13")]
-    plan = declared([probes[0], CELLS[0], probes[1]])
+    plan = schedule([probes[0], CELLS[0], probes[1]], in_order=True)
     first = plan.next([])
     assert first.trial.model == "vgg11" and plan.next([first]) is None
-    assert declared([*probes, CELLS[0]]).next([first]).trial.model == "vgg13"
+    assert schedule([*probes, CELLS[0]], in_order=True).next([first]).trial.model == "vgg13"
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_what_may_not_start_is_passed_over(in_order):
-    plan = Schedule("e", [SEARCH, *CELLS], 1, History((), lambda trial: {"f": ""}, ()), in_order=in_order)
+    plan = schedule([SEARCH, *CELLS], in_order=in_order)
     assert plan.next(may=lambda trial: trial == CELLS[3]) == Run(CELLS[3], 0)
     assert plan.next(may=lambda trial: False) is None
     assert {run.trial.kind for run in plan.waiting()} == {"peak", "step"}

@@ -14,10 +14,7 @@ from report_records import CUDA, GIB, RunFile
 
 from clipping import VARIANTS
 from dpbench.report import FIGURES, style, write_report
-from dpbench.trials import (
-    PeakTrial,
-    StepTrial,
-)
+from dpbench.trials import PeakTrial, StepTrial
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 BACKENDS += ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp", "opake"]

@@ -15,9 +15,7 @@ from dpbench.report import FIGURES, Claim, FigureKind, style, write_report
 from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.output import page
 from dpbench.report.output.page import svg
-from dpbench.trials import (
-    StepTrial,
-)
+from dpbench.trials import StepTrial
 
 HOSTILE = "<script>alert(1)</script>\"&'"
 
