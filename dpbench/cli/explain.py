@@ -194,12 +194,7 @@ def _count(number: int | None) -> str:
 
 def _seconds(number: float | None) -> str:
     """Three digits of s, ms or µs: 1.23 ms."""
-    if number is None:
-        return "-"
-    unit, size = ("s", 1.0) if number >= 0.9995 else ("ms", 1e-3) if number >= 0.9995e-3 else ("µs", 1e-6)
-    value = number / size
-    digits = max(0, 2 - (value >= 9.995) - (value >= 99.95))
-    return f"{value:.{digits}f} {unit}"
+    return _scaled(None if number is None else 1e6 * number, 1000, ("µs", "ms", "s"))
 
 
 def _short(number: int | None) -> str:
@@ -212,11 +207,12 @@ def _bytes(number: int | None) -> str:
     return _scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
-def _scaled(number: int | None, base: int, units: Sequence[str]) -> str:
+def _scaled(number: float | None, base: int, units: Sequence[str]) -> str:
+    """Three digits of a number in the largest unit below it; whole numbers keep theirs."""
     if number is None:
         return "-"
-    value, power = float(number), 0
+    value, power = number, 0
     while value >= 999.5 and power < len(units) - 1:
         value, power = value / base, power + 1
-    digits = 0 if power == 0 else max(0, 2 - (value >= 9.995) - (value >= 99.95))
+    digits = 0 if isinstance(value, int) else max(0, 2 - (value >= 9.995) - (value >= 99.95))
     return f"{value:.{digits}f} {units[power]}".rstrip()

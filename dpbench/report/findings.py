@@ -17,8 +17,6 @@ from dpbench.trials.backends import PEERS
 
 #: It needs one sample's memory at any batch size, so it would win every comparison of memory, and none of time.
 _ONE_BY_ONE = "microbatch"
-#: Clips something else than each sample's gradient, so it is not compared with backends that do.
-_OTHER_MECHANISM = "tf_microbatch"
 #: Why a private step can take less time than the ordinary one.
 _LESS = (
     " A time below 1× is not less work: the C library requests less memory anew than in the ordinary step, or oneDNN "
@@ -81,7 +79,7 @@ def max_batch(frame: pd.DataFrame) -> str:
 
 def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(the rows of per-sample clipping backends with their `cell`, ratios to ordinary training by cell and backend)."""
-    other = (frame.backend == "nonprivate") | frame.backend.str.startswith(_OTHER_MECHANISM)
+    other = (frame.backend == "nonprivate") | frame.backend.map(style.is_other_mechanism)
     known = frame[frame[column].notna() & ~other.astype(bool)]
     cells: list[Any] = list(zip(*(known[name] for name in keys), strict=True))
     known = known.assign(cell=cells)
