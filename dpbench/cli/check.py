@@ -4,10 +4,6 @@ Every (model, backend) is a trial in its own process (`dpbench.measure.check`). 
 backend (`dpbench.conformance`), and all its hard records (`dpbench.conformance.sensitivity`). Standard output has the
 rows, in the requested order; standard error has the progress. The exit code is 1 if any row is a mismatch or an error,
 or a hard record moves the sum too far; a refusal with its reason is no failure.
-
-Functions take:
-    trial, answer: a trial that has ended, and its answer.
-    rows: as printed with ``--format json``.
 """
 
 import argparse

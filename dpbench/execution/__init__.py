@@ -3,11 +3,11 @@
 Any function raises a `UsageError` for what a person typed and cannot be, before anything is measured.
 
 Functions take:
-    request, plan, device: what to run; the same on a device, with its records; "cpu" or "cuda".
+    request, device: what to run; "cpu" or "cuda".
     trial, trials, run: a trial, or several; one in a round.
     one, other, cell, cells: two trials; a trial or a search, or several.
     name, names, experiment: of an experiment or executor; of backends; an experiment's name.
-    rounds, in_order: how often a trial runs; whether trials run as declared.
+    rounds: how often a trial runs.
     folder, results: of an experiment's records; of all experiments.
     only: field -> its selected values.
     fingerprint: of a trial on this machine.

@@ -5,7 +5,7 @@ as PNG, SVG and PDF, with its table as CSV (base units), Markdown (for people, w
 ``report.html``, has them all. The same records give the same bytes, so committed figures change only with the data.
 
 Functions take:
-    records, record, timed: of one device, after filtering; one of them; those that hold times.
+    records, record: of one device, after filtering; one of them.
     left_out: reason -> number of records left out; changed in place.
     frame: the numbers, a row each, in base units: seconds, bytes, ε.
     caption: the text below the picture, a paragraph a line.
