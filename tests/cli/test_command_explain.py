@@ -11,7 +11,6 @@ from dpbench.cli.explain import table
 from dpbench.measure.explain import run, sizes
 from dpbench.trials import ExplainTrial
 
-ROOT = Path(__file__).resolve().parents[2]
 KEYS = [
     *("parameter", "op", "T", "d", "p", "groups", "two_T_squared", "p_times_d", "paper_choice", "choice"),
     *("bytes", "flops", "reason", "plan", "predicted_seconds", "measured_seconds"),

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from report_records import CPU, CUDA, RunFile
@@ -11,7 +10,6 @@ from dpbench.cli import main
 from dpbench.trials import StepTrial
 from dpbench.trials.whole_step import TrainingStepTrial
 
-ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = {"nonprivate": 0.1, "ghost": 0.25, "bk_mixed": 0.12}
 
 

@@ -38,7 +38,6 @@ JUNK: tuple[Any, ...] = (
     *("\ud800", "../../x", "=1+1", "<b>", "2026-02-31T00:00:00Z", "x" * 3000),
     *([], [[]], [None], ["x"], {}, {"a": 1}),
 )
-EPSILON = {"epsilon": 1.0, "kind": "upper_bound", "detail": {}, "compute_seconds": 0.1}
 ENVIRONMENT = {"type": "environment", "schema": store.SCHEMA, "run": "r", "utc": "2026-01-01T00:00:00.000000Z"}
 ENVIRONMENT |= {"environment": {"device": "cpu", "device_name": "CPU"}}
 STEP = {"model": "cnn", "backend": "ghost", "batch_size": 8, "device": "cpu", "precision": "float32", "steps": 3}
