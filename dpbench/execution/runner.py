@@ -96,27 +96,23 @@ class Plan:
     machines: Machines
     cuts: Sequence[Mapping[str, Any]] = ()
 
-    def trials(self) -> list[Trial]:
-        """Every kind of trial that the cells may run, at any batch size."""
-        return _trials_of(self.schedule.cells)
 
-
-def _trials_of(cells: Sequence[Cell]) -> list[Trial]:
-    """The declared trials, including the probe and the follow-up of a search."""
+def trials_of(cells: Sequence[Cell]) -> list[Trial]:
+    """Every kind of trial that the cells may run, including the probe and the follow-up of a search."""
     found: list[Trial] = []
     for cell in cells:
         found += [cell.probe, *([cell.then] if cell.then else [])] if isinstance(cell, MaxBatch) else [cell]
     return found
 
 
-def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = None) -> Plan:
+def make_plan(request: Request, device: str) -> Plan:
     """What is done and what remains. Runs nothing."""
     runs = read_runs(request.folder)
     records = [record for run in runs for record in run.records]
     cells = request.cells(device)
     rounds = request.rounds or (1 if request.smoke else request.experiment.rounds)
     name = folder_name(request.results)
-    machines = machines_of(runs, device, _trials_of(cells), sweep or request.sweep, name)
+    machines = machines_of(runs, device, trials_of(cells), request.sweep, name)
     retry = request.retry
     if request.retry_before is not None:
         records = [r for r in records if r["outcome"] not in retry or r["utc"] >= request.retry_before]

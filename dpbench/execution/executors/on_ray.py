@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpbench.errors import RunEnded, UsageError, last_line, one_of
@@ -26,7 +26,7 @@ from dpbench.execution.lock import held
 from dpbench.execution.loop import Loop, Report
 from dpbench.execution.machines import begin_sweep
 from dpbench.execution.progress import Progress
-from dpbench.execution.runner import Plan, Request, make_plan
+from dpbench.execution.runner import Plan, Request, make_plan, trials_of
 from dpbench.execution.schedule import Block
 from dpbench.execution.shards import Shards
 from dpbench.process.parent import Answer, Place, our_path
@@ -61,12 +61,13 @@ def run(request: Request, progress: Progress) -> Report:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         device = device_of(request.device, nodes)
         cpus = cpus_of(cluster, device, nodes, progress.say)
-        sweep = begin_sweep("ray", address or host_name(), make_plan(request, device).trials())
-        if make_plan(request, device, sweep).schedule.next() is None:
+        sweep = begin_sweep("ray", address or host_name(), trials_of(request.cells(device)))
+        request = replace(request, sweep=sweep)
+        if make_plan(request, device).schedule.next() is None:
             return Report(Counter(), device=device)
         Store(request.folder, {}).close()
         stack.enter_context(held(request.folder, wait=request.wait, say=progress.say))
-        plan = make_plan(request, device, sweep)
+        plan = make_plan(request, device)
         total = int(sum(resources.get("CPU", 0) for resources in nodes))
         executor = _OnRay(plan, cluster, cpus, sweep, blocks=_BLOCKS_FOR_A_CPU * max(total, 1))
         stack.callback(executor.close)
@@ -108,7 +109,7 @@ class _OnRay:
             if cluster.gpu_type is not None:
                 self._bundle[f"accelerator_type:{cluster.gpu_type}"] = 0.001
         self.blocks, self.workers = blocks, cpus
-        trials = plan.trials()
+        trials = trials_of(plan.schedule.cells)
         self._all_libraries = tuple(sorted(set().union(*map(environment.libraries_of, trials))))
         self._with_torch = any("torch" in trial.modules() for trial in trials)
         # Ray would retry forever on a node that is out of memory

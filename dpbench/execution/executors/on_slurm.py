@@ -22,7 +22,7 @@ from dpbench.execution.lock import held
 from dpbench.execution.loop import Interruption, Report
 from dpbench.execution.machines import begin_sweep
 from dpbench.execution.progress import Progress
-from dpbench.execution.runner import Plan, Request, make_plan
+from dpbench.execution.runner import Plan, Request, make_plan, trials_of
 from dpbench.execution.runner import run as run_here
 from dpbench.experiment import load_experiment
 from dpbench.records import environment
@@ -49,7 +49,7 @@ def run(request: Request, progress: Progress) -> Report:
         raise UsageError("an experiment by its name or file for --executor slurm", request.experiment.name)
     device = _device(request.device, cluster)
     queue = Queue(cluster, device, request.folder.resolve() / HOME, run_blocks)
-    sweep = begin_sweep("slurm", queue.cluster, make_plan(request, device).trials())
+    sweep = begin_sweep("slurm", queue.cluster, trials_of(request.cells(device)))
     request = replace(request, sweep=sweep)
     report = Report(Counter(), device=device)
     if make_plan(request, device).schedule.next() is None:
@@ -102,7 +102,7 @@ def _spec(request: Request, plan: Plan, keys: Sequence[str]) -> dict[str, Any]:
     if file.endswith(".py"):
         reference = f"{Path(file).resolve()}{colon}{name}"
     sources: dict[str, str] = {}
-    for trial in plan.trials():
+    for trial in trials_of(plan.schedule.cells):
         sources |= environment.sources_of(trial)
     return {
         "folder": os.getcwd(),
