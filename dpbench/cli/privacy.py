@@ -252,14 +252,15 @@ def table(heading: Sequence[str], rows: Sequence[Row], name: str = "", values: S
         rows: of the accountants.
         name, values: a further column, after the accountants'.
     """
-    cells: list[list[str]] = [["accountant", name, "epsilon", "kind", "seconds", "how"]]
-    for row, value in zip(rows, values or [""] * len(rows), strict=True):
+    cells = [["accountant", "epsilon", "kind", "seconds", "how"]]
+    for row in rows:
         epsilon = rounded(row["epsilon"], {"upper_bound": True, "lower_bound": False}.get(row["kind"]))
         kind, seconds = str(row["kind"] or "-").replace("_", " "), row["detail"].get("seconds")
-        cells.append([row["accountant"], value, epsilon, kind, "-" if seconds is None else f"{seconds:.4f}"])
-        cells[-1].append(_how(row["detail"]))
-    if not name:
-        cells = [[first, *rest] for first, _, *rest in cells]
+        took = "-" if seconds is None else f"{seconds:.4f}"
+        cells.append([row["accountant"], epsilon, kind, took, _how(row["detail"])])
+    if name:
+        for line, value in zip(cells, [name, *values], strict=True):
+            line.insert(1, value)
     return "\n".join([*heading, "", *aligned(cells)])
 
 

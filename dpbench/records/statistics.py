@@ -100,23 +100,15 @@ def compare_paired(
     Raises:
         ValueError: a side has no round in common with its base.
     """
-    sides = [
-        (
-            {number: own[number] for number in own if number in base},
-            {number: base[number] for number in own if number in base},
-        )
-        for own, base in ((a, a_base), (b, b_base))
-    ]
-    if not all(own for own, _ in sides):
-        raise ValueError("expected rounds in common with the base")
-    logs = [_logs(own) - _logs(base) for own, base in sides]
-    levels = [math.exp(float(np.median(ratios))) for ratios in logs]
-
-    def resampled() -> tuple[Array, Array]:
-        first, second = (_medians(side, *series) for side, series in enumerate(sides))
-        return first, second
-
-    return _compare((logs[0], logs[1]), resampled, (levels[0], levels[1]), 0.0, processes)
+    sides = []
+    for own, base in ((a, a_base), (b, b_base)):
+        shared = [number for number in own if number in base]
+        if not shared:
+            raise ValueError("expected rounds in common with the base")
+        sides.append([{number: series[number] for number in shared} for series in (own, base)])
+    first, second = (_logs(own) - _logs(base) for own, base in sides)
+    levels = math.exp(float(np.median(first))), math.exp(float(np.median(second)))
+    return _compare((first, second), lambda: (_medians(0, *sides[0]), _medians(1, *sides[1])), levels, 0.0, processes)
 
 
 def compare_exact(a: Sequence[float], b: Sequence[float]) -> Comparison:
