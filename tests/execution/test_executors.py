@@ -119,17 +119,12 @@ def test_a_search_goes_on_from_the_probes_of_one_device_on_whichever_node():
 
 def test_rounds_of_two_nodes_are_pooled_and_a_ratio_stays_within_one(tmp_path):
     for host, rounds in {"a": [(0, 1.0, 2.0)], "b": [(1, 4.0, 12.0), (2, None, 12.0)], "c": [(2, 1.0, None)]}.items():
-        file = RunFile(tmp_path / f"{host}.jsonl", CPU | {"host": host, "executor": OURS})
+        more = {"schema": 3, "version": "v"}
+        file = RunFile(tmp_path / f"{host}.jsonl", CPU | {"host": host, "executor": OURS}, more=more)
         for number, base, ghost in rounds:
             for backend, seconds in (("nonprivate", base), ("ghost", ghost)):
                 if seconds is not None:
                     file.step("cnn", backend, [seconds], round=number, fingerprint=f"on {host}")
-        text = (
-            file.path.read_text()
-            .replace('"schema": 1', '"schema": 3')
-            .replace('"seconds": 1.0', '"seconds": 1.0, "version": "v"')
-        )
-        file.path.write_text(text)
     frame = overhead.table(read(tmp_path), LeftOut())
     row = frame[frame.backend == "ghost"].iloc[0]
     assert (row.rounds, row.paired_rounds) == (3, 2)  # round 2 has ordinary training on another node

@@ -1,6 +1,5 @@
 """Load, drift and environments: every warning says what is wrong, by how much, and what to do."""
 
-import json
 import os
 from pathlib import Path
 
@@ -13,15 +12,15 @@ from dpbench.records.reader import read
 from dpbench.trials import StepTrial
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SCHEMA_4 = {"schema": 4, "load": 0.5, "version": None, "stolen": None}
 
 
 def test_stolen_time_is_told_of_with_how_much_and_what_to_do(tmp_path):
-    path = steps(tmp_path / "a.jsonl", [1.0, 1.0])
-    head, *trials = [json.loads(text) for text in path.read_text().splitlines()]
-    shares = zip(trials, (0.4, 0.1, 0.0, None), strict=True)
-    trials = [line | {"schema": 4, "load": 0.5, "version": None, "stolen": stolen} for line, stolen in shares]
-    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *trials)))
-    (warning,) = warnings(read(path))
+    file = RunFile(tmp_path / "a.jsonl")
+    for number, stolen in enumerate((0.4, 0.1, 0.0, None)):
+        file.more = SCHEMA_4 | {"stolen": stolen}
+        file.step("cnn", "ghost", [1.0] * 3, round=number)
+    (warning,) = warnings(read(file.path))
     assert "up to 40% of CPU time at 2 of 4 trials (a)" in warning and "another machine" in warning
 
 
@@ -63,13 +62,10 @@ def test_runs_that_began_in_the_same_second_go_by_their_whole_names(tmp_path):
 
 def disturbed(path, environment, load, stolen, factor):
     """A run that met every kind of trouble."""
-    file = RunFile(path, environment=environment)
+    file = RunFile(path, environment, more=SCHEMA_4 | {"load": load, "stolen": stolen})
     for number, seconds in enumerate((1.0, factor, 1.0)):
         for backend in ("nonprivate", "ghost"):
             file.step("cnn", backend, [seconds] * 3 + [factor * seconds] * 3, round=number)
-    head, *lines = [json.loads(text) for text in path.read_text().splitlines()]
-    lines = [line | {"schema": 4, "load": load, "version": None, "stolen": stolen} for line in lines]
-    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
 
 
 @pytest.mark.parametrize("runs", [1, 13])
@@ -103,10 +99,10 @@ def test_one_method_that_gets_slower_is_no_drift_of_the_machine(tmp_path):
 
 
 def loaded(path, load):
-    lines = [json.loads(text) for text in steps(path, [1.0, 1.0]).read_text().splitlines()]
-    lines[1] |= {"schema": 2, "load": load}
-    lines[0]["environment"] |= {"cpus_available": 2, "load_average": 1.0}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = RunFile(path, CPU | {"cpus_available": 2, "load_average": 1.0})
+    for number in range(4):
+        file.more = {"schema": 2, "load": load if number == 0 else None}
+        file.step("cnn", "ghost", [1.0] * 3, round=number)
     return path
 
 

@@ -18,10 +18,13 @@ def save_no_pictures(monkeypatch):
 
 
 class RunFile:
-    """The record file of one run; trials are one second apart, from the minute `start` on."""
+    """The record file of one run; trials are one second apart, from the minute `start` on.
 
-    def __init__(self, path, environment=CPU, experiment="stress_test", start=0):
-        self.path, self.experiment, self.seconds = path, experiment, 60 * start
+    `more` has further fields of the lines to come, such as those of a later schema.
+    """
+
+    def __init__(self, path, environment=CPU, experiment="stress_test", start=0, more=()):
+        self.path, self.experiment, self.seconds, self.more = path, experiment, 60 * start, dict(more)
         path.parent.mkdir(parents=True, exist_ok=True)
         head = {"type": "environment", "schema": 1, "run": path.stem, "utc": self.now(), "environment": environment}
         path.write_text(json.dumps(head) + "\n")
@@ -33,7 +36,7 @@ class RunFile:
     def add(self, trial, result=None, outcome="ok", round=0, fingerprint="v1", evidence=None):
         line = {"type": "trial", "schema": 1, "experiment": self.experiment, "id": trial.id, "round": round}
         line |= {"fingerprint": fingerprint, "trial": trial.describe(), "outcome": outcome, "evidence": evidence}
-        line |= {"seconds": 1.0, "utc": self.now(), "result": result}
+        line |= {"seconds": 1.0, "utc": self.now(), "result": result} | self.more
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         return self
