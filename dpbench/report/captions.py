@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -130,6 +131,16 @@ def span(values: Iterable[object]) -> str:
     """'3', or '3 to 7'."""
     first, *_, last = [*values] * 2
     return f"{first}" if first == last else f"{first} to {last}"
+
+
+def span_of(values: pd.Series[Any], words: Callable[[Any], str]) -> str:
+    """'1.02 to 1.35', from the least to the greatest; one number if they are alike, '' without any.
+
+    Args:
+        words: from a number to its text.
+    """
+    known = values.dropna()
+    return span(map(words, (known.min(), known.max()))) if len(known) else ""
 
 
 def join(values: Iterable[object]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.report import style
-from dpbench.report.captions import span
+from dpbench.report.captions import span_of
 from dpbench.report.summary import several
 from dpbench.trials.backends import PEERS
 
@@ -41,7 +41,7 @@ def paired(frame: pd.DataFrame) -> str:
     said, is_ahead = _peer(wide, ours, largest=False)
     place = "the fastest of our backends" if is_ahead else "the fastest private backend"
     told = known[(known.backend == best) & known.cell.isin(list(ours.index))]
-    pairs = span(f"{count:.0f}" for count in (told.paired_rounds.min(), told.paired_rounds.max()))
+    pairs = span_of(told.paired_rounds, "{:.0f}".format)
     models = told.model.nunique()
     settings = f" in {len(ours)} settings" if len(ours) > models else ""
     text = (
@@ -115,5 +115,5 @@ def _peer(wide: pd.DataFrame, ours: pd.Series[float], largest: bool) -> tuple[st
 
 def _ratios(values: pd.Series[float]) -> str:
     """'1.17× (1.09× to 1.33×)': the median and the range of the cells."""
-    middle, ends = style.times(values.median()), span(map(style.times, (values.min(), values.max())))
+    middle, ends = style.times(values.median()), span_of(values, style.times)
     return middle if middle == ends else f"{middle} ({ends})"

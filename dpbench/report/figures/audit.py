@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import style
-from dpbench.report.captions import span
+from dpbench.report.captions import span_of
 from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, place, sheet
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import digits, rounded_epsilon
@@ -75,20 +75,27 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 def text(frame: pd.DataFrame) -> pd.DataFrame:
     """A row for each fault, backend and form of batches, over its seeds."""
     certified = partial(rounded_epsilon, kind="lower_bound", digits=3)
+    three, four = digits(3), digits(4)
     rows = []
     for setting, part in _grouped(frame):
         fault, backend, form, rate = setting
         by = _counts(part)
         rows.append(
-            {"engine": FAULTS.get(fault, fault) or "as it is", "backend": backend, "batches": form, "q": f"{rate:g}"}
-            | {"runs": len(part), "ε claimed": _range(part.claimed_epsilon.round(2))}
-            | {"ε certified": _range(part.epsilon_lower_bound, certified), "μ claimed": _range(part.claimed_mu)}
-            | {
-                "μ certified": _range(part.mu_lower_bound, certified),
-                "noise / claim": _range(part.sigma_hat, digits(4)),
+            {
+                "engine": FAULTS.get(fault, fault) or "as it is",
+                "backend": backend,
+                "batches": form,
+                "q": f"{rate:g}",
+                "runs": len(part),
+                "ε claimed": span_of(part.claimed_epsilon.round(2), three),
+                "ε certified": span_of(part.epsilon_lower_bound, certified),
+                "μ claimed": span_of(part.claimed_mu, three),
+                "μ certified": span_of(part.mu_lower_bound, certified),
+                "noise / claim": span_of(part.sigma_hat, four),
+                "sensitivity / C": span_of(part.sensitivity, four),
+                "refuted by": ", ".join(f"{_HEADS[t]} {by[t]}" for t in TESTS if by[t]),
+                "verdict": _verdict(part),
             }
-            | {"sensitivity / C": _range(part.sensitivity, digits(4))}
-            | {"refuted by": ", ".join(f"{_HEADS[t]} {by[t]}" for t in TESTS if by[t]), "verdict": _verdict(part)}
         )
     return pd.DataFrame(rows)
 
@@ -191,12 +198,6 @@ def _verdict(part: pd.DataFrame) -> str:
     """'found in 5 of 5'."""
     worst = _worst(part)
     return f"{worst} in {(part.verdict == worst).sum()} of {len(part)}"
-
-
-def _range(values: pd.Series[float], words: Callable[[float], str] = "{:.3g}".format) -> str:
-    """'1.02 to 1.35'; one number if all are alike, '' if there are none."""
-    known = values.dropna()
-    return span([words(value) for value in (known.min(), known.max())]) if len(known) else ""
 
 
 FIGURE = FigureKind(("audit",), table, text, _caption, plot, _finding)

@@ -79,10 +79,7 @@ def _order(item: tuple[tuple[str, str, str], Any]) -> tuple[Any, ...]:
     return library != ALL, library, task, style.backend_key(backend)
 
 
-def _share(value: float) -> str:
-    return "–" if style.missing(value) else f"{100 * float(value):.1f} %"
-
-
+_share = of("exact_share", readable.as_percent, "–")
 _TEXT = {
     "Library": of("library"),
     "Task": of("task"),
@@ -93,7 +90,7 @@ _TEXT = {
     "Refused": of("refused"),
     "Wrong": of("wrong"),
     "Crashed": of("crash"),
-    "Exact of built": lambda r: _share(r.exact_share),
+    "Exact of built": _share,
 }
 
 
@@ -165,7 +162,7 @@ def _bars(axes: Axes, groups: Sequence[tuple[Any, pd.DataFrame]], room: float) -
             colors = [color for _, color in PARTS.values()]
             axes.barh([y + _ROW / 2] * len(PARTS), shares, 0.8 * _ROW, starts, color=colors, linewidth=0, zorder=2)
             faults = ((row.wrong, "wrong"), (row.crash, "crashed"))
-            numbers = "  ".join([_share(row.exact_share), *(f"{count} {word}" for count, word in faults if count)])
+            numbers = "  ".join([_share(row), *(f"{count} {word}" for count, word in faults if count)])
             beside(axes, 1, y + _ROW / 2, 5, numbers, fontsize=7.6)
             places.append(y + _ROW / 2)
             names.append(style.backend(row.backend).name)

@@ -15,7 +15,7 @@ import pandas as pd
 
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable, style
-from dpbench.report.captions import span
+from dpbench.report.captions import span_of
 from dpbench.report.data.statistics import Row, frame_of, in_order
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import BACKEND, BATCH, MODEL, of
@@ -304,14 +304,10 @@ def _launches_finding(frame: pd.DataFrame) -> str:
         return ""
     best = str(private.groupby("backend").launches_ratio.median().idxmin())
     own = private[private.backend == best]
-    told = [f"{_range(own[f'{name}_ratio'])} the {word}" for name, word in _COUNTED.items()]
+    told = [f"{span_of(own[f'{name}_ratio'], style.times)} the {word}" for name, word in _COUNTED.items()]
     said = f"{style.backend(best).name} takes {told[0]}, {told[1]} and {told[2]} of ordinary training"
     times = own.seconds_ratio.dropna()
-    return said + (f", and of the predicted time {_range(times)}." if len(times) else ".")
-
-
-def _range(ratios: pd.Series[float]) -> str:
-    return span(map(style.times, (ratios.min(), ratios.max())))
+    return said + (f", and of the predicted time {span_of(times, style.times)}." if len(times) else ".")
 
 
 FIGURES = {

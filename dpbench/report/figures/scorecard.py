@@ -45,7 +45,7 @@ def moves(frame: pd.DataFrame) -> pd.DataFrame:
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
     """The table with the backends' names; "exact" is one letter, so that other results stand out."""
-    short = frame.replace({"exact": "·", "refuses": "refuses", "wrong": "**wrong**"})
+    short = frame.replace({"exact": "·", "wrong": "**wrong**"})
     return short.rename(columns={name: style.backend(name).name for name in frame.columns[1:]})
 
 
