@@ -153,7 +153,7 @@ def _table(rows: Sequence[_Row]) -> list[str]:
     return aligned([head, *cells], range(3, 8))
 
 
-def _summary(plan: Plan, rows: Sequence[_Row], minutes: float | None = None) -> str:
+def _summary(plan: Plan, rows: Sequence[_Row], minutes: float | None) -> str:
     """A line with what is done and left, and with `minutes`, how many runs of that length remain."""
     done, left, pruned, failed = (sum(getattr(row, n) for row in rows) for n in ("done", "left", "pruned", "failed"))
     text = f"done {done}, remaining {left}, pruned {pruned}, failed {failed}"

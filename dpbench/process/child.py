@@ -24,7 +24,7 @@ from dpbench.trials.reference import load_object
 TELL_WHERE = signal.SIGUSR1
 
 
-def run_in_child(trial: Trial, server: int, answer: int, log: int, inherited: Sequence[int] = ()) -> NoReturn:
+def run_in_child(trial: Trial, server: int, answer: int, log: int, inherited: Sequence[int]) -> NoReturn:
     """Run `trial` in this process, just forked from `server`; write its answer to `answer`, all output to `log`.
 
     Closes the `inherited` descriptors of the server. Never returns, since the server's code must not run twice.

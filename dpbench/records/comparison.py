@@ -102,7 +102,7 @@ def compare_records(
     return sorted(rows, key=_order), alone[0], alone[1]
 
 
-def _cells_of(records: Sequence[Record], left_out: LeftOut, across: bool = False) -> dict[str, Cell]:
+def _cells_of(records: Sequence[Record], left_out: LeftOut, across: bool) -> dict[str, Cell]:
     """The cells of one side by their key, each with the newest records of its newest version."""
     known = [r for r in records if r.kind in KINDS]
     left_out["of kinds that hold no time and no memory"] += len(records) - len(known)

@@ -47,7 +47,7 @@ class Mark:
     x: float
     y: float
     label: str
-    offset: tuple[float, float] = (-5.0, 5.0)
+    offset: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Panel:
     note: tuple[str, str] | None = None
 
 
-def panels(drawn: Sequence[Panel], caption: str, across: int = 2, height: float = 2.75, published: str = "") -> Figure:
+def panels(drawn: Sequence[Panel], caption: str, *, height: float, across: int = 2, published: str = "") -> Figure:
     """Rows of panels of equal size.
 
     Args:
