@@ -37,8 +37,8 @@ def finding(name, ratios=(1.5,) * 5, memory=1.1, largest=1000, ended="full", sta
 ORDINARY = finding("nonprivate", 1.0, 1.0, 2000)
 
 
-def advice(*findings, batch_size=32):
-    return verdict([ORDINARY, *findings], batch_size, "16 GiB")
+def advice(*findings):
+    return verdict([ORDINARY, *findings], 32, "16 GiB")
 
 
 class Clock:

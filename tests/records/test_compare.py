@@ -13,8 +13,8 @@ from dpbench.trials.whole_step import TrainingStepTrial
 BACKENDS = {"nonprivate": 0.1, "ghost": 0.25, "bk_mixed": 0.12}
 
 
-def times(generator, seconds, noise=0.02, count=5):
-    return [seconds * generator.lognormvariate(0, noise) for _ in range(count)]
+def times(generator, seconds, noise):
+    return [seconds * generator.lognormvariate(0, noise) for _ in range(5)]
 
 
 def write_steps(path, seed, factors=None, rounds=7, noise=0.02, drift=0.03, environment=CPU, **fields):
@@ -29,9 +29,9 @@ def write_steps(path, seed, factors=None, rounds=7, noise=0.02, drift=0.03, envi
     return file
 
 
-def write_overhead(path, seed, factors=None, rounds=7, **options):
+def write_overhead(path, seed, factors=None, **options):
     generator = random.Random(seed)
-    machine = [generator.lognormvariate(0, 0.03) for _ in range(rounds)]
+    machine = [generator.lognormvariate(0, 0.03) for _ in range(7)]
     series = {
         name: [seconds * f * (factors or {}).get(name, 1.0) * generator.lognormvariate(0, 0.01) for f in machine]
         for name, seconds in BACKENDS.items()

@@ -8,19 +8,19 @@ from dpbench.records.statistics import compare, compare_exact, compare_paired, l
 ROUNDS, STEPS = 7, 5
 
 
-def drifting(generator, cases, rounds=ROUNDS, correlation=0.8, size=0.03):
+def drifting(generator, cases, correlation=0.8, size=0.03):
     """Logarithms of a machine's speed, an autoregression over rounds: stationary, with standard deviation `size`."""
     state = generator.normal(0, size, cases)
     path = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         path.append(state)
         state = correlation * state + generator.normal(0, size * np.sqrt(1 - correlation**2), cases)
     return np.exp(np.stack(path, axis=1))[:, :, None]
 
 
-def measured(generator, seconds, noise, drift, steps=STEPS):
+def measured(generator, seconds, noise, drift):
     """Series of `drift`'s cases and rounds: `seconds` times drift times lognormal noise on every step."""
-    values = seconds * drift * generator.lognormal(0, noise, (*drift.shape[:2], steps))
+    values = seconds * drift * generator.lognormal(0, noise, (*drift.shape[:2], STEPS))
     return [dict(enumerate(rounds.tolist())) for rounds in values]
 
 

@@ -10,20 +10,21 @@ from dpbench.report import style
 from dpbench.trials import EpsilonTrial, MapTrial, OverheadTrial, PeakTrial, StepTrial
 
 MODELS = ["cnn", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16", "vgg19"]
+COUNT = 10_000
 ACCOUNTANTS = ["moments", "rdp", "gdp", "prv", "pld", "prv:lower"]
 
 
-def write_many(folder, count=10_000, experiment="campaign"):
-    """Write exactly `count` records in two runs; returns the number that failed."""
+def write_many(folder):
+    """Write exactly `COUNT` records in two runs; returns the number that failed."""
     folder.mkdir(parents=True)
-    lines = list(itertools.islice(_trials(random.Random(0)), count))
-    assert len(lines) == count
-    for name, part in (("a", lines[: count // 2]), ("b", lines[count // 2 :])):
+    lines = list(itertools.islice(_trials(random.Random(0)), COUNT))
+    assert len(lines) == COUNT
+    for name, part in (("a", lines[: COUNT // 2]), ("b", lines[COUNT // 2 :])):
         head = {"type": "environment", "schema": 2, "run": name, "utc": "2026-01-01T00:00:00Z", "environment": CPU}
         with (folder / f"{name}.jsonl").open("w") as file:
             file.write(json.dumps(head) + "\n")
             for second, (trial, round_, outcome, evidence, result) in enumerate(part):
-                line = {"type": "trial", "schema": 2, "experiment": experiment, "id": trial.id, "round": round_}
+                line = {"type": "trial", "schema": 2, "experiment": "campaign", "id": trial.id, "round": round_}
                 line |= {"fingerprint": "v1", "trial": trial.describe(), "outcome": outcome, "evidence": evidence}
                 utc = f"2026-01-0{1 + (name == 'b')}T{second // 3600:02d}:{second // 60 % 60:02d}:{second % 60:02d}Z"
                 file.write(json.dumps(line | {"seconds": 1.0, "utc": utc, "load": 0.5, "result": result}) + "\n")
