@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,18 @@ def trials_here() -> Iterator[None]:
 
     with answered_here():
         yield
+
+
+@pytest.fixture
+def dpbench(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process: its exit code, standard output and standard error."""
+    from dpbench.cli import main
+
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return run
 
 
 def pytest_unconfigure() -> None:

@@ -6,30 +6,24 @@ import pytest
 
 import accounting
 from accounting import ACCOUNTANTS, SubsampledGaussian, load_accountant
-from dpbench.cli import main
 
 GIVEN = {"target_epsilon": "1", "sample_rate": "0.01", "steps": "10000", "delta": "1e-5"}
 
 
 def words(*more, **changes):
     options = {name: value for name, value in (GIVEN | changes).items() if value is not None}
-    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)] + list(more)
+    given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return ["calibrate", *given, *more]
 
 
-def calibrate(*more, capsys, **changes):
-    code = main(["calibrate", *words(*more, **changes)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def rows(*more, capsys, **changes):
-    code, out, err = calibrate("--format", "json", *more, capsys=capsys, **changes)
+def rows(dpbench, *more, **changes):
+    code, out, err = dpbench(*words("--format", "json", *more, **changes))
     assert (code, err) == (0, "")
     return {row["accountant"]: row for row in json.loads(out)}
 
 
-def test_json_has_every_accountant_within_the_target(capsys):
-    found = rows(capsys=capsys)
+def test_json_has_every_accountant_within_the_target(dpbench):
+    found = rows(dpbench)
     assert list(found) == list(ACCOUNTANTS)
     for name, row in found.items():
         assert {"accountant", "noise_multiplier", "epsilon", "kind", "steps", "sample_rate", "detail"} <= set(row)
@@ -49,51 +43,51 @@ def test_json_has_every_accountant_within_the_target(capsys):
         ("noise-multiplier", {"epochs": "100", "steps": None}, "noise_multiplier", 3.8, 5.0),
     ],
 )
-def test_each_unknown(unknown, given, key, low, high, capsys):
-    found = rows("--solve", unknown, "--accountant", "moments", "--accountant", "rdp", capsys=capsys, **given)
+def test_each_unknown(unknown, given, key, low, high, dpbench):
+    found = rows(dpbench, "--solve", unknown, "--accountant", "moments", "--accountant", "rdp", **given)
     for row in found.values():
         assert low < row[key] < high and row["epsilon"] <= 1.0
         assert row["epochs"] == pytest.approx(row["steps"] * row["sample_rate"])
 
 
-def test_the_table_rounds_to_the_safe_side(capsys):
-    code, out, _ = calibrate("--accountant", "rdp", capsys=capsys)
+def test_the_table_rounds_to_the_safe_side(dpbench):
+    code, out, _ = dpbench(*words("--accountant", "rdp"))
     assert code == 0
     assert "smallest noise multiplier with ε ≤ 1 at δ = 1e-05, sample rate 0.01, steps 10,000" in out
     name, sigma, epsilon, *kind = out.splitlines()[-1].split()
-    exact = rows("--accountant", "rdp", capsys=capsys)["rdp"]
+    exact = rows(dpbench, "--accountant", "rdp")["rdp"]
     assert (name, kind[:2]) == ("rdp", ["upper", "bound"])
     assert exact["noise_multiplier"] <= float(sigma) <= exact["noise_multiplier"] * (1 + 1e-5)
     assert exact["epsilon"] <= float(epsilon)
 
 
-def test_a_target_out_of_reach_is_a_row_and_the_others_answer(capsys):
-    found = rows(capsys=capsys, target_epsilon="0.3")
+def test_a_target_out_of_reach_is_a_row_and_the_others_answer(dpbench):
+    found = rows(dpbench, target_epsilon="0.3")
     assert found["moments"]["noise_multiplier"] is None and found["moments"]["epsilon"] is None
     assert "still 0.3598" in found["moments"]["detail"]["reason"]
     assert found["rdp"]["epsilon"] <= 0.3
-    _, out, _ = calibrate("--accountant", "moments", capsys=capsys, target_epsilon="0.3")
+    _, out, _ = dpbench(*words("--accountant", "moments", target_epsilon="0.3"))
     assert out.splitlines()[-1].split()[:3] == ["moments", "-", "-"]
 
 
-def test_under_another_scheme(capsys):
+def test_under_another_scheme(dpbench):
     scheme = {"sampling": "shuffled", "steps": "400"}
-    found = rows(capsys=capsys, **scheme)
+    found = rows(dpbench, **scheme)
     assert list(found) == ["shuffled", *ACCOUNTANTS]
     assert found["shuffled"]["kind"] == "lower_bound"
     assert found["shuffled"]["noise_multiplier"] < found["prv"]["noise_multiplier"]
     assert "no valid bound" in found["gdp"]["detail"]["reason"]
     assert {row["detail"].get("adjacency", "zero_out") for row in found.values()} == {"zero_out"}
-    _, out, _ = calibrate("--accountant", "rdp", capsys=capsys, **scheme)
+    _, out, _ = dpbench(*words("--accountant", "rdp", **scheme))
     assert "shuffled batches, making one record's gradient zero" in out
 
 
-def test_a_risk_may_be_the_target(capsys):
+def test_a_risk_may_be_the_target(dpbench):
     given = ["--sample-rate", "0.02", "--steps", "50", "--delta", "1e-5", "--accountant", "rdp", "--format", "json"]
-    assert main(["calibrate", "--target-advantage", "0.15", *given]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    code, out, _ = dpbench("calibrate", "--target-advantage", "0.15", *given)
+    (row,) = json.loads(out)
     step = SubsampledGaussian(row["noise_multiplier"], 0.02)
-    assert 0.149 < accounting.risk("rdp", step, steps=50, delta=1e-5)["advantage"] <= 0.15
+    assert code == 0 and 0.149 < accounting.risk("rdp", step, steps=50, delta=1e-5)["advantage"] <= 0.15
     assert row["epsilon"] == load_accountant("rdp").epsilon(step, steps=50, delta=1e-5)
-    assert main(["calibrate", "--target-tpr", "0.01", "--fpr", "0.001", *given]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["detail"]["tpr"] <= 0.01
+    code, out, _ = dpbench("calibrate", "--target-tpr", "0.01", "--fpr", "0.001", *given)
+    assert code == 0 and json.loads(out)[0]["detail"]["tpr"] <= 0.01

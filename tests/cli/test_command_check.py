@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE
 
-from dpbench.cli import check, main
+from dpbench.cli import check
 from dpbench.process.parent import Answer
 from dpbench.trials.outcome import Outcome
 
@@ -37,15 +37,14 @@ def models(tmp_path):
     return file
 
 
-def run(*arguments: str, capsys) -> tuple[int, list[dict], str]:
-    code = main(["check", *arguments, "--format", "json"])
-    out, err = capsys.readouterr()
+def run(dpbench, *arguments: str) -> tuple[int, list[dict], str]:
+    code, out, err = dpbench("check", *arguments, "--format", "json")
     return code, json.loads(out), err
 
 
-def test_rows_of_the_contract_in_the_order_asked_for(models, capsys, trials_here):
+def test_rows_of_the_contract_in_the_order_asked_for(models, dpbench, trials_here):
     asked = ["--backend", "mixed_ghost", "--backend", "microbatch", "--backend", "mixed_ghost"]
-    code, rows, err = run("--model", f"{models}:small", *asked, capsys=capsys)
+    code, rows, err = run(dpbench, "--model", f"{models}:small", *asked)
     assert code == 0
     assert [list(row) for row in rows] == [FIELDS] * 2
     assert [row["backend"] for row in rows] == ["mixed_ghost", "microbatch"]
@@ -57,9 +56,9 @@ def test_rows_of_the_contract_in_the_order_asked_for(models, capsys, trials_here
     assert len(lines) == 2 and lines[0].startswith("[1/2, ") and lines[1].endswith(": ok")
 
 
-def test_a_model_that_raises_is_an_error_row_and_the_rest_goes_on(models, capsys, trials_here):
+def test_a_model_that_raises_is_an_error_row_and_the_rest_goes_on(models, dpbench, trials_here):
     asked = ["--model", f"{models}:raises", "--model", f"{models}:small", "--backend", "vmap"]
-    code, rows, _ = run(*asked, capsys=capsys)
+    code, rows, _ = run(dpbench, *asked)
     assert code == 1
     assert [row["status"] for row in rows] == ["error", "ok"]
     assert "no such thing" in rows[0]["reason"] and "\n" not in rows[0]["reason"]
@@ -82,18 +81,18 @@ GOOD = {"max_norm_error": 0.0, "max_grad_error": 1e-16, "coverage": {}}
     ],
     ids=lambda value: value.outcome.value if isinstance(value, Answer) else "",
 )
-def test_every_end_of_a_trial_has_its_row_and_its_exit_code(ended, status, reason, code, capsys, monkeypatch):
+def test_every_end_of_a_trial_has_its_row_and_its_exit_code(ended, status, reason, code, dpbench, monkeypatch):
     monkeypatch.setattr(check, "answers", lambda trials: [(trial, ended) for trial in trials])
-    found, rows, _ = run("--model", "cnn", "--backend", "vmap", capsys=capsys)
+    found, rows, _ = run(dpbench, "--model", "cnn", "--backend", "vmap")
     assert (found, rows[0]["status"], rows[0]["reason"]) == (code, status, reason)
     assert list(rows[0]) == FIELDS
 
 
-def test_the_default_is_every_built_in_model_and_every_backend(capsys, monkeypatch):
+def test_the_default_is_every_built_in_model_and_every_backend(dpbench, monkeypatch):
     seen = []
     ended = Answer(1, Outcome.UNSUPPORTED, "why", None, 1.0)
     monkeypatch.setattr(check, "answers", lambda trials: [(trial, ended) for trial in seen.extend(trials) or trials])
-    code, rows, _ = run(capsys=capsys)
+    code, rows, _ = run(dpbench)
     from clipping import BACKENDS
     from dpbench.models.references import BUILTIN
 
@@ -102,12 +101,13 @@ def test_the_default_is_every_built_in_model_and_every_backend(capsys, monkeypat
     assert all(t.dtype == "float64" and t.device == "cpu" and t.image_size == 32 and t.batch_size >= 2 for t in seen)
 
 
-def test_the_table_is_for_reading(capsys, monkeypatch):
+def test_the_table_is_for_reading(dpbench, monkeypatch):
     good = {"max_norm_error": 0.0, "max_grad_error": 2.5e-16, "coverage": {"ghost": 0.75, "instantiated": 0.25}}
     ends = iter([Answer(1, Outcome.OK, None, good, 1.0), Answer(2, Outcome.UNSUPPORTED, "LSTM:\n no rule", None, 1.0)])
     monkeypatch.setattr(check, "answers", lambda trials: [(trial, next(ends)) for trial in trials])
-    assert main(["check", "--model", "cnn", "--backend", "ghost", "--backend", "vmap"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+    code, out, _ = dpbench("check", "--model", "cnn", "--backend", "ghost", "--backend", "vmap")
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
         ["model", "backend", "status", "norms", "gradients", "coverage", "reason"],
         ["cnn", "ghost", "ok", "0.0e+00", "2.5e-16", "75.0%", "ghost,", "25.0%", "instantiated"],
         ["cnn", "vmap", "unsupported", "-", "-", "-", "LSTM:", "no", "rule"],

@@ -7,15 +7,8 @@ import pytest
 
 import accounting
 from accounting import Accountant, SubsampledGaussian, compose
-from dpbench.cli import main
 
 POINT = ["--sample-rate", "0.01", "--noise-multiplier", "4", "--steps", "10000", "--delta", "1e-5"]
-
-
-def dpbench(*args, capsys):
-    code = main(["epsilon", *args])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def point(**changes):
@@ -24,8 +17,8 @@ def point(**changes):
     return [word for item in options.items() for word in item]
 
 
-def test_json_rows(capsys):
-    code, out, err = dpbench(*POINT, "--format", "json", capsys=capsys)
+def test_json_rows(dpbench):
+    code, out, err = dpbench("epsilon", *POINT, "--format", "json")
     rows = json.loads(out)
     assert (code, err) == (0, "")
     assert [row["accountant"] for row in rows] == list(accounting.ACCOUNTANTS)
@@ -36,9 +29,9 @@ def test_json_rows(capsys):
     assert (rows[2]["detail"]["sampling"], rows[2]["detail"]["adjacency"]) == ("poisson", "add_remove")
 
 
-def test_chosen_accountants_in_the_order_asked(capsys):
+def test_chosen_accountants_in_the_order_asked(dpbench):
     chosen = ["--accountant", "strong:published", "--accountant", "moments", "--accountant", "moments"]
-    _, out, _ = dpbench(*POINT, *chosen, "--format", "json", capsys=capsys)
+    _, out, _ = dpbench("epsilon", *POINT, *chosen, "--format", "json")
     rows = json.loads(out)
     assert [(row["accountant"], row["kind"]) for row in rows] == [
         ("strong:published", "heuristic"),
@@ -46,17 +39,17 @@ def test_chosen_accountants_in_the_order_asked(capsys):
     ]
 
 
-def test_an_infinite_epsilon_is_a_string(capsys):
-    code, out, _ = dpbench(*point(delta="0"), "--format", "json", capsys=capsys)
+def test_an_infinite_epsilon_is_a_string(dpbench):
+    code, out, _ = dpbench("epsilon", *point(delta="0"), "--format", "json")
     assert code == 0
     assert [row["epsilon"] for row in json.loads(out)] == ["inf"] * len(accounting.ACCOUNTANTS)
-    code, out, _ = dpbench(*point(noise_multiplier="1e-3"), "--format", "json", capsys=capsys)
+    code, out, _ = dpbench("epsilon", *point(noise_multiplier="1e-3"), "--format", "json")
     assert code == 0
     json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
 
 
-def test_table_states_setting_scheme_adjacency_and_kind(capsys):
-    code, out, _ = dpbench(*POINT, "--accountant", "moments", "--accountant", "strong:published", capsys=capsys)
+def test_table_states_setting_scheme_adjacency_and_kind(dpbench):
+    code, out, _ = dpbench("epsilon", *POINT, "--accountant", "moments", "--accountant", "strong:published")
     assert code == 0
     assert "Poisson sampling" in out and "adding or removing one record" in out
     assert "10,000 steps" in out and "1e-05" in out
@@ -67,7 +60,7 @@ def test_table_states_setting_scheme_adjacency_and_kind(capsys):
     assert "order=19" in moments and "no upper bound" in published
 
 
-def test_an_accountant_without_an_answer_leaves_the_others_theirs(capsys, monkeypatch):
+def test_an_accountant_without_an_answer_leaves_the_others_theirs(dpbench, monkeypatch):
     class Broken(Accountant):
         def _inside(self, mechanism, steps, delta):
             return float("nan"), {}
@@ -76,34 +69,34 @@ def test_an_accountant_without_an_answer_leaves_the_others_theirs(capsys, monkey
     monkeypatch.setitem(
         accounting.ACCOUNTANTS, "simple", accounting.AccountantInfo("accounting:Broken", "never answers")
     )
-    code, out, _ = dpbench(*POINT, "--format", "json", capsys=capsys)
+    code, out, _ = dpbench("epsilon", *POINT, "--format", "json")
     simple, strong, moments, *_ = json.loads(out)
     assert code == 0
     assert simple["epsilon"] is None and "nan" in simple["detail"]["reason"]
     assert strong["epsilon"] > moments["epsilon"] > 0
-    code, out, _ = dpbench(*POINT, capsys=capsys)
+    code, out, _ = dpbench("epsilon", *POINT)
     assert code == 0 and "1.25858" in out
 
 
-def test_a_scheme_has_its_own_accountants_and_says_where_there_is_no_bound(capsys):
+def test_a_scheme_has_its_own_accountants_and_says_where_there_is_no_bound(dpbench):
     scheme = ["--sampling", "shuffled", "--adjacency", "replace_one"]
-    code, out, _ = dpbench(*point(steps="400"), *scheme, "--format", "json", capsys=capsys)
+    code, out, _ = dpbench("epsilon", *point(steps="400"), *scheme, "--format", "json")
     rows = {row["accountant"]: row for row in json.loads(out)}
     assert code == 0
     assert (rows["shuffled"]["kind"], rows["prv"]["kind"]) == ("lower_bound", "upper_bound")
     assert 0 < rows["shuffled"]["epsilon"] < rows["prv"]["epsilon"]
     assert rows["gdp"]["epsilon"] is None and "no valid bound" in rows["gdp"]["detail"]["reason"]
-    _, out, _ = dpbench(*point(steps="400"), *scheme, "--accountant", "gdp", capsys=capsys)
+    _, out, _ = dpbench("epsilon", *point(steps="400"), *scheme, "--accountant", "gdp")
     assert "shuffled batches, replacing one record" in out
-    _, out, _ = dpbench(*point(steps="400"), *scheme[:2], "--accountant", "prv", capsys=capsys)
+    _, out, _ = dpbench("epsilon", *point(steps="400"), *scheme[:2], "--accountant", "prv")
     assert "shuffled batches, making one record's gradient zero" in out
-    _, out, _ = dpbench(*point(steps="400"), *scheme[:2], "--accountant", "gdp", capsys=capsys)
+    _, out, _ = dpbench("epsilon", *point(steps="400"), *scheme[:2], "--accountant", "gdp")
     assert out.splitlines()[-1].split()[:3] == ["gdp", "-", "estimate"]
 
 
-def test_truncated_batches_need_their_sizes(capsys):
+def test_truncated_batches_need_their_sizes(dpbench):
     sizes = ["--sampling", "truncated_poisson", "--dataset-size", "60000", "--max-batch-size", "700"]
-    code, out, _ = dpbench(*POINT, *sizes, "--accountant", "prv", capsys=capsys)
+    code, out, _ = dpbench("epsilon", *POINT, *sizes, "--accountant", "prv")
     assert code == 0 and "60,000 records, 700 kept in a batch at most" in out
 
 
@@ -116,31 +109,32 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize("command", ["epsilon", "calibrate"])
-def test_rate_and_steps_as_people_know_them(command, capsys):
+def test_rate_and_steps_as_people_know_them(command, dpbench):
     other = {"epsilon": ["--noise-multiplier", "1.1"], "calibrate": ["--target-epsilon", "1"]}[command]
     found = []
     for length in LENGTHS:
         given = [command, *length, *other, "--delta", "1e-5", "--accountant", "moments", "--format", "json"]
-        assert main(given) == 0
-        found.append([row["epsilon"] for row in json.loads(capsys.readouterr().out)])
+        code, out, _ = dpbench(*given)
+        assert code == 0
+        found.append([row["epsilon"] for row in json.loads(out)])
     assert found[0] == found[1] == found[2] == found[3]
 
 
-def test_the_best_bound_is_first_and_what_bounds_nothing_is_last(capsys):
-    _, out, _ = dpbench(*point(noise_multiplier="0.001", delta="1e-15"), capsys=capsys)
+def test_the_best_bound_is_first_and_what_bounds_nothing_is_last(dpbench):
+    _, out, _ = dpbench("epsilon", *point(noise_multiplier="0.001", delta="1e-15"))
     names = [line.split()[0] for line in out.splitlines()[4:]]
     answers = [line.split()[1] for line in out.splitlines()[4:]]
     assert answers.index("-") > max(i for i, answer in enumerate(answers) if answer != "-")
     assert names.index("gdp") > names.index("simple")
 
 
-def test_no_answer_of_the_only_one_is_exit_1(capsys):
+def test_no_answer_of_the_only_one_is_exit_1(dpbench):
     asked = [*point(noise_multiplier="0.001", delta="1e-15"), "--accountant", "pld"]
-    assert dpbench(*asked, capsys=capsys)[0] == 1
-    assert dpbench(*asked, "--accountant", "rdp", capsys=capsys)[0] == 0
+    assert dpbench("epsilon", *asked)[0] == 1
+    assert dpbench("epsilon", *asked, "--accountant", "rdp")[0] == 0
 
 
-def test_an_accountant_of_ones_own(tmp_path, capsys):
+def test_an_accountant_of_ones_own(tmp_path, dpbench):
     file = tmp_path / "mine.py"
     file.write_text(
         "from accounting import Accountant, load_accountant\n"
@@ -149,11 +143,11 @@ def test_an_accountant_of_ones_own(tmp_path, capsys):
         "        return super().guarantee(mechanism, steps=2 * steps, delta=delta)\n"
         "class Other:\n    pass\n"
     )
-    code, out, _ = dpbench(*POINT, "--accountant", f"{file}:Twice", "--format", "json", capsys=capsys)
-    _, twice, _ = dpbench(*point(steps="20000"), "--accountant", "rdp", "--format", "json", capsys=capsys)
+    code, out, _ = dpbench("epsilon", *POINT, "--accountant", f"{file}:Twice", "--format", "json")
+    _, twice, _ = dpbench("epsilon", *point(steps="20000"), "--accountant", "rdp", "--format", "json")
     assert code == 0 and json.loads(out)[0]["epsilon"] == json.loads(twice)[0]["epsilon"]
     for name, words in ((f"{file}:Other", "expected an accounting.Accountant"), (f"{file}:Nobody", "to be made")):
-        code, out, err = dpbench(*POINT, "--accountant", name, capsys=capsys)
+        code, out, err = dpbench("epsilon", *POINT, "--accountant", name)
         assert (code, err.count("\n")) == (2, 1) and words in err
 
 
@@ -174,28 +168,27 @@ OWN += "    def _inside(self, m, steps, delta):\n        print('asked')\n       
     ],
 )
 @pytest.mark.parametrize("command", ["epsilon", "calibrate"])
-def test_what_an_accountant_of_ones_own_gets_wrong_is_one_line(command, body, said, tmp_path, monkeypatch, capsys):
+def test_what_an_accountant_of_ones_own_gets_wrong_is_one_line(command, body, said, tmp_path, monkeypatch, dpbench):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN + body)
     asked = POINT if command == "epsilon" else [*POINT[:2], *POINT[4:], "--target-epsilon", "1"]
-    assert main([command, *asked, "--accountant", "mine.py:A", "--format", "json"]) == 2
-    out, err = capsys.readouterr()
+    code, out, err = dpbench(command, *asked, "--accountant", "mine.py:A", "--format", "json")
     printed, line = err.rsplit("asked\n", 1)
-    assert out == "" and printed.startswith("loaded\n") and said in line and line.count("\n") == 1
+    assert (code, out) == (2, "") and printed.startswith("loaded\n") and said in line and line.count("\n") == 1
 
 
-def test_an_accountant_s_file_that_exits_is_one_line(tmp_path, capsys):
+def test_an_accountant_s_file_that_exits_is_one_line(tmp_path, dpbench):
     (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
-    code, out, err = dpbench(*POINT, "--accountant", f"{tmp_path}/mine.py:A", capsys=capsys)
+    code, out, err = dpbench("epsilon", *POINT, "--accountant", f"{tmp_path}/mine.py:A")
     assert (code, out, err.count("\n")) == (2, "", 1) and "to be made, got 'SystemExit: 0'" in err
 
 
-def test_numbers_of_numpy_and_a_reason_that_is_no_text_are_shown(tmp_path, capsys):
+def test_numbers_of_numpy_and_a_reason_that_is_no_text_are_shown(tmp_path, dpbench):
     (tmp_path / "mine.py").write_text(f"import numpy as np\n{OWN}return np.float32(1.5), {{'reason': 5}}\n")
     asked = [*POINT, "--accountant", f"{tmp_path}/mine.py:A"]
-    code, out, _ = dpbench(*asked, "--format", "json", capsys=capsys)
+    code, out, _ = dpbench("epsilon", *asked, "--format", "json")
     assert (code, json.loads(out)[0]["epsilon"]) == (0, 1.5)
-    assert dpbench(*asked, capsys=capsys)[0] == 0
+    assert dpbench("epsilon", *asked)[0] == 0
 
 
 PHASES = """delta = 1e-5
@@ -213,43 +206,43 @@ steps = 50
 """
 
 
-def test_risk_of_every_valid_row_is_in_the_json(capsys):
-    code, out, err = dpbench(*point(sample_rate="1", steps="4"), "--risk", "--format", "json", capsys=capsys)
+def test_risk_of_every_valid_row_is_in_the_json(dpbench):
+    code, out, err = dpbench("epsilon", *point(sample_rate="1", steps="4"), "--risk", "--format", "json")
     assert (code, err) == (0, "")
     for row in json.loads(out):
         assert row["kind"] == "upper_bound"  # all of them are at rate 1
         mu = 2 / 4
         assert row["risk"]["advantage"] == pytest.approx(math.erf(mu / 2 / math.sqrt(2)), rel=0.01)
         assert set(row["risk"]["tpr_at_fpr"]) == {"0.01", "0.001"}
-    _, out, _ = dpbench(*point(steps="10"), "--risk", "--format", "json", capsys=capsys)
+    _, out, _ = dpbench("epsilon", *point(steps="10"), "--risk", "--format", "json")
     for row in json.loads(out):
         assert ("risk" in row) == (row["kind"] == "upper_bound")
 
 
-def test_risk_is_told_below_the_table_and_drawn(tmp_path, capsys):
+def test_risk_is_told_below_the_table_and_drawn(tmp_path, dpbench):
     picture = tmp_path / "risk.png"
     asked = [*point(steps="100"), "--accountant", "prv", "--risk", "--output", str(picture)]
-    code, out, _ = dpbench(*asked, capsys=capsys)
+    code, out, _ = dpbench("epsilon", *asked)
     assert code == 0 and "\nadvantage " in out and "true positives at 0.1 % false ones" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_risk_that_no_grid_holds_is_drawn_by_epsilon_alone(tmp_path, capsys):
+def test_a_risk_that_no_grid_holds_is_drawn_by_epsilon_alone(tmp_path, dpbench):
     picture = tmp_path / "risk.png"
     asked = [*point(noise_multiplier="1e-200"), "--accountant", "rdp", "--risk", "--output", str(picture)]
-    assert dpbench(*asked, capsys=capsys)[0] == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    assert dpbench("epsilon", *asked)[0] == 0 and picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_phases_of_a_file(tmp_path, capsys):
+def test_phases_of_a_file(tmp_path, dpbench):
     file = tmp_path / "phases.toml"
     file.write_text(PHASES)
-    code, out, _ = dpbench(str(file), "--accountant", "pld", "--risk", "--format", "json", capsys=capsys)
+    code, out, _ = dpbench("epsilon", str(file), "--accountant", "pld", "--risk", "--format", "json")
     (row,) = json.loads(out)
     parts = [(SubsampledGaussian(1.1, 256 / 60_000), 469), (SubsampledGaussian(2.0, 0.01), 50)]
     assert code == 0 and row["epsilon"] == compose("pld", parts).epsilon(delta=1e-5) and row["risk"]["advantage"] > 0
-    _, out, _ = dpbench(str(file), "--accountant", "pld", "--delta", "1e-7", "--format", "json", capsys=capsys)
+    _, out, _ = dpbench("epsilon", str(file), "--accountant", "pld", "--delta", "1e-7", "--format", "json")
     assert json.loads(out)[0]["epsilon"] > row["epsilon"]
-    _, out, _ = dpbench(str(file), "--accountant", "rdp", capsys=capsys)
+    _, out, _ = dpbench("epsilon", str(file), "--accountant", "rdp")
     assert "519 steps in 2 phases" in out and "50 steps, sample rate 0.01, noise multiplier 2" in out
 
 
@@ -267,24 +260,24 @@ def test_phases_of_a_file(tmp_path, capsys):
         (None, [], "No such file"),
     ],
 )
-def test_phases_that_are_none(text, more, words, tmp_path, capsys):
+def test_phases_that_are_none(text, more, words, tmp_path, dpbench):
     file = tmp_path / "phases.toml"
     if text is not None:
         file.write_text(text)
-    code, out, err = dpbench(str(file), *more, capsys=capsys)
+    code, out, err = dpbench("epsilon", str(file), *more)
     assert (code, out, err.count("\n")) == (2, "", 1) and words in err
 
 
-def test_tuned_runs_and_groups(capsys):
+def test_tuned_runs_and_groups(dpbench):
     asked = ["--accountant", "rdp", "--accountant", "prv", "--format", "json"]
-    _, out, _ = dpbench(*point(steps="100"), *asked, capsys=capsys)
+    _, out, _ = dpbench("epsilon", *point(steps="100"), *asked)
     one = {row["accountant"]: row["epsilon"] for row in json.loads(out)}
-    code, out, _ = dpbench(*point(steps="100"), "--tuned", "8", *asked, capsys=capsys)
+    code, out, _ = dpbench("epsilon", *point(steps="100"), "--tuned", "8", *asked)
     tuned = {row["accountant"]: row for row in json.loads(out)}
     assert code == 0 and tuned["rdp"]["epsilon"] > one["rdp"] and tuned["rdp"]["detail"]["distribution"] == "geometric"
     assert tuned["prv"]["epsilon"] is None and tuned["prv"]["detail"]["reason"].endswith("rdp has one")
-    code, out, _ = dpbench(*point(steps="100"), "--group-size", "3", *asked, capsys=capsys)
+    code, out, _ = dpbench("epsilon", *point(steps="100"), "--group-size", "3", *asked)
     group = {row["accountant"]: row for row in json.loads(out)}
     assert code == 0 and group["prv"]["epsilon"] > one["prv"] and group["rdp"]["epsilon"] is None
-    _, out, _ = dpbench(*point(steps="100"), "--tuned", "8", "--tuned-by", "poisson", *asked[:2], capsys=capsys)
+    _, out, _ = dpbench("epsilon", *point(steps="100"), "--tuned", "8", "--tuned-by", "poisson", *asked[:2])
     assert "of the best of 8 runs on average" in out and "poisson" in out

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli import main
 from dpbench.cli.explain import table
 from dpbench.measure.explain import run, sizes
 from dpbench.trials import ExplainTrial
@@ -107,9 +106,8 @@ def test_the_totals_are_those_of_the_rows(vgg):
     assert sum(summary["share"].values()) == pytest.approx(1)
 
 
-def test_json_is_a_list_of_rows(capsys, models, trials_here):
-    code = main(["explain", f"{models}:lazy_no_more", "--batch-size", "1", "--format", "json"])
-    out, err = capsys.readouterr()
+def test_json_is_a_list_of_rows(dpbench, models, trials_here):
+    code, out, err = dpbench("explain", f"{models}:lazy_no_more", "--batch-size", "1", "--format", "json")
     assert (code, err) == (0, "")
     rows = json.loads(out)
     assert [list(row) for row in rows] == [KEYS] * 6
@@ -167,26 +165,23 @@ def test_the_table_is_aligned_and_sums_up(vgg):
     assert [line.split(", ")[1][:10] for line in batch_of_one if line.startswith("bytes, ")] == ["one sample"]
 
 
-def test_what_shows_only_in_the_trial_is_one_line_too(capsys, trials_here):
-    assert main(["explain", "torchvision:vgg12"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+def test_what_shows_only_in_the_trial_is_one_line_too(dpbench, trials_here):
+    code, out, err = dpbench("explain", "torchvision:vgg12")
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("dpbench: expected") and "got 'vgg12'" in err and "did you mean" in err
 
 
-def test_a_refused_model_is_a_line_for_each_problem(capsys, models, trials_here):
-    assert main(["explain", f"{models}:InPlace"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
+def test_a_refused_model_is_a_line_for_each_problem(dpbench, models, trials_here):
+    code, out, err = dpbench("explain", f"{models}:InPlace")
+    assert (code, out) == (1, "")
     assert [line.split(":")[0] for line in err.splitlines()] == ["dpbench"] * 2
     for line, parameter in zip(err.splitlines(), ("a: fmod_", "b: remainder_"), strict=True):
         assert f"{models}:InPlace is refused; {parameter}: no exact rule" in line and "(remedy: use its out" in line
 
 
-def test_a_model_that_fails_is_one_line(capsys, models, trials_here):
-    assert main(["explain", f"{models}:Broken"]) == 1
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+def test_a_model_that_fails_is_one_line(dpbench, models, trials_here):
+    code, out, err = dpbench("explain", f"{models}:Broken")
+    assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.endswith("cannot be explained: error: RuntimeError: the second batch is too much\n")
 
 

@@ -92,52 +92,48 @@ def experiment(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
-def test_an_experiment_that_cannot_be_is_one_line(command, tmp_path, capsys):
+def test_an_experiment_that_cannot_be_is_one_line(command, tmp_path, dpbench):
     for number, (text, expected) in enumerate(EXPERIMENTS.items()):
         path = tmp_path / str(number) / "mine.py"
         path.parent.mkdir()
         path.write_text(HEAD + text + "\n")
-        assert main([command, str(path), "--device", "cpu", "--output", str(tmp_path / "out" / "deep")]) == 2, text
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.count("\n") == 1 and expected in said.err, (text, said.err)
+        code, out, err = dpbench(command, path, "--device", "cpu", "--output", tmp_path / "out" / "deep")
+        assert (code, out, err.count("\n")) == (2, "", 1) and expected in err, (text, err)
         assert not (tmp_path / "out").exists(), "nothing is written"
 
 
-def test_what_a_declaration_prints_is_no_part_of_the_answer(tmp_path, capsys):
+def test_what_a_declaration_prints_is_no_part_of_the_answer(tmp_path, dpbench):
     path = tmp_path / "mine.py"
     text = "print('imported')\ndef cells(device):\n    print('declared')\n    yield from good(device)\n"
     path.write_text(HEAD + text + "EXPERIMENT = make(cells)\n")
-    assert main(["plan", str(path), "--device", "cpu", "--format", "json", "--output", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["experiment"] == "mine" and said.err == "imported\ndeclared\n"
+    code, out, err = dpbench("plan", path, "--device", "cpu", "--format", "json", "--output", tmp_path)
+    assert (code, json.loads(out)["experiment"], err) == (0, "mine", "imported\ndeclared\n")
 
 
-def test_an_unknown_figure_is_said_before_anything_is_measured(tmp_path, capsys):
+def test_an_unknown_figure_is_said_before_anything_is_measured(tmp_path, dpbench):
     path, output = tmp_path / "mine.py", tmp_path / "results"
     path.write_text(HEAD + "EXPERIMENT = make(figures=('epsilon_epoch',))\n")
-    assert main(["run", str(path), "--device", "cpu", "--output", str(output)]) == 2
-    said = capsys.readouterr().err
-    assert "expected a figure, got" in said and "did you mean 'epsilon_epochs'? (one of" in said
+    code, _, said = dpbench("run", path, "--device", "cpu", "--output", output)
+    assert code == 2 and "expected a figure, got" in said and "did you mean 'epsilon_epochs'? (one of" in said
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-def test_steps_of_400_digits_have_an_answer(capsys):
+def test_steps_of_400_digits_have_an_answer(dpbench):
     given = ["--target-epsilon", "1", "--sample-rate", "0.1", "--delta", "1e-5", "--accountant", "rdp", "--steps"]
-    assert main(["calibrate", *given, "9" * 400]) == 1
-    assert "no noise multiplier meets" in capsys.readouterr().out
+    code, out, _ = dpbench("calibrate", *given, "9" * 400)
+    assert code == 1 and "no noise multiplier meets" in out
 
 
 @pytest.mark.parametrize("what", ["a pipe", "brackets", "a number"])
 @pytest.mark.parametrize("command", [["epsilon"], ["plan", "memory_speed", "--cluster"]])
-def test_a_file_of_toml_that_is_none_is_one_line(command, what, tmp_path, capsys):
+def test_a_file_of_toml_that_is_none_is_one_line(command, what, tmp_path, dpbench):
     path = tmp_path / "a.toml"
     if what == "a pipe":
         os.mkfifo(path)
     else:
         path.write_text("x = " + ("[" * 20_000 + "]" * 20_000 if what == "brackets" else "9" * 5000))
-    assert main([*command, str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1) and str(path) in err
+    code, out, err = dpbench(*command, path)
+    assert (code, out, err.count("\n")) == (2, "", 1) and str(path) in err
 
 
 def test_a_template_s_name_that_is_not_utf_8(tmp_path, monkeypatch, capsys):
@@ -184,7 +180,7 @@ ESCAPES = "\x1b[2J\x1b]0;owned\x07 \u202etxt"
 MATHS = "$x^2_{$ \\frac{"
 
 
-def test_no_text_of_a_record_is_taken_for_mathematics(tmp_path, capsys, monkeypatch):
+def test_no_text_of_a_record_is_taken_for_mathematics(tmp_path, dpbench, monkeypatch):
     """Wherever a figure or a table has it: a model, a backend, a device, a kind without a figure, a reason."""
     monkeypatch.setattr(Pictures, "save", lambda *given: None)  # the page draws each figure
     for number, environment in enumerate((CPU, CPU | {"device_name": MATHS})):
@@ -197,11 +193,11 @@ def test_no_text_of_a_record_is_taken_for_mathematics(tmp_path, capsys, monkeypa
         kind = json.loads(lines[-1])
         kind["trial"] = {"kind": MATHS, "setting": MATHS}
         file.path.write_text("\n".join([*lines, json.dumps(kind)]) + "\n")
-    assert main(["report", str(tmp_path / "some")]) == 0
-    assert "Traceback" not in capsys.readouterr().err
+    code, _, err = dpbench("report", tmp_path / "some")
+    assert code == 0 and "Traceback" not in err
 
 
-def test_no_text_of_a_record_moves_the_cursor_of_a_terminal(tmp_path, capsys):
+def test_no_text_of_a_record_moves_the_cursor_of_a_terminal(tmp_path, dpbench):
     for name in ("a", "b"):
         environment = CPU | {"cpu": f"{ESCAPES}{name}", "driver": ESCAPES}
         file = RunFile(tmp_path / name / "x.jsonl", environment=environment)
@@ -209,10 +205,9 @@ def test_no_text_of_a_record_moves_the_cursor_of_a_terminal(tmp_path, capsys):
         with file.path.open("a") as opened:
             opened.write('{"type": "\\u001b[2J"}\n')
     for command in (["compare", "a", "b"], ["report", "a"], ["plan", f"a{ESCAPES}"]):
-        main([command[0], *(str(tmp_path / name) for name in command[1:])])
-        said = capsys.readouterr()
-        assert not set("\x1b\x07\u202e") & set(said.out + said.err), command
-        assert "\\x1b[2J" in said.out + said.err or command[0] == "report"
+        _, out, err = dpbench(command[0], *(tmp_path / name for name in command[1:]))
+        assert not set("\x1b\x07\u202e") & set(out + err), command
+        assert "\\x1b[2J" in out + err or command[0] == "report"
 
 
 FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1"]

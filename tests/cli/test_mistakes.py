@@ -5,7 +5,6 @@ import shlex
 import pytest
 from report_records import RunFile
 
-from dpbench.cli import main
 from dpbench.cli.command_line import COMMANDS
 
 EPSILON = "epsilon --noise-multiplier 1 --sample-rate .1 --steps 10 --delta 1e-5"
@@ -163,14 +162,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", [*sorted(COMMANDS), "none"])
-def test_it_is_one_line(command, folder, monkeypatch, capsys):
+def test_it_is_one_line(command, folder, monkeypatch, dpbench):
     monkeypatch.chdir(folder)
     before = sorted(folder.rglob("*"))
     for line, said in [*MISTAKES.items(), *((line, "") for line in LINES)]:
         if (line.split()[0] if line.split()[0] in COMMANDS else "none") != command:
             continue
-        code = main(shlex.split(line))
-        out, err = capsys.readouterr()
+        code, out, err = dpbench(*shlex.split(line))
         one = err.count("\n") == 1 and err.startswith("dpbench: ")
         assert (code, out) == (2, "") and one and said in err, f"{line}: {code}, {out}, {err}"
         assert sorted(folder.rglob("*")) == before, line

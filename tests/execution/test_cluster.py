@@ -5,7 +5,6 @@ import json
 import pytest
 from report_records import RunFile
 
-from dpbench.cli import main
 from dpbench.errors import UsageError
 from dpbench.execution.cluster import Cluster, Job, Measured, bill, load_cluster
 
@@ -85,32 +84,32 @@ def test_the_model_stays_within_published_throughputs():
     assert least > 1 / r  # of one GPU, without communication: it is what brings the points about
 
 
-def test_a_sweep_and_its_efficiency_from_records(tmp_path, capsys):
+def test_a_sweep_and_its_efficiency_from_records(tmp_path, dpbench):
     run = RunFile(tmp_path / "results" / "memory_speed" / "a.jsonl", more={"seconds": 36.0})
     for number in range(3):
         run.step("cnn", "nonprivate", [1.0] * 3, round=number).step("cnn", "bk_mixed", [1.25] * 3, round=number)
-    command = ["plan", "memory_speed", "--output", str(tmp_path / "results"), "--device", "cpu"]
-    command += ["--cluster", str(written(tmp_path)), "--only", "model=cnn"]
-    assert main([*command, "--format", "json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    command = ["plan", "memory_speed", "--output", tmp_path / "results", "--device", "cpu"]
+    command += ["--cluster", written(tmp_path), "--only", "model=cnn"]
+    code, out, _ = dpbench(*command, "--format", "json")
+    answer = json.loads(out)
+    assert code == 0
     assert answer["sweep"]["gpu_hours"] == pytest.approx(answer["sweep"]["jobs"] * 36 / 3600)
     assert answer["sweep"]["likened"] > 0 and answer["sweep"]["wall_seconds"] >= 36
     (row,) = answer["efficiency"]
     assert (row["ratio"], row["seconds"], row["size"], row["rounds"]) == (1.25, 1.0, 4, 3)
     assert row["efficiency"]["1"] == pytest.approx(0.8) and set(row["efficiency"]) == {"1", "2", "4"}
-    assert main(command) == 0
-    shown = capsys.readouterr().out
-    assert "the sweep, predicted:" in shown and "0.800" in shown and "Test CPU, 2 CPUs" in shown
+    code, shown, _ = dpbench(*command)
+    assert code == 0 and "the sweep, predicted:" in shown and "0.800" in shown and "Test CPU, 2 CPUs" in shown
 
 
-def test_without_records_it_says_that_it_does_not_know(tmp_path, capsys):
-    command = ["plan", "memory_speed", "--output", str(tmp_path), "--device", "cpu"]
-    assert main([*command, "--cluster", str(written(tmp_path))]) == 0
-    assert "the sweep: not known" in capsys.readouterr().out
+def test_without_records_it_says_that_it_does_not_know(tmp_path, dpbench):
+    command = ["plan", "memory_speed", "--output", tmp_path, "--device", "cpu"]
+    code, out, _ = dpbench(*command, "--cluster", written(tmp_path))
+    assert code == 0 and "the sweep: not known" in out
 
 
-def test_a_plan_in_json(tmp_path, capsys):
-    assert main(["plan", "accountants", "--smoke", "--output", str(tmp_path), "--format", "json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["experiment"] == "accountants" and answer["seconds_left"] is None
+def test_a_plan_in_json(tmp_path, dpbench):
+    code, out, _ = dpbench("plan", "accountants", "--smoke", "--output", tmp_path, "--format", "json")
+    answer = json.loads(out)
+    assert code == 0 and answer["experiment"] == "accountants" and answer["seconds_left"] is None
     assert sum(row["left"] for row in answer["rows"]) > 0 and {"kind", "model", "backend"} <= set(answer["rows"][0])

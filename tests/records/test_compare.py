@@ -40,10 +40,9 @@ def write_overhead(path, seed, factors=None, **options):
 
 
 @pytest.fixture
-def compare(tmp_path, capsys):
+def compare(tmp_path, dpbench):
     def run(*options, a="a.jsonl", b="b.jsonl"):
-        code = main(["compare", str(tmp_path / a), str(tmp_path / b), "--format", "json", *options])
-        out, err = capsys.readouterr()
+        code, out, err = dpbench("compare", tmp_path / a, tmp_path / b, "--format", "json", *options)
         found = json.loads(out) if out else None
         cells = {(row["backend"], row["quantity"]): row for row in found["cells"]} if found else {}
         return code, cells, err, found
@@ -78,7 +77,7 @@ def test_a_seeded_slow_down_of_ten_percent_is_found_beside_ordinary_training(tmp
     assert code == 1 and cells["ghost", "time ratio"]["verdict"] == "faster"
 
 
-def test_whole_steps_are_compared_engine_by_engine(tmp_path, compare, capsys):
+def test_whole_steps_are_compared_engine_by_engine(tmp_path, compare, dpbench):
     for name, seed, slower in (("a", 1, 1.0), ("b", 2, 1.3)):
         file = write_overhead(tmp_path / f"{name}.jsonl", seed, {"ghost": slower}, kind=TrainingStepTrial)
         write = random.Random(seed)
@@ -89,19 +88,18 @@ def test_whole_steps_are_compared_engine_by_engine(tmp_path, compare, capsys):
     hit = rows["ghost", "SGD", "time ratio"]
     assert (code, hit["kind"], hit["verdict"], hit["rounds"]) == (1, "training_step", "slower", [7, 7])
     assert hit["low"] < 1.3 < hit["high"] and rows["ghost", "AdamW", "time ratio"]["verdict"] == "same"
-    main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
-    out = capsys.readouterr().out
+    _, out, _ = dpbench("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
     assert "time ratio, SGD" in out and "time ratio, AdamW" in out  # or the rows could not be told apart
 
 
-def test_what_slows_everything_shows_in_the_times_and_not_in_the_ratios(tmp_path, compare, capsys):
+def test_what_slows_everything_shows_in_the_times_and_not_in_the_ratios(tmp_path, compare, dpbench):
     write_steps(tmp_path / "a.jsonl", seed=1, drift=0.002, noise=0.005)
     write_steps(tmp_path / "b.jsonl", seed=2, drift=0.002, noise=0.005, factors=dict.fromkeys(BACKENDS, 1.3))
     _, cells, _, _ = compare()
     assert {cells[name, "time"]["verdict"] for name in BACKENDS} == {"slower"}
     assert cells["ghost", "time ratio"]["verdict"] == "same"
-    main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
-    assert "the machine or a library that all share, not a backend" in capsys.readouterr().out
+    _, out, _ = dpbench("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert "the machine or a library that all share, not a backend" in out
 
 
 def test_memory_is_smaller_or_larger_with_one_round(tmp_path, compare):
@@ -216,18 +214,17 @@ def test_rounds_of_an_older_version_are_left_out_and_counted(tmp_path, compare):
     assert found["left_out"]["of an older version of the same cell"] == 3 and "3 of an older version" in err
 
 
-def test_the_table_is_for_people(tmp_path, capsys):
+def test_the_table_is_for_people(tmp_path, dpbench):
     for name in "ab":
         write_steps(tmp_path / f"{name}.jsonl", 1 + (name == "b"), factors={"ghost": 1.4} if name == "b" else None)
-    code = main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--fail-on", "slower:5%"])
-    out, _ = capsys.readouterr()
+    code, out, _ = dpbench("compare", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--fail-on", "slower:5%")
     assert code == 1
     for words in ("time ratio", "slower", "bootstrap from 5 rounds", "Least effect: 2%", "FAILED: ", "cnn ghost B=8"):
         assert words in out
 
 
-def test_an_experiment_names_its_records_in_results(tmp_path, monkeypatch, capsys):
+def test_an_experiment_names_its_records_in_results(tmp_path, monkeypatch, dpbench):
     monkeypatch.chdir(tmp_path)
     write_steps(tmp_path / "results" / "memory_speed" / "a.jsonl", 1, rounds=3)
-    assert main(["compare", "memory_speed", "results/memory_speed/a.jsonl", "--fail-on", "slower"]) == 0
-    assert "A: results/memory_speed" in capsys.readouterr().out
+    code, out, _ = dpbench("compare", "memory_speed", "results/memory_speed/a.jsonl", "--fail-on", "slower")
+    assert code == 0 and "A: results/memory_speed" in out

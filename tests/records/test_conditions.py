@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from report_records import CPU, RunFile
 
-from dpbench.cli import main
 from dpbench.records.conditions import Watch, differences, warnings
 from dpbench.records.reader import read
 from dpbench.trials import StepTrial
@@ -106,10 +105,10 @@ def loaded(path, load):
     return path
 
 
-def test_a_load_above_the_cpus_is_told_of_in_captions(tmp_path, capsys):
+def test_a_load_above_the_cpus_is_told_of_in_captions(tmp_path, dpbench):
     (said,) = warnings(read(loaded(tmp_path / "a.jsonl", 6.5)))
     assert "reached 6.5 on 2 CPUs (a)" in said and "1 of 4 trials" in said and "run again when idle" in said
-    assert main(["report", str(tmp_path)]) == 0
+    assert dpbench("report", tmp_path)[0] == 0
     (caption,) = [path.read_text() for path in tmp_path.rglob("memory_speed_table.md")]
     assert said in caption
     assert "reached" not in "".join(warnings(read(loaded(tmp_path / "a.jsonl", 2.1))))
@@ -168,7 +167,7 @@ def test_a_run_tells_of_the_load_that_it_finds_and_of_each_kind_of_trouble_once(
     assert "drifted by 125% between rounds in the run (round 2)" in rest[2] and len(rest) == 3
 
 
-def test_a_run_on_a_loaded_machine_warns_on_standard_error(tmp_path, capsys, monkeypatch):
+def test_a_run_on_a_loaded_machine_warns_on_standard_error(tmp_path, dpbench, monkeypatch):
     bodies = str(SUPPORT / "bodies.py")
     (tmp_path / "mine.py").write_text(
         "from dpbench.experiment import Experiment\nfrom dpbench.trials.reference import load_module\n"
@@ -176,9 +175,8 @@ def test_a_run_on_a_loaded_machine_warns_on_standard_error(tmp_path, capsys, mon
         "EXPERIMENT = Experiment(name='mine', doc='d', cells=cells, smoke=cells, rounds=1)\n"
     )
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
-    assert main(["run", str(tmp_path / "mine.py"), "--device", "cpu", "--output", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    assert out == "" and "Warning: the load is 99.0 on " in err and "before the first trial" in err
+    code, out, err = dpbench("run", tmp_path / "mine.py", "--device", "cpu", "--output", tmp_path)
+    assert (code, out) == (0, "") and "Warning: the load is 99.0 on " in err and "before the first trial" in err
     assert "Warning: act: the load reached 99.0 on " in err
     (record,) = read(tmp_path / "mine")
     assert record.load == 99.0

@@ -283,7 +283,7 @@ def test_an_epsilon_that_is_no_number_is_not_infinite():
     assert shown == ["nan", "inf", "1.235"]
 
 
-def test_a_run_goes_on_beside_damaged_records(tmp_path, capsys):
+def test_a_run_goes_on_beside_damaged_records(tmp_path, dpbench):
     """What it lost is measured again, once; what is whole is not."""
     path = tmp_path / "mine.py"
     path.write_text(
@@ -293,18 +293,15 @@ def test_a_run_goes_on_beside_damaged_records(tmp_path, capsys):
         "steps=[1, 2, 3, 4, 5, 6])\n"
         "EXPERIMENT = Experiment(name='mine', doc='d', cells=cells, smoke=cells, rounds=1)\n"
     )
-    run = ["run", str(path), "--device", "cpu", "--output", str(tmp_path / "out")]
-    assert main(run) == 0
+    run = ["run", path, "--device", "cpu", "--output", tmp_path / "out"]
+    assert dpbench(*run)[0] == 0
     (kept,) = (tmp_path / "out" / "mine").glob("*.jsonl")
     head, *lines = map(json.loads, kept.read_text().splitlines())
     for line, field in zip(lines[:4], ("seconds", "utc", "result", "trial"), strict=True):
         del line[field]
     write(kept, [head, *lines])
-    capsys.readouterr()
-    assert main(run) == 0
-    said = capsys.readouterr().err
-    assert (
-        "recorded 4 trials (4 ok)" in said
-        and f"{kept}:2: not a record (Object missing required field `seconds`" in said
-    )
-    assert main(run) == 0 and "nothing is left to run" in capsys.readouterr().err
+    code, _, said = dpbench(*run)
+    assert code == 0 and "recorded 4 trials (4 ok)" in said
+    assert f"{kept}:2: not a record (Object missing required field `seconds`" in said
+    code, _, said = dpbench(*run)
+    assert code == 0 and "nothing is left to run" in said

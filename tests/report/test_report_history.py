@@ -5,7 +5,6 @@ import random
 import pytest
 from report_records import RunFile
 
-from dpbench.cli import main
 from dpbench.records.reader import read
 from dpbench.report import history
 
@@ -50,18 +49,18 @@ def test_noise_is_no_step_and_peaks_have_steps_of_their_own(versions):
     assert steps(frame) == {} and steps(frame, "peak") == {3: "larger", 6: "smaller"}
 
 
-def test_the_command_writes_figure_and_table_for_each_device(versions, tmp_path, capsys):
+def test_the_command_writes_figure_and_table_for_each_device(versions, tmp_path, dpbench):
     versions([1.5, 3.0])
-    assert main(["history", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
-    names = capsys.readouterr().out.split()
+    code, out, _ = dpbench("history", tmp_path / "in", "--output", tmp_path / "out")
+    names = out.split()
     folder = tmp_path / "out" / "cpu-test-cpu-2-cpus"
-    assert names == [str(folder / f"history.{end}") for end in ("png", "svg", "pdf", "csv", "md", "tex")]
+    assert code == 0 and names == [str(folder / f"history.{end}") for end in ("png", "svg", "pdf", "csv", "md", "tex")]
     assert all((folder / name).stat().st_size for name in names)
     text = (folder / "history.md").read_text()
     assert "slower" in text and "1 step: 1 slower." in text
 
 
-def test_one_version_is_no_history(versions, tmp_path, capsys):
+def test_one_version_is_no_history(versions, tmp_path, dpbench):
     versions([1.5])
-    assert main(["history", str(tmp_path / "in")]) == 2
-    assert "two versions of a cell" in capsys.readouterr().err
+    code, _, err = dpbench("history", tmp_path / "in")
+    assert code == 2 and "two versions of a cell" in err

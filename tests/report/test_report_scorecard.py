@@ -5,7 +5,6 @@ import re
 import pytest
 from report_records import CUDA, RunFile, memory
 
-from dpbench.cli import main
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.coverage import CoverageTrial
 from dpbench.records.reader import read
@@ -79,12 +78,12 @@ def test_an_engine_of_another_framework_has_a_row_of_ratios_to_its_own_plain_ste
     assert cell(results, "Whole step with noise and optimizer, CPU", "jax_privacy").text.startswith("3.00×")
 
 
-def test_the_page_links_every_cell_and_claim_to_a_file_beside_it(results, capsys):
+def test_the_page_links_every_cell_and_claim_to_a_file_beside_it(results, dpbench):
     run = RunFile(results / "overhead" / "a.jsonl", experiment="overhead")
     run.overhead("resnet18", {"nonprivate": [1.0, 1.0], "mixed_ghost": [1.5, 1.5]})
-    assert main(["scorecard", str(results)]) == 0
+    code, out, _ = dpbench("scorecard", results)
     page = results / "scorecard.html"
-    assert capsys.readouterr().out.split() == [str(page)]
+    assert (code, out.split()) == (0, [str(page)])
     text = page.read_text(encoding="utf-8")
     links = set(re.findall(r'<a href="([^"]+)"', text))
     assert links == {".", "overhead/a.jsonl"} and (results / "overhead/a.jsonl").exists()
