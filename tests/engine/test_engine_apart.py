@@ -174,6 +174,17 @@ def test_a_sound_loss_passes_and_releases_the_same_as_unseen(backend):
         torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_that_asserts_the_size_of_its_batch_passes():
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            assert len(x) == B
+            return super().forward(x)
+
+    model, optimizer, engine = made(Fixed(20, 5))
+    optimizer.step(loss=plain(model(X)).square().sum(1))  # which is not followed
+    assert engine.steps == 1
+
+
 def test_a_compiled_loss_passes():
     compiled = torch.compile(cross_entropy, backend="eager")
     model, optimizer, engine = made()
