@@ -79,7 +79,11 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 def cpu_stopwatch(
     step: Callable[[], object], count: int, max_seconds: float, now: Callable[[], float] | None = None
 ) -> list[float]:
-    """Seconds of each step on the host's clock, or on the one that `now` reads."""
+    """Seconds of each step.
+
+    Args:
+        now: reads the clock; None for the host's.
+    """
     now = now or time.perf_counter
     seconds: list[float] = []
     begin = now()
