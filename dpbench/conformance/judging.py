@@ -16,8 +16,6 @@ from dpbench.errors import in_words
 TOLERANCE = 1e-9
 """Relative, in float64."""
 
-RESULTS = ("exact", "refuses", "wrong")
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -10,8 +10,6 @@ from accounting import ACCOUNTANTS, NoAnswer, SubsampledGaussian
 from accounting.pld import Pld
 from accounting.prv import bracket
 
-ABADI = SubsampledGaussian(noise_multiplier=4.0, sample_rate=0.01)
-
 
 def test_the_gaussian_limit_is_an_estimate_and_says_so():
     found = guarantee("gdp", 1.0, 0.01, 10_000, 1e-5)

@@ -19,7 +19,6 @@ from experiments.training_step import EXPERIMENT
 from tests.support.graphs import not_compiled
 
 ENGINES = ("nonprivate", "bk_mixed", "opacus_hooks", "opacus_ghost")
-TEXT = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
 
 
 def trial(**changes) -> TrainingStepTrial:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 MEMORY = 8 * 2**30
-_CPU, _CUDA = 1, 2  # DLPack's kinds of device
+_CUDA = 2  # DLPack's kind of device
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "equal")
 _ANYWHERE = ("copy_", "index", "index_put_", "_index_put_impl_", "_foreach_copy_")  # also accept CPU tensors

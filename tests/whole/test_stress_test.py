@@ -14,8 +14,6 @@ MODELS = RESNETS + VGGS + TEXTS + LARGE
 
 #: The memory of ten minutes on two cores: a thousand operations take a sixth of a second of one core.
 PROBES, OPERATIONS = 400, 2_400_000
-#: Trials beside each other on a GPU's host; seconds until the first one runs, and after the last one.
-WORKERS, STARTING = 8, 20.0
 
 
 def test_it_searches_every_model_and_times_the_smaller_ones_at_a_batch_that_shows_the_cost():
