@@ -2,6 +2,7 @@
 
     gram_norm_and_reach   Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
     pixel_norms           the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
+    patch_reach           Σ_t ‖a_t‖ ‖g_t‖ of a convolution's patches         reads pixels' norms for each kernel offset
 
 torch's matrix libraries are built for large matrices; the Gram matrices of one sample are small and symmetric. Here a
 tile of inner products stays in registers for all features, only a triangle is computed, and entries of the two Gram
@@ -79,7 +80,7 @@ def gram_norm_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tens
 
 @operation
 def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -> Tensor:
-    """‖∂/∂W‖² and the reach of each sample, for a convolution of one group in one or two dimensions.
+    """‖∂/∂W‖² and `patch_reach` of each sample, for a convolution of one group in one or two dimensions.
 
     Nothing is unfolded. The reach comes from the diagonals of the Gram matrices.
 
@@ -104,6 +105,30 @@ def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -
     if not isinstance(g, FakeTensor):
         starts = _torch().torch_parallel_for, _torch().torch_get_thread_idx
         kernels.pixel_norms(*given, *starts, count, scratch.data_ptr(), *lost, found.data_ptr())
+    return found
+
+
+@operation
+def patch_reach(
+    pixels: Tensor, norms: Tensor, geometry: Sequence[Sequence[int]], width: int, lost: tuple[float, float]
+) -> Tensor:
+    """Σ_t ‖a_t‖ ‖g_t‖ and Σ_t (‖a_t‖ · lost[0] + ‖g_t‖ · lost[1]) of patches in one or two dimensions, [n, 2].
+
+    Args:
+        pixels: [n, *size], norms of the input's pixels, float32 or float64.
+        norms: [n, T], norms of the output gradient's positions, of the same dtype.
+        geometry: kernel, stride, padding and dilation, one number a spatial dimension.
+        width: size of the output's last dimension.
+    """
+    pixels, norms, found = pixels.contiguous(), norms.contiguous(), norms.new_empty(len(norms), 2)
+    if found.numel() and not isinstance(found, FakeTensor):
+        flat = () if pixels.dim() == 3 else (1,)
+        two = [n for each, one in zip(geometry, (1, 1, 0, 1), strict=True) for n in (*(one for _ in flat), *each)]
+        size = [*flat, *pixels.shape[1:], norms.shape[1] // max(1, width), width]
+        _loaded(norms.dtype).patch_reaches(
+            _torch().torch_parallel_for, pixels.data_ptr(), norms.data_ptr(), _numbers([*size, *two]), len(norms),
+            *lost, found.data_ptr(),
+        )  # fmt: skip
     return found
 
 
@@ -163,8 +188,14 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     number: Any = ctypes.c_int64
     address: Any = ctypes.c_void_p
     real: Any = ctypes.c_double
-    kernels.gram_norm.argtypes = [*[address] * 4, number, real, real, address]
-    kernels.pixel_norms.argtypes = [address, number, *[address] * 3, number, address, real, real, address]
-    kernels.gram_norm.restype = kernels.pixel_norms.restype = None
+    reach = [*[address] * 4, number, real, real, address]
+    arguments = {
+        "gram_norm": reach,
+        "pixel_norms": [address, number, *[address] * 3, number, address, real, real, address],
+        "patch_reaches": reach,
+    }
+    for name, types in arguments.items():
+        kernel = getattr(kernels, name)
+        kernel.argtypes, kernel.restype = types, None
     kernels.pixel_scratch.argtypes, kernels.pixel_scratch.restype = [address, number, address], number
     return kernels

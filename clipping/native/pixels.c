@@ -1,6 +1,6 @@
-/* pixel_norms. Pixels are contiguous, as in an image's memory. A tile multiplies HIGH pixels with vectors of others,
-   after a copy that makes its input contiguous: a large image's features are a power of two apart, and few of them would
-   fit into a first-level cache at a time. */
+/* pixel_norms and patch_reaches. Pixels are contiguous, as in an image's memory. A tile multiplies HIGH pixels with
+   vectors of others, after a copy that makes its input contiguous: a large image's features are a power of two apart,
+   and few of them would fit into a first-level cache at a time. */
 
 #include <math.h>
 
@@ -238,4 +238,44 @@ void pixel_norms(const phase *phases, I count, const source *g, for_each *parall
     work += pixels * pixels * phases[k].images.features;
   }
   each(parallel, samples, 0.5 * work, pixel_units, &job);
+}
+
+typedef struct {
+  const REAL *pixels, *g;
+  const I *sizes;
+  double lost[2];
+  REAL *out;
+} reach_job;
+
+static void patch_units(I low, I high, void *given) {
+  const reach_job *job = given;
+  const I *n = job->sizes, *m = n + 2, *kernel = n + 4, *stride = n + 6, *padding = n + 8, *dilation = n + 10;
+  for (I unit = low; unit < high; unit++) {
+    const REAL *pixels = job->pixels + unit * n[0] * n[1], *g = job->g + unit * m[0] * m[1];
+    double found[2] = {0, 0};
+    for (I t = 0; t < m[0]; t++)
+      for (I s = 0; s < m[1]; s++) {
+        double patch = 0;
+        for (I i = 0; i < kernel[0]; i++) {
+          I row = t * stride[0] - padding[0] + i * dilation[0];
+          if (row < 0 || row >= n[0]) continue;
+          for (I j = 0; j < kernel[1]; j++) {
+            I column = s * stride[1] - padding[1] + j * dilation[1];
+            if (column < 0 || column >= n[1]) continue;
+            double pixel = pixels[row * n[1] + column];
+            patch += pixel * pixel;
+          }
+        }
+        add_reach(job->lost, sqrt(patch), g[t * m[1] + s], found);
+      }
+    for (int i = 0; i < 2; i++) job->out[2 * unit + i] = found[i];
+  }
+}
+
+/* Reaches of convolutions [samples, 2], from norms of pixels [samples, rows, columns] of images and of the output's
+   gradient g. `sizes`: rows and columns of both; then two each of kernel, stride, padding, dilation. */
+void patch_reaches(for_each *parallel, const REAL *pixels, const REAL *g, const I *sizes, I samples,
+                   double beside_inputs, double beside_outputs, REAL *out) {
+  reach_job job = {pixels, g, sizes, {beside_inputs, beside_outputs}, out};
+  each(parallel, samples, 4.0 * sizes[2] * sizes[3] * sizes[4] * sizes[5], patch_units, &job);
 }

@@ -4,17 +4,15 @@ Let A [B, groups, T, d] be the patches of the padded input, with T = ∏ output 
 Then a convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d] (arXiv:2205.10683, equation 2.5).
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.core.dtypes import as_autocast, norm_dtype, wide_dtype
+from clipping.core.dtypes import as_autocast, wide_dtype
 from clipping.core.microbatching import Parts
 from clipping.numerics import kernels
-from clipping.numerics.convolution_memory import BLOCK
 from clipping.numerics.per_sample import part
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
 from clipping.rules.base import Bias, Gradient, Refused, Spec, Work
@@ -44,8 +42,10 @@ class ConvolutionWeight(OfPatches):
             count = x.shape[0] * self.groups
             pixels = row_norms(x.reshape(count, -1, *x.shape[2:]), 1)
             norms = row_norms(of.reshape(count, self.outputs, self.positions), 1)
-            if len(self.kernel) <= 2 and kernels.fused.runs(pixels, norms):
-                made = reach_of_pixels(pixels, norms, self.geometry(), of.shape[-1], self.lost(of))
+            by_kernel = kernels.fused.runs(pixels, norms)
+            if len(self.kernel) <= 2 and (by_kernel or kernels.cpu.supported(pixels, norms)):
+                found = reach_of_pixels if by_kernel else kernels.cpu.patch_reach
+                made = found(pixels, norms, self.geometry(), of.shape[-1], self.lost(of))
                 return Reach.of_columns(made).of_groups(self.groups)
             pixels = pixels.unsqueeze(1).square_()
             convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
@@ -54,9 +54,7 @@ class ConvolutionWeight(OfPatches):
             reach = of_rows(sums.clamp_(min=0).sqrt_().view(count, -1), norms, self.inputs, self.outputs)
             return reach.of_groups(self.groups)
 
-        each = max(BLOCK, math.prod(self.kernel))  # oneDNN pads the sums' one channel to a block, others unfold patches
-        entries = math.prod(self.x.shape[2:]) + each * self.positions
-        return self._reach_of_rows(g, of_block, entries * self.groups * norm_dtype(g.dtype).itemsize)
+        return self._reach_of_rows(g, of_block, 4 * sum(self.bytes_of_operands(g)) // max(1, self.inputs))
 
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
         """Fold portions into the groups. Sample i goes to portion i mod `count`, so that this is a view."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vmap
@@ -387,6 +388,8 @@ def test_off_keeps_and_compiles_nothing(folder: Path, monkeypatch: pytest.Monkey
 
 #: Precision -> how exact it is.
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}
+BOTH = pytest.mark.parametrize("dtype", EXACT)
+LOST = (2e-3, 3e-3)
 
 
 @LIBRARY
@@ -403,3 +406,25 @@ def test_reach_of_rows_with_their_norm(dtype: torch.dtype):
             rows, of = a.double().norm(dim=2), g.double().norm(dim=2)
             reach = torch.stack([(rows * of).sum(1), each[0] * rows.sum(1) + each[1] * of.sum(1)], dim=1)
             require_close(found[:, 1:].double(), reach, EXACT[wide], f"{positions} positions")
+
+
+@LIBRARY
+@BOTH
+@pytest.mark.parametrize(
+    ("size", "geometry"),
+    [
+        ((8, 8), ((3, 3), (1, 1), (1, 1), (1, 1))),
+        ((7, 9), ((3, 2), (2, 1), (0, 1), (2, 3))),
+        ((5, 4), ((1, 1), (2, 2), (0, 0), (1, 1))),
+        ((11,), ((4,), (3,), (2,), (1,))),
+    ],
+)
+def test_reach_of_patches(size: tuple[int, ...], geometry: tuple[tuple[int, ...], ...], dtype: torch.dtype):
+    kernel, *rest = geometry
+    pixels, convolve = torch.rand(3, *size, dtype=dtype), F.conv1d if len(size) == 1 else F.conv2d
+    ones = torch.ones(1, 1, *kernel, dtype=torch.float64)
+    found = convolve(pixels.double().square()[:, None], ones, None, *rest).sqrt()
+    norms, rows = torch.rand(3, found[0].numel(), dtype=dtype), found.flatten(1)
+    expected = torch.stack([(rows * norms).sum(1), LOST[0] * rows.sum(1) + LOST[1] * norms.double().sum(1)], dim=1)
+    reach = cpu.patch_reach(pixels, norms, geometry, found.shape[-1], LOST)
+    require_close(reach.double(), expected, EXACT[dtype], str(size))

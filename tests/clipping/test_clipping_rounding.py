@@ -170,29 +170,6 @@ def test_the_bound_is_the_norm_where_nothing_cancels_and_the_reach_where_all_doe
     assert overflowed == infinite == math.inf  # a factor of 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("size", "geometry"),
-    [
-        ((8, 8), ([3, 3], [1, 1], [1, 1], [1, 1])),
-        ((7, 9), ([3, 2], [2, 1], [0, 1], [2, 3])),
-        ((5, 4), ([1, 1], [2, 2], [0, 0], [1, 1])),
-        ((11,), ([4], [3], [2], [1])),
-    ],
-)
-def test_the_reach_of_a_convolution_is_that_of_its_patches(size, geometry, dtype):
-    kernel, stride, padding, dilation = geometry
-    x, weight = torch.randn(3, 4, *size, dtype=dtype), torch.empty(6, 2, *kernel, dtype=dtype)
-    convolve = F.conv1d if len(size) == 1 else F.conv2d
-    g = torch.randn_like(convolve(x, weight, None, stride, padding, dilation, 2))
-    rule = ConvolutionWeight(weight, x, g.shape[2:], stride, padding, dilation, 2)
-    patches, rows = (each.norm(dim=1).view(3, 2, -1) for each in rule.by_position(x.double(), g.double()))
-    terms, exact = patches * rows, {"rtol": 1e-5 if dtype == torch.float32 else 1e-12, "atol": 0}
-    found = rule.reach(g)
-    torch.testing.assert_close(found.terms.double(), terms.sum(2).norm(dim=1), **exact)
-    torch.testing.assert_close(found.apart.double(), terms.square().sum((1, 2)), **exact)
-
-
 def test_automatic_clipping_leaves_out_what_has_no_digits():
     for dtype in (torch.float32, torch.float64):
         norms = floor(dtype) * torch.tensor([0.0, 0.5, 1.5], dtype=dtype)
