@@ -127,7 +127,7 @@ def trouble(device: torch.device) -> str | None:
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             a, g = (torch.full((1, 1, 1), value, device=device) for value in (2.0, 3.0))
-            untraced: Any = instantiated_norm_and_reach
+            untraced: Any = instantiated_norm_and_reach  # a step may be traced now, and this must run
             found = float(untraced.__wrapped__(a, g, (0.0, 0.0))[0, 0])
         reason = None if found == 36.0 else f"a program computed {found} for 36.0"
     except torch.OutOfMemoryError:

@@ -29,7 +29,7 @@ class Use:
     Attributes:
         operation: its name, or the name of the function that it is a part of.
         rules: each source with the rule of its gradient.
-        names: of the parameters that each source is made of.
+        names: of the parameters that its sources are made of; kept when `rules` are freed.
         output: shape and dtype of its output and of g.
         node: number of the node of its output, in the order in which the forward pass made nodes.
         first, last: the operation's nodes have numbers from `first` to `last`, exclusive.

@@ -193,8 +193,8 @@ def gathered(
     sums = Sums(parameters=parameters, sharded=sharded, counted=counted)
     kinds: dict[tuple[Any, ...], list[tuple[str, torch.Size, int]]] = {}
     given: dict[str, Tensor] = {}
-    entries = sum(parameters[name].numel() for name in wanted)
-    alone, seen = place()[1] == 1 and not sharded and entries > SMALL, set()
+    seen = set[int]()
+    alone = place()[1] == 1 and not sharded and sum(parameters[name].numel() for name in wanted) > SMALL
     for number, (name, p) in enumerate(parameters.items()):
         if name not in wanted:
             continue

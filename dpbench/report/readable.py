@@ -61,7 +61,8 @@ def texts(frame: pd.DataFrame, columns: Columns, optional: tuple[str, ...] = ())
         columns: name -> its text of a row.
         optional: columns to leave out if they are empty.
     """
-    shown = {header: [text(row) for row in rows(frame)] for header, text in columns.items()}
+    lines = rows(frame)
+    shown = {header: [text(line) for line in lines] for header, text in columns.items()}
     return pd.DataFrame({n: own for n, own in shown.items() if n not in optional or any(own)}, dtype=object)
 
 

@@ -45,7 +45,7 @@ class Accountant:
 
     @property
     def history(self) -> History:
-        """[(noise multiplier, sample rate, steps), ...]. Steps include those that were skipped or undone."""
+        """(noise multiplier, sample rate, steps) of each part of training. Steps that were skipped or undone count."""
         return [(fields["noise_multiplier"], fields["sample_rate"], steps) for fields, steps in self._parts]
 
     @property
