@@ -164,7 +164,8 @@ class Backend(ABC):
                 if self.graphs is not None and self.graphs.is_new:
                     self.occasions.insist()
                 changes = self.occasions.changes(batch_size, inputs, targets, self.model.training, len(parameters))
-                if changes:  # vmap and peers take seconds a step: new shapes are checked with other records only
+                # vmap and peers take seconds a step: new shapes are checked with other records only
+                if changes and batch_size > 1:
                     some = changes[: 3 if self.compilable else 2]
                     return self._twice(some, parameters, inputs, targets, batch_size)
             found = found or self._clipped(parameters, inputs, targets, batch_size)

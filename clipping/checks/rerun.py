@@ -111,6 +111,11 @@ class Change(NamedTuple):
         """Whether B' differs from B."""
         return len(self.take) != self.size
 
+    @property
+    def spoiled(self) -> Change:
+        """The same batch with NaN for the floating numbers of all its records."""
+        return self._replace(own=torch.zeros_like(self.own), poison=True)
+
     @contextmanager
     def making(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """Yield `of`. With `poison`, embeddings of integers made by it return NaN for the other records."""

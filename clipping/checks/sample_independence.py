@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clipping.checks.rerun import REMEDY, Change, fewer, more, replaced
+from clipping.checks.rerun import REMEDY, Change, fewer, more, of_one, replaced
 from clipping.core.batches import tensors_of
 from clipping.core.types import Problem
 
@@ -94,16 +94,16 @@ class Occasions:
         """The changed batches to repeat this step with; empty for most steps.
 
         Args:
-            trees: the batch's tensors [B, ...], and numbers about it.
+            trees: the batch's tensors [B, ...], and numbers about it. A batch of one is changed as a whole.
         """
         due = self._is_due(1)
-        if batch_size < 2:
-            return ()
-        shapes: list[Any] = [tree for tree in trees if isinstance(tree, (bool, int))]
+        shapes: list[Any] = [batch_size > 1, *(tree for tree in trees if isinstance(tree, (bool, int)))]
         shapes += [(x.dtype, *x.shape[1:]) for x in tensors_of(trees)]
         self._shape = repr(shapes if len(self._shapes) < KNOWN else [_rough(shape) for shape in shapes])
-        if self._shape in self._shapes and not due:
+        if self._shape in self._shapes and not (due and batch_size > 1):
             return ()
+        if batch_size == 1:
+            return (of_one(1, 0).spoiled,)
         half = self._half(batch_size)
         every = [*(replaced(each, poison=True) for each in (half, ~half)), fewer(batch_size), more(batch_size)]
         return every if self._shape not in self._shapes else (self._random.choice(every),)

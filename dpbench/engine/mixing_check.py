@@ -51,7 +51,7 @@ class Looks:
     def __init__(self, backend: Backend, changes: Sequence[Change], known: tuple[Any, Any] | None) -> None:
         self._backend, self._changes, self._known = backend, changes, known
         self._trace, self._draws, self._begin = Trace(), Draws(), backend.moving.state()
-        new = len(changes) > 1  # else a random step, in which there may be no room for copies
+        new = len(changes) > 1 or changes[0].size == 1  # else a random step, in which there may be no room for copies
         self._parameters = {p: p.detach().clone() for p in backend.model.parameters() if new and p.requires_grad}
         self._calls: list[tuple[Any, Any]] = []
         self._outputs: list[Tensor] = []
@@ -94,17 +94,18 @@ class Looks:
         numbers = [x.clone() for x in (result.losses, result.norms) if x is not None][: 2 if self._taped else 1]
         for x in numbers:
             x[few:] = torch.nan  # padding is not compared
-        resized = [change for change in self._changes if change.resized]
-        others = [change for change in self._changes if not change.resized]
+        comparable = [change for change in self._changes if change.own.any()]
+        resized = [change for change in comparable if change.resized]
+        others = [change for change in comparable if not change.resized]
         if self._known is not None or self._losses is not None:
-            changes = self._changes if self._known is not None else others
+            changes = comparable if self._known is not None else others
             self._compare("loss or the norm of the gradient", self._numbers, numbers, changes)
         if self._known is None:
             rows = self._rows() if others and self._losses is None else []
             wanted = [self._outputs[i] for i in rows]
             self._compare("output", lambda *how: [self._passes(*how)[i] for i in rows], wanted, others if rows else [])
             self._compare("output", self._passes, self._outputs, resized)
-        if few > 1 and self._backend.moving.has_moved:
+        if few and (self._changes[0].size == 1 or self._backend.moving.has_moved):
             self._require_nothing_kept(few)
 
     def close(self) -> None:
@@ -127,11 +128,12 @@ class Looks:
         """Raise UnsupportedModel if the state_dict or a later output depends on the records of this batch.
 
         Args:
-            few: the number of the data's own samples, at least 2.
+            few: the number of the data's own samples, at least 1; a single one is compared with NaN.
         """
         model, size = self._backend.model, self._changes[0].size
-        names = list(_published(model))
-        left = [or_none(self._left_behind, of_one(size, record)) for record in (0, few - 1, 0)]
+        names, first = list(_published(model)), of_one(size, 0)
+        second = of_one(size, few - 1) if few > 1 else first.spoiled
+        left = [or_none(self._left_behind, change) for change in (first, second, first)]
         one, other, again = (each or () for each in left)
         tolerance = coarsest([*one, *model.parameters()], TOLERANCE)
 
@@ -148,7 +150,8 @@ class Looks:
     def _left_behind(self, change: Change, _: bool) -> list[Tensor]:
         """Return the published tensors after a pass of the changed batch, and then the outputs of the original one."""
         with self._repeated(), torch.no_grad():
-            self._forwards(change.of)
+            with change.making() as of:
+                self._forwards(of)
             published = [x.clone() for x in _published(self._backend.model).values()]
             with self._draws.again():
                 return published + self._forwards(same(change.size).of)
