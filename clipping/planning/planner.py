@@ -8,13 +8,14 @@ A use has three kinds of routes for its norm and its share of the clipped sum:
 
 Strategies:
 
-    auto       least time, with no more kept for the sum than g, and little workspace
+    auto       least time, with little more kept for the sum than g, and little workspace
     time       least time, whatever the memory
     memory     least memory
     paper      ghost where 2T² <= pd, else instantiated (the rule of the paper, on space alone)
 
-"auto" decides for each use alone. This suffices: Gram matrices take less time than instantiated gradients, T²(p + d) <=
-Tpd, about where the gradients, pd, take more memory than (a, g), T(p + d).
+"auto" decides for each use alone at first. This nearly suffices: Gram matrices take less time than instantiated
+gradients, T²(p + d) <= Tpd, about where the gradients, pd, take more memory than (a, g), T(p + d). A timed plan then
+keeps more where a byte saves most time, such as the gradients of a depthwise convolution of few positions.
 
 Times come from formulas at first. The second step with a batch of about the same size times its uses on the device,
 once (`clipping.planning.costs`), and plans again. All routes are exact, so a plan changes a result by rounding only. To
@@ -54,6 +55,9 @@ libraries. The kernel is chosen where writing and reading Gram matrices or gradi
 WORKSPACE = 1 / 4
 """The share of a rule's room that "auto" allows as a workspace on a CPU, if any route needs so little. On a GPU it is
 the whole room: smaller blocks are more launches."""
+
+SPARE = 1 / 10
+"""The share of the parameters, their gradients and all g, less than ordinary training holds, that "auto" keeps more."""
 
 CALL = 3e-5
 """Rough seconds of another block of samples, added to smaller blocks that were not timed."""
@@ -166,13 +170,22 @@ class Planner:
         known = self._costs(readings, kinds, tape.counts, losses, may_time)
         routes = [formula_route(source, rule, use.output, count) for use, source, rule in readings]
         costs: dict[int, Costs] = {}
+        offers: dict[int, tuple[Choice, Choice]] = {}
         for position, ((use, source, rule), what) in enumerate(zip(readings, kinds, strict=True)):
             if has_choice(source, rule, tape.counts):
                 costs[position] = known[what]
                 choices = choices_of(rule, use.output, known[what])
                 if tape.let_go.count:  # a second backward pass forms the sum
                     choices = [choice for choice in choices if not choice.route.kept]
-                routes[position] = self._chosen(rule, choices).route
+                chosen = self._chosen(rule, choices)
+                routes[position] = chosen.route
+                fitting = [choice for choice in choices if choice.workspace <= self._workspace(rule)]
+                offers[position] = chosen, min(fitting, key=lambda choice: choice.seconds, default=chosen)
+        if may_time and self.strategy == "auto":
+            parameters = {id(rule.parameter): rule.parameter.nbytes for _, _, rule in readings}
+            room = SPARE * (2 * sum(parameters.values()) + sum(chosen.held for chosen, _ in offers.values()))
+            for position in accepted(offers, room):
+                routes[position] = offers[position][1].route
         return Plan(routes, costs, may_time)
 
     def _chosen(self, rule: Rule, choices: list[Choice]) -> Choice:
@@ -185,10 +198,13 @@ class Planner:
         if self.strategy == "auto":
             least = min(choice.held for choice in choices if not choice.route.kept)
             choices = [choice for choice in choices if choice.held <= least]
-            room = rule.room() * (WORKSPACE if rule.parameter.is_cpu else 1)
-            most = max(room, min(choice.workspace for choice in choices))
+            most = max(self._workspace(rule), min(choice.workspace for choice in choices))
             choices = [choice for choice in choices if choice.workspace <= most]
         return min(choices, key=lambda choice: choice.seconds)
+
+    def _workspace(self, rule: Rule) -> float:
+        """Bytes that a norm's workspace may take under "auto"."""
+        return rule.room() * (WORKSPACE if rule.parameter.is_cpu else 1)
 
     def _costs(
         self,
@@ -233,6 +249,27 @@ class Planner:
         if device not in self._caches:
             self._caches[device] = CostCache(device, file=self.file)
         return self._caches[device]
+
+
+def accepted(offers: Mapping[int, tuple[Choice, Choice]], room: float) -> list[int]:
+    """Return the uses whose second choice is taken: those that save most time for a byte more that they hold.
+
+    Args:
+        offers: use -> two choices.
+        room: bytes.
+    """
+    more = {position: other.held - chosen.held for position, (chosen, other) in offers.items()}
+    worth = {
+        position: (chosen.seconds - other.seconds) / more[position]
+        for position, (chosen, other) in offers.items()
+        if more[position] > 0 and other.seconds < chosen.seconds
+    }
+    found = []
+    for position in sorted(worth, key=worth.__getitem__, reverse=True):
+        if more[position] <= room:
+            room -= more[position]
+            found.append(position)
+    return found
 
 
 def kind(rule: Rule, output: Spec, count: int) -> Kind:

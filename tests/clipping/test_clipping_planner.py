@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import clipping.planning.planner
 from clipping import compare, load_backend
-from clipping.planning.costs import CostCache, Costs, measured
-from clipping.planning.planner import Choice, Plan, Planner
+from clipping.planning.costs import CostCache, Costs, measured, predicted
+from clipping.planning.planner import Choice, Plan, Planner, accepted
 from clipping.rules.base import Bias, Route, Spec
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.linear import LinearWeight
@@ -80,6 +80,29 @@ def test_what_each_strategy_takes(strategy, expected):
     taken = Planner(strategy)._chosen(rule, choices)
     assert (taken.route.ghost, taken.route.kept) == expected and taken.route.block != 8
     assert Planner()._chosen(rule, choices[:1]) is choices[0]  # there is no smaller one
+
+
+def test_memory_goes_where_a_byte_saves_most_time():
+    slow = Choice(Route(), 9.0, 1000, 0)
+    offers = {
+        0: (slow, Choice(Route(kept=True), 8.0, 2000, 0)),
+        1: (slow, Choice(Route(kept=True), 1.0, 3000, 0)),  # 8 s for 2000 bytes
+        2: (slow, Choice(Route(kept=True), 5.0, 1500, 0)),
+        3: (slow, slow),
+    }
+    assert accepted(offers, 3000) == [2, 1]
+    assert accepted(offers, 1600) == [2, 0]
+    assert accepted(offers, 499) == []
+
+
+def test_a_timed_plan_keeps_small_gradients_in_exchange_for_time(monkeypatch):
+    """Of a depthwise convolution of few positions, whose ordinary weight gradient takes longest."""
+    monkeypatch.setattr(
+        clipping.planning.planner, "measured", lambda *of: predicted(*of)._replace(weight_gradient=1.0, kept=0.1)
+    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 5, stride=6), nn.Conv2d(8, 8, 2, groups=8), nn.Flatten(), nn.Linear(8, 99))
+    kept = [[route.kept for route in planned(Planner(file=False), model=model, times=n).routes[::2]] for n in (1, 2)]
+    assert kept == [[False, False, False], [False, True, False]]
 
 
 def test_a_plan_is_made_once_and_timed_at_the_second_call(monkeypatch):
