@@ -26,6 +26,10 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda sign: ascii(sign[0])[1:-1], text)
 
 
+LISTED = 30
+"""Most names in a message."""
+
+
 class UsageError(Exception):
     """Something that a person typed cannot be used; the message is the line of `complaint`."""
 
@@ -45,8 +49,10 @@ class UsageError(Exception):
 
 
 def complaint(expected: str, came: object, nearest: str | None = None, known: Iterable[str] = ()) -> str:
-    """One line: what was expected, what came, the nearest known name if there is one, and all that are known."""
-    names = ", ".join(known)
+    """One line: what was expected, what came, the nearest known name if there is one, and the first 30 that are known."""
+    first = list(known)
+    more = f" and {len(first) - LISTED} more" if len(first) > LISTED else ""
+    names = ", ".join(first[:LISTED]) + more
     if nearest:
         return f"expected {expected}, got {came!r}; did you mean {nearest!r}?" + (f" (one of {names})" if names else "")
     return f"expected {expected}" + (f", one of {names}" if names else "") + f", got {came!r}"
