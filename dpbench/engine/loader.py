@@ -12,6 +12,7 @@ A collator that mixes records, as mixup does, is refused: C would not bound one 
 """
 
 import copy
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -71,9 +72,11 @@ class PrivateLoader:
         mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys())
         if mine:
             raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
-        if pad is None:
-            pad = most is not None and (is_on_gpu(engine.model) or bool(sharded_modules(engine.model)))
         collate_fn = options.pop("collate_fn", None) or default_collate
+        self._ordered = pad is False or collate_fn is default_collate or keeps_order(dataset, collate_fn)
+        if pad is None:
+            large = is_on_gpu(engine.model) or bool(sharded_modules(engine.model))
+            pad = most is not None and large and self._ordered
         if collate_fn is not default_collate:
             require_own_numbers(dataset, most or settings.batch_size, collate_fn)
         collate = _Collate(dataset, collate_fn)
@@ -102,6 +105,11 @@ class PrivateLoader:
                 )
             step, self.is_last, real, handed = drawn.popleft()
             self.is_empty = real == 0
+            if 0 < real < handed and not self._ordered:
+                raise Misuse(
+                    "expected a collate_fn that keeps the order of the records, as padding is known by its place, got "
+                    "one that moves them: sort within the model, or take data_loader(pad=False)"
+                )
             self._engine._tickets.hand_out(Ticket(step, self.is_last, real, handed, batch))
             yield batch
         self._engine._ended = self._pieces.end
@@ -257,6 +265,45 @@ def _require_same(together: list[Tensor], copies: list[Tensor], number: int, pla
                 f"expected the numbers of record {places[number]} to be its own, got others in a batch of "
                 f"{len(places)} than beside copies of itself: let collate_fn mix no records"
             )
+
+
+def keeps_order(dataset: Any, collate: Collate) -> bool:
+    """Whether rows have the places of their records, as far as a few records tell.
+
+    A record is collated at each of three places among copies of another. A collator that sorts gives the same rows
+    each time, unless both records are equal. One that moves records at random, or draws numbers before it sorts, moves
+    the copies.
+
+    Args:
+        dataset: indexable.
+    """
+
+    def batch_of(*records: Any) -> list[Tensor]:
+        with draws.again():
+            batch = tensors_of(collate([copy.copy(record) for record in records]))
+        return [x for x in batch if x.layout == torch.strided and not x.is_nested]
+
+    draws = Draws()
+    with draws.again():
+        records = [dataset[i] for i in places_of(dataset, RECORDS)]
+    for one, other in itertools.pairwise(records):
+        first, second, third = batch_of(one, other, other), batch_of(other, one, other), batch_of(other, other, one)
+        if _same(first, second) and not _same(first, batch_of(other, other, other)):
+            return False
+        if len(batch_of(other, other)) != len(first):  # tensors of each record, not rows
+            continue
+        for x, y, z in zip(first, second, third, strict=False):
+            if all(each.dim() and len(each) == 3 for each in (x, y, z)) and not _same([x[2], y[0]], [y[2], z[0]]):
+                return False
+    return True
+
+
+def _same(batch: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether two batches have the same values; NaN equals NaN."""
+    pairs = zip(batch, other, strict=False)
+    return len(batch) == len(other) and all(
+        x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True) for x, y in pairs
+    )
 
 
 def places_of(dataset: Any, most: int) -> list[int]:

@@ -103,3 +103,29 @@ def test_padding_with_a_collate_function_of_ones_own(workers):
         x, y = torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
         optimizer.step(loss=cross_entropy(engine.model(x), y))
     assert engine.steps == 5 and engine.privacy_spent().sampled_by == "engine"
+
+
+def shortest_first(records):
+    x, y = torch.utils.data.default_collate(sorted(records, key=lambda record: float(record[0][0])))
+    return x + 0 * torch.rand(x.shape), y
+
+
+def shuffled(records):
+    return torch.utils.data.default_collate([records[i] for i in torch.randperm(len(records)).tolist()])
+
+
+@pytest.mark.parametrize("collate", [shortest_first, shuffled])
+def test_padding_that_a_collator_moves_is_refused(collate):
+    """A record would have weight 0, and the first one several."""
+    engine, _, records = make()
+    assert all(engine.mask.all() for _ in engine.data_loader(records, pad=False, collate_fn=collate))
+    with pytest.raises(Misuse, match="expected a collate_fn that keeps the order of the records"):
+        for _ in engine.data_loader(records, pad=True, collate_fn=collate):
+            pass
+
+
+@pytest.mark.parametrize("collate", [list, lambda records: nn.utils.rnn.pad_sequence([torch.rand(4), records[0][0]])])
+def test_padding_that_a_collator_leaves_last_is_taken(collate):
+    engine, _, records = make()
+    records = [(x[:3], y) for x, y in records]
+    assert sum(not engine.mask.all() for _ in engine.data_loader(records, pad=True, collate_fn=collate))
