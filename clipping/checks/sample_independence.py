@@ -6,9 +6,9 @@ rows    For a subset S of the samples, run a backward pass of Σ_{i∈S} ℓ_i. 
 others  Run the step again with other records, or more or fewer of them, beside those of S. Losses and norms of S must
         not change (`clipping.checks.rerun`). This finds what no gradient shows (a detached mean of the batch).
 
-"rows" runs when the graph of the losses is new, "others" when shapes are new, and each in about one step of 400. A
-graph is new until the gradient of each use was not zero once, as zeros show nothing (a gate that begins at 0), but in
-at most 8 steps.
+"rows" runs when the graph of the losses is new, "others" when shapes are new, and each in steps 2, 4, 8, ..., as a
+schedule may begin to mix samples, and in about one step of 400. A graph is new until the gradient of each use was not
+zero once, as zeros show nothing (a gate that begins at 0), but in at most 8 steps.
 The first check of rows uses enough sets S to separate any two samples.
 """
 
@@ -59,7 +59,7 @@ class Occasions:
         self.is_new = False
         """Whether the graph that `rows` was last asked about was new."""
         self._random = random.Random(0)
-        self._insisted = [False, False]
+        self._insisted, self._asked = [False, False], [0, 0]
 
     def insist(self) -> None:
         """Check rows and others in the next step, because its code is new."""
@@ -67,7 +67,8 @@ class Occasions:
 
     def _is_due(self, what: int) -> bool:
         insisted, self._insisted[what] = self._insisted[what], False
-        return self._random.random() < RATE or insisted
+        self._asked[what] += 1
+        return self._random.random() < RATE or insisted or self._asked[what].bit_count() == 1
 
     def rows(self, batch_size: int, graph: int) -> Sequence[Tensor]:
         """The sets S, [B] bool, for the rows of this step; empty for most steps."""

@@ -111,6 +111,29 @@ def test_mixing_that_starts_in_the_second_step_is_refused(backend):
     assert engine.steps == 1
 
 
+class Opening(nn.Module):
+    """Subtracts the mean of the batch's chosen rows, behind a gate that is closed in the first steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.steps = nn.Linear(20, 5), 0
+
+    def forward(self, x):
+        self.steps += self.training
+        found = self.layer(x)
+        return found - float(self.steps > 3) * found[x[:, 0] > 0].detach().mean(0)
+
+
+@each
+def test_mixing_behind_a_gate_that_a_schedule_opens_is_soon_refused(backend):
+    """Other records are NaN in most looks, and so not chosen: nothing shows while the gate is closed."""
+    model, optimizer, engine = made(Opening(), backend)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        for _ in range(32):
+            optimizer.step(loss=cross_entropy(model(X)))
+    assert 3 <= engine.steps < 32
+
+
 @torch.jit.script
 def scripted(outputs: torch.Tensor, targets: torch.Tensor):
     return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
