@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
@@ -131,19 +132,21 @@ class Looks:
             few: the number of the data's own samples, at least 1; a single one is compared with NaN.
         """
         model, size = self._backend.model, self._changes[0].size
-        names, first = list(_published(model)), of_one(size, 0)
-        second = of_one(size, few - 1) if few > 1 else first.spoiled
-        left = [or_none(self._left_behind, change) for change in (first, second, first)]
-        one, other, again = (each or () for each in left)
+        names, first, without = list(_published(model)), of_one(size, 0), max(1, size // 8)
+        changes = [of_one(size, few - 1) if few > 1 else first.spoiled]
+        if size > 1:  # the size of a sample is private, too
+            changes.append(first._replace(take=first.take[without:], own=first.own[without:]))
+        one, again = (or_none(self._left_behind, first) or () for _ in range(2))
+        others = [or_none(self._left_behind, each) or one for each in changes]
         tolerance = coarsest([*one, *model.parameters()], TOLERANCE)
 
         def agree(x: Tensor, y: Tensor) -> bool:
             return differing([x], [y], same(size), tolerance) is None
 
-        for i, (x, y, z) in enumerate(zip(one, other, again, strict=False)):
+        for i, (x, y, *rest) in enumerate(zip(one, again, *others, strict=False)):
             is_published = i < len(names)
             alike = _same if is_published else agree
-            if alike(x, z) and not alike(x, y):
+            if alike(x, y) and not all(alike(x, each) for each in rest):
                 what = f"{names[i]!r} changes" if is_published else "the next batch's output changes"
                 raise UnsupportedModel(self._backend.name, [Problem("model", KEPT.format(what), KEEP_NOTHING)])
 
@@ -213,9 +216,14 @@ class Looks:
 
 
 def _published(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the model's state_dict that get no noise, by name: buffers and frozen parameters."""
-    state = model.state_dict(keep_vars=True)
-    return {name: x for name, x in state.items() if isinstance(x, Tensor) and not x.requires_grad}
+    """The numbers of the model's state_dict that get no noise, by name: buffers, frozen parameters, extra state."""
+    state = {name: tree_leaves(value) for name, value in model.state_dict(keep_vars=True).items()}
+    return {
+        name + f"[{i}]" * (len(leaves) > 1): x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+        for name, leaves in state.items()
+        for i, x in enumerate(leaves)
+        if (isinstance(x, Tensor) and not x.requires_grad) or isinstance(x, (int, float))
+    }
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -272,6 +272,14 @@ class Keeps(nn.Module):
         return out
 
 
+class Extra(Keeps):
+    def get_extra_state(self):
+        return {"held": self.held, "version": "1"}
+
+    def set_extra_state(self, state):
+        self.held = state["held"]
+
+
 class Initialised(Keeps):
     def forward(self, x):
         if not self.layer.bias.any():
@@ -293,6 +301,8 @@ KEPT = {
     "an attribute that no step reads": (Keeps(mean), None),
     "a buffer that no step reads": (Keeps(running_mean, persistent=False), None),
     "a running mean": (Keeps(running_mean), "'buffer' changes"),
+    "a count of records": (Keeps(lambda model, x: model.buffer.add_(len(x))), "'buffer' changes"),
+    "extra state": (Extra(lambda model, x: model.held.append(x.mean().item())), "'_extra_state.*' changes"),
     "a rebound buffer": (Keeps(lambda model, x: setattr(model, "buffer", x[-1]), "buffer"), "'buffer' changes"),
     "some entries": (Keeps(lambda model, x: setattr(model, "buffer", x[x > 0])), "'buffer' changes"),
     "a frozen parameter": (Keeps(lambda model, x: model.frozen.copy_(x[-1])), "'frozen' changes"),
