@@ -107,6 +107,8 @@ class Tape(TorchFunctionMode):
                 data.append(operand)
         if not sources or not torch.is_grad_enabled():
             return self._mark(func, args, kwargs, kernels.overwriting.run(func, args, kwargs), data)
+        if func is torch.autograd.grad and self.arrivals.by_hand is not None:  # uses read copies, which it cannot find
+            self.arrivals.by_hand()
         self.hooked = self.hooked or hooks_of_saving(True) is not None
         if in_transform() is not None:
             self._refuse(func, sources, Refused("is called inside of a torch.func transform", "use microbatch or vmap"))

@@ -88,6 +88,26 @@ def test_a_penalty_on_gradients_every_few_steps(backend):
         require_sum(critic, lambda d, i, step=step: losses_of(d, x[i : i + 1], step)[0])
 
 
+class Adapts(nn.Module):
+    """Takes a step for each sample on weights of its own before it answers (MAML)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 3))
+
+    def forward(self, x, y):
+        own = self.weight.expand(len(x), 5, 3)
+        (slope,) = torch.autograd.grad((x @ own - y).square().sum(), own, create_graph=True)
+        return x @ (own - 0.1 * slope)
+
+
+def test_a_gradient_by_what_is_made_of_a_parameter_is_refused_by_name():
+    model = Adapts()
+    private(model)
+    with pytest.raises(Misuse, match="a gradient within the losses takes backend='microbatch'"):
+        model(torch.randn(B, 4, 5), torch.randn(B, 4, 3))
+
+
 @each
 def test_what_is_thawed_after_the_forward_pass_is_refused_and_before_it_is_trained(backend):
     torch.manual_seed(0)
