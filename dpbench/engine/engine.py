@@ -153,6 +153,10 @@ class PrivacyEngine(State):
         self._warned: set[str] = set()
         claim(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are not attached, as a copied optimizer has its own `step`."""
+        return {**vars(self), "_patch": None}
+
     @property
     def noise_multiplier(self) -> float:
         """σ, as given or calibrated."""

@@ -322,6 +322,19 @@ def test_a_copy_draws_noise_and_batches_of_its_own(how):
     assert any(sampler.batch(i).tolist() != engine._sampler.batch(i).tolist() for i in range(9))
 
 
+@pytest.mark.parametrize("how", [COPIES["deepcopy"], COPIES["pickle"]], ids=["deepcopy", "pickle"])
+def test_a_copy_of_an_attached_engine_may_be_attached(how):
+    model, x = nn.Linear(4, 3), torch.randn(B, 4)
+    engine, optimizer = private(model, lr=0.1)
+    optimizer.step(loss=model(x).sum(1))
+    copied, other, again = how((model, optimizer, engine))
+    again.attach(other)
+    other.step(loss=copied(x).sum(1))
+    assert (engine.steps, again.steps) == (1, 2) and not torch.equal(model.weight, copied.weight)
+    optimizer.step(loss=model(x).sum(1))
+    torch.testing.assert_close(model.weight, copied.weight)
+
+
 def test_an_optimizer_may_hold_what_is_frozen():
     torch.manual_seed(0)
     body, head, x = nn.Linear(4, 8), nn.Linear(8, 3), torch.randn(B, 4)
