@@ -39,7 +39,7 @@ from dpbench.engine.settings import (
     source_of,
     usable_backend,
 )
-from dpbench.engine.spent import NOT_ACCOUNTED, NOT_COUNTED, Abandoned, Log, PrivacySpent
+from dpbench.engine.spent import LEFT_OUT, NOT_ACCOUNTED, NOT_COUNTED, Abandoned, Log, PrivacySpent
 from dpbench.engine.state import State
 from dpbench.engine.whole_step import WholeStep
 
@@ -301,6 +301,8 @@ class PrivacyEngine(State):
             caveats.append("batches were not drawn by data_loader: that they follow the scheme is assumed")
         if beside:
             caveats.append(NOT_COUNTED.format(beside))
+        if by_engine and (left := max(self.drawn, self._ended) - self.steps) > 0:
+            caveats.append(LEFT_OUT.format(left))
         return PrivacySpent(
             epsilon=found.epsilon,
             delta=delta,

@@ -53,6 +53,17 @@ def test_a_batch_that_was_read_and_left_out_is_not_taken_for_the_next(loading):
     assert engine.steps > 1 and engine.privacy_spent().sampled_by == "engine"
 
 
+@pytest.mark.parametrize("least", [0, EXPECTED])
+def test_batches_that_were_left_out_are_told_of(least):
+    """Their sizes are private, and decide here which ones are released."""
+    model, optimizer, engine = make()
+    for x, _ in engine.data_loader(DATA):
+        if len(x) >= least:
+            optimizer.step(loss=model(x)[:, 0])
+    said = f"{4 - engine.steps} batches of data_loader were left out"
+    assert any(each.startswith(said) for each in engine.privacy_spent().caveats) == (engine.steps < 4) == bool(least)
+
+
 def test_what_reads_a_parameter_before_the_model_is_called_is_of_the_same_pass():
     class Tied(nn.Module):
         def __init__(self):
