@@ -49,7 +49,7 @@ class UsageError(Exception):
 
 
 def complaint(expected: str, came: object, nearest: str | None = None, known: Iterable[str] = ()) -> str:
-    """One line: what was expected, what came, the nearest known name if there is one, and the first 30 that are known."""
+    """One line: what was expected, what came, the nearest known name if there is one, and the first known ones."""
     first = list(known)
     more = f" and {len(first) - LISTED} more" if len(first) > LISTED else ""
     names = ", ".join(first[:LISTED]) + more

@@ -132,12 +132,13 @@ class Looks:
             few: the number of the data's own samples, at least 1; a single one is compared with NaN.
         """
         model, size = self._backend.model, self._changes[0].size
-        names, first, without = list(_published(model)), of_one(size, 0), max(1, size // 8)
-        changes = [of_one(size, few - 1) if few > 1 else first.spoiled]
-        if size > 1:  # the size of a sample is private, too
-            changes.append(first._replace(take=first.take[without:], own=first.own[without:]))
+        names, first = list(_published(model)), of_one(size, 0)
+        second = of_one(size, few - 1) if few > 1 else first.spoiled
+        longer = first._replace(
+            take=first.take.new_zeros(size + 1), own=first.own.new_ones(size + 1)
+        )  # sizes are private
         one, again = (or_none(self._left_behind, first) or () for _ in range(2))
-        others = [or_none(self._left_behind, each) or one for each in changes]
+        others = [or_none(self._left_behind, each) or one for each in (second, longer)]
         tolerance = coarsest([*one, *model.parameters()], TOLERANCE)
 
         def agree(x: Tensor, y: Tensor) -> bool:

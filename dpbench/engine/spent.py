@@ -20,7 +20,7 @@ CYCLIC = "Poisson sampling in groups of records in turn"
 #: The accountant takes at most 1 / _SHARE of training's time, for a logger.
 _SHARE = 50
 #: Caveat on batches without a step, such as small ones: the size of a Poisson sample is private.
-LEFT_OUT = "{} batches of data_loader were left out: if their records or their sizes decided it, that is not accounted"
+LEFT_OUT = "{} of data_loader's batches left out: if their records or their sizes decided it, that is not accounted"
 #: Caveat on another engine in this process.
 NOT_COUNTED = "{} steps of another engine on this model are not counted"
 

@@ -60,7 +60,7 @@ def test_batches_that_were_left_out_are_told_of(least):
     for x, _ in engine.data_loader(DATA):
         if len(x) >= least:
             optimizer.step(loss=model(x)[:, 0])
-    said = f"{4 - engine.steps} batches of data_loader were left out"
+    said = f"{4 - engine.steps} of data_loader's batches left out"
     assert any(each.startswith(said) for each in engine.privacy_spent().caveats) == (engine.steps < 4) == bool(least)
 
 
