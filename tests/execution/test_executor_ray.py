@@ -51,7 +51,7 @@ def test_trials_go_to_both_nodes_what_fails_is_a_record_and_local_has_nothing_le
         f" + [bodies.Act(action='sleep', number=9, seconds={FOREVER}, timeout=1.0)]"
     )
     fake = Fake(tmp_path, cells)
-    done = fake.run(*on(cluster))
+    done = fake.run_apart(*on(cluster))
     assert done.returncode == 0, done.stderr
     assert "recorded 9 trials" in done.stderr and "in 2 files of" in done.stderr
     found = {(r["trial"]["action"], r["trial"]["number"]): r["outcome"] for r in fake.records}
@@ -66,7 +66,7 @@ def test_trials_go_to_both_nodes_what_fails_is_a_record_and_local_has_nothing_le
     assert len({run.environment["node"] for run in runs}) == 2
     assert all(run.environment["executor"]["cluster"] == cluster.address for run in runs)
     assert all(run.environment["host"] == socket.gethostname() for run in runs)
-    assert "nothing is left to run" in fake.run("--only", "number=0,1,2,3,9").stderr, "for whichever executor"
+    assert "nothing is left to run" in fake.run_apart("--only", "number=0,1,2,3,9").stderr, "for whichever executor"
 
 
 @pytest.mark.slow
@@ -79,9 +79,9 @@ def test_a_run_is_continued_by_another_executor_and_a_killed_driver_loses_nothin
     finish(process)
     before = fake.records
     fake.go()
-    done = fake.run("--only", "number=0,1,2")
+    done = fake.run_apart("--only", "number=0,1,2")
     assert done.returncode == 0
-    done = fake.run(*on(cluster))
+    done = fake.run_apart(*on(cluster))
     assert done.returncode == 0
     assert fake.records[: len(before)] == before or {r["utc"] for r in before} <= {r["utc"] for r in fake.records}
     assert fake.numbers == dict.fromkeys(range(6), 1)
@@ -89,10 +89,10 @@ def test_a_run_is_continued_by_another_executor_and_a_killed_driver_loses_nothin
 
 def test_an_address_where_nothing_answers_is_one_line(tmp_path):
     fake = Fake(tmp_path, sleepers(1))
-    done = fake.run("--executor", "ray", "--address", "127.0.0.1:1")
+    done = fake.run_apart("--executor", "ray", "--address", "127.0.0.1:1")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "expected a Ray cluster that answers at 127.0.0.1:1" in done.stderr and "Connection refused" in done.stderr
-    assert "host:port" in fake.run("--executor", "ray", "--address", "nowhere").stderr
+    assert "host:port" in fake.run_apart("--executor", "ray", "--address", "nowhere").stderr
 
 
 @pytest.mark.slow

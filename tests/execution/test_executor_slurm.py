@@ -40,7 +40,7 @@ def test_each_job_has_a_file_of_its_own_and_what_fails_is_a_record(tmp_path):
         " + grid(bodies.Act, action=['raise', 'segfault'])"
     )
     fake = of_models(tmp_path, cells)
-    done = fake.run(*LOCAL, "--jobs", "2")
+    done = fake.run_apart(*LOCAL, "--jobs", "2")
     assert done.returncode == 0, done.stderr
     assert "recorded 6 trials" in done.stderr and "KeyError: 'no such thing'" in done.stderr
     runs = read_runs(fake.output / "fake")
@@ -48,7 +48,7 @@ def test_each_job_has_a_file_of_its_own_and_what_fails_is_a_record(tmp_path):
     assert len(runs) >= 3 and all(len(models) <= 1 for models in together), "a model's trials have one job"
     assert Counter(r["outcome"] for r in fake.records) == {"ok": 4, "error": 1, "crash": 1}
     assert all(run.environment["executor"]["name"] == "slurm" for run in runs)
-    assert "nothing is left to run" in fake.run().stderr, "whichever executor did it"
+    assert "nothing is left to run" in fake.run_apart().stderr, "whichever executor did it"
     assert fake.left_over() == []
 
 
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_the_jobs_in_good_order(job):
     ended(process, 130)
     assert fake.left_over() == [] and fake.records
     fake.go()
-    fake.run()
+    fake.run_apart()
     assert fake.numbers == dict.fromkeys(range(5), 1)
 
 
@@ -106,7 +106,7 @@ def test_jobs_that_bring_nothing_are_not_submitted_for_ever(tmp_path):
     fake.file.write_text(
         text + "\nimport os\nif 'SUBMITIT_EXECUTOR' in os.environ:\n    raise OSError(28, 'No space')\n"
     )
-    done = fake.run(*LOCAL)
+    done = fake.run_apart(*LOCAL)
     assert done.returncode == 1 and done.stderr.count("ended early") == 1 and "No space" in done.stderr
     assert "2 trials are not recorded" in done.stderr
 

@@ -269,7 +269,7 @@ def test_ctrl_c_before_anything_has_begun_is_one_line():
 def test_an_experiment_that_closes_standard_error_is_run(tmp_path):
     fake = Fake(tmp_path, sleepers(2))
     fake.file.write_text(fake.file.read_text() + "\nimport sys\nsys.stderr.close()\n")
-    assert fake.run().returncode == 0 and len(fake.records) == 2
+    assert fake.run_apart().returncode == 0 and len(fake.records) == 2
 
 
 @pytest.mark.slow

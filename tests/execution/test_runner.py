@@ -17,7 +17,7 @@ from dpbench.records.store import read_runs
 
 def test_every_trial_is_recorded_in_every_round_with_its_environment(tmp_path):
     fake = Fake(tmp_path, sleepers(3), rounds=2)
-    done = fake.run()
+    done = fake.run_apart()
     assert (done.returncode, done.stdout) == (0, "")
     assert "recorded 6 trials (6 ok)" in done.stderr
     (run,) = read_runs(fake.output / "fake")
@@ -160,7 +160,7 @@ def test_machines_of_one_name_go_on_with_each_other_s_records(tmp_path, monkeypa
     fake = Fake(tmp_path, sleepers(3))
     monkeypatch.setenv("DPBENCH_HOST", "Pool of H100")
     monkeypatch.setenv("DPBENCH_COMMIT", "abc123-dirty")
-    fake.run("--only", "number=0")
+    fake.run_apart("--only", "number=0")
     other = tmp_path / "sitecustomize.py"
     other.write_text("import socket\nsocket.gethostname = lambda: 'elsewhere'\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -170,9 +170,9 @@ def test_machines_of_one_name_go_on_with_each_other_s_records(tmp_path, monkeypa
     assert "-pool-of-h100-" in records.name
     shutil.copy(records, copy)
     fake.output = copy.parent
-    assert "recorded 2 trials (2 ok)" in fake.run().stderr
-    assert sorted(fake.trace("begun")) == [0, 1, 2] and "nothing is left to run" in fake.run().stderr
+    assert "recorded 2 trials (2 ok)" in fake.run_apart().stderr
+    assert sorted(fake.trace("begun")) == [0, 1, 2] and "nothing is left to run" in fake.run_apart().stderr
     assert {run.environment["host"] for run in read_runs(copy)} == {"Pool of H100"}
     monkeypatch.delenv("DPBENCH_HOST")
-    assert "recorded 3 trials (3 ok)" in fake.run().stderr
+    assert "recorded 3 trials (3 ok)" in fake.run_apart().stderr
     assert {run.environment["host"] for run in read_runs(copy)} == {"Pool of H100", "elsewhere"}

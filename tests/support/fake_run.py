@@ -1,14 +1,19 @@
-"""Starts and steers a run of fake trials from the command line, and reads the records and processes it leaves."""
+"""Starts and steers a run of fake trials by its command line, and reads the records and processes it leaves."""
 
+import io
 import os
 import subprocess
 import sys
 import uuid
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
+import pytest
 from waiting import PATIENCE, lines, of_process, soon, until
 
+from dpbench.cli import main
 from dpbench.records.store import read_records
 
 BODIES = Path(__file__).with_name("bodies.py")
@@ -43,7 +48,7 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 class Fake:
-    """An experiment of fake trials, run from the command line in its own process."""
+    """An experiment of fake trials, and commands on it."""
 
     def __init__(self, folder: Path, cells: str, rounds: int = 1, in_order: bool = False) -> None:
         self.folder = folder
@@ -69,10 +74,23 @@ class Fake:
         )
 
     def run(self, *arguments: str, command: str = "run") -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, command=command)
+        """Run the command to its end in this process; trials have processes of their own, with our mark."""
+        words = [command, str(self.file), "--output", str(self.output), *arguments]
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setenv("DPBENCH_TEST", self.mark)
+            code = main(words)
+        return self._ended(words, code, out.getvalue(), err.getvalue())
+
+    def run_apart(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run it to its end as a person starts it."""
+        process = self.start(*arguments)
         out, err = finish(process)
+        return self._ended(process.args, process.returncode, out, err)
+
+    def _ended(self, words: Any, code: int, out: str, err: str) -> subprocess.CompletedProcess[str]:
         assert "Traceback" not in err or "KeyError" in err, err
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return subprocess.CompletedProcess(words, code, out, err)
 
     def halfway(self, *arguments: str, done: int = 1, shell: str = ":") -> subprocess.Popen[str]:
         """Start a run of `waiters` in order; returns when `done` trials have ended and the next one waits."""
