@@ -103,9 +103,9 @@ class OneByOne(Marked):
 
 
 def test_samples_without_rows():
-    none = batch(0, 1)
+    some, none = (batch(0, 1, size=3) for _ in range(2))
     none[0][2, :, 0] = -1.0
-    b = require_equal(OneByOne(broadcast), [batch(0, 1)] * 5 + [none, batch(0, 1)])
+    b = require_equal(OneByOne(broadcast), [some] * 5 + [none, some])
     assert (b.graphs.steps, b.graphs._graphs[0].missed) == (3, 1)
     x, y = none
     model = OneByOne(broadcast).double()

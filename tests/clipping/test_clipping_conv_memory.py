@@ -87,8 +87,8 @@ def test_pieces_give_the_same_gradients(monkeypatch, backend):
 
 def test_any_other_backward_pass_is_autograd_s_own():
     """With gradients of the weights, and once more differentiable."""
-    x = torch.randn(8, 3, 6, 6, dtype=torch.float64, requires_grad=True)
-    weight, bias = torch.randn(4, 3, 3, 3, dtype=torch.float64, requires_grad=True), torch.randn(4).double()
+    x = torch.randn(4, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    weight, bias = torch.randn(3, 2, 3, 3, dtype=torch.float64, requires_grad=True), torch.randn(3).double()
     bias.requires_grad_()
 
     def convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

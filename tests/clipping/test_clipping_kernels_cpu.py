@@ -167,7 +167,9 @@ def test_a_machine_without_a_compiler_is_nothing_to_tell(folder: Path, monkeypat
     assert library.describe()["double"] == {"reason": "there is no C compiler cc"}
 
 
-def test_whether_kernels_run_is_part_of_the_fingerprint(made: Path, monkeypatch: pytest.MonkeyPatch):
+def test_whether_kernels_run_is_part_of_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "small.c").write_text("REAL one(void) { return 1; }\n")
+    monkeypatch.setattr(library, "SOURCES", [tmp_path / "small.c"])
     step = StepTrial(model="cnn", backend="bk_mixed", batch_size=8)
     epsilon = EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=10)
     machine, found = Machine("here", "CPU"), []
@@ -181,6 +183,7 @@ def test_whether_kernels_run_is_part_of_the_fingerprint(made: Path, monkeypatch:
 
 def test_the_environment_says_what_was_loaded(made: Path, monkeypatch: pytest.MonkeyPatch):
     """The compiler and the digest of each library, or why there is none."""
+    monkeypatch.setattr(library, "REALS", {"float": 4})
     for compiler, expected in (("cc", library._whole(made)[0][:16]), ("false", "false does not compile them")):
         monkeypatch.setenv("CC", compiler)
         forget()
