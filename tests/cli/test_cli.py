@@ -63,14 +63,16 @@ def test_help_and_version(arguments):
     assert done.returncode == 0 and "dpbench" in done.stdout and done.stderr == ""
 
 
-def test_list_names_everything_once_with_a_line_of_explanation():
-    listed = json.loads(dpbench("list", "--format", "json").stdout)
+def test_list_names_everything_once_with_a_line_of_explanation(capsys):
+    assert main(["list", "--format", "json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
     assert list(listed) == ["experiments", "backends", "models", "accountants"]
     for entries in listed.values():
         names = [entry["name"] for entry in entries]
         assert len(names) == len(set(names)) > 0
         assert all(set(entry) == {"name", "doc"} and entry["doc"] and "\n" not in entry["doc"] for entry in entries)
-    table = dpbench("list").stdout
+    assert main(["list"]) == 0
+    table = capsys.readouterr().out
     assert all(entry["name"] in table and entry["doc"] in table for entries in listed.values() for entry in entries)
 
 
