@@ -276,6 +276,7 @@ def keeps_order(dataset: Any, collate: Collate) -> bool:
 
     Args:
         dataset: indexable.
+        collate: a list of records -> a batch; drawn numbers are restored.
     """
 
     def batch_of(*records: Any) -> list[Tensor]:
