@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from clipping import Backend, ClippedGradient, Flat, load_backend
 from clipping.backends import base
 from clipping.backends import tape as tape_backends
+from clipping.checks.sample_independence import Occasions
 from clipping.checks.verification import WrongGradient
 from clipping.core.batches import forward
 from clipping.norms import collection as norms
@@ -254,7 +255,7 @@ class LooksOnce(Hooked):
     """Believes that samples stay apart once the first step has shown it."""
 
     def refuse_mixed_rows(self, losses: Tensor) -> None:
-        pass
+        self.occasions = None
 
 
 class NeverLooks(LooksOnce):
@@ -413,8 +414,9 @@ def without_renewal(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_rows(patch: pytest.MonkeyPatch) -> None:
-    """Gradients in the rows of other samples are passed over."""
+    """Gradients in the rows of other samples are passed over, and no later step is run again."""
     patch.setattr(tape_backends, "mixed_rows", lambda *step: None)
+    patch.setattr(Occasions, "_is_due", lambda self, what: False)
 
 
 def without_others(patch: pytest.MonkeyPatch) -> None:
