@@ -207,6 +207,9 @@ def test_flat_at_its_edges():
     assert Flat(0.0).factors(n[:2]).tolist() == [0, 0]
     assert Flat(math.inf).factors(n[:2]).tolist() == [1, 1]
     assert Flat(2.0).factors(n)[:3].tolist() == [1, 1, 0] and Flat(2.0).factors(n)[3].isnan()
+    n = torch.tensor([0.0, 0.5, 1.5])
+    assert Flat(1.0, stabiliser=0.5).factors(n).tolist() == [1, 1, 0.5]
+    assert Automatic(1.0, stabiliser=0.5).factors(n).tolist() == [2, 1, 0.5]
     for bad in (-1.0, math.nan):
         with pytest.raises(ValueError, match="max_grad_norm"):
             Flat(bad)
