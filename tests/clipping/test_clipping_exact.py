@@ -140,7 +140,6 @@ def test_what_few_can_be_exact_on(name: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 @pytest.mark.parametrize("backend", PRIVATE)
 def test_exact_on_cuda(backend: str):
     for name in KNOWN:

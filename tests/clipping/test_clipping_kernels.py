@@ -21,7 +21,6 @@ from dpbench.measure.simulate import StorageLifetimes
 
 HERE = Path(__file__).resolve().parents[1] / "support"
 TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 
 
 def judge(found: str | None) -> None:
@@ -54,14 +53,12 @@ def test_compiles_without_a_gpu_and_keeps_its_tile_in_registers(capability: str,
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("name", CHECKS)
 def test_exact_on_a_gpu(name: str):
     judge(outcome(CHECKS[name], "cuda"))
 
 
 @pytest.mark.gpu
-@GPU
 def test_neither_gram_matrices_nor_gradients_are_in_memory_on_a_gpu():
     a, g = torch.randn(2, 8192, 768, device="cuda"), torch.randn(2, 8192, 1024, device="cuda")
     x = torch.randn(4, 256, 32, 32, device="cuda")

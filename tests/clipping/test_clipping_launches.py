@@ -30,7 +30,6 @@ from dpbench.models.loading import load_workload
 from dpbench.models.workload import Workload
 
 TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 
 
 #: The checks that take the interpreter less than a second each.
@@ -60,7 +59,6 @@ def test_the_kernels_compile_without_a_gpu_and_stay_in_registers(capability: str
 
 @pytest.mark.gpu
 @TRITON
-@GPU
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_kernels_on_a_gpu(name: str):
     assert outcome(CHECKS[name], "cuda") is None

@@ -168,7 +168,6 @@ def test_no_clipping_function_waits(clip: Any):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 @pytest.mark.parametrize("backend", ("bk_mixed", "bk_ghost"))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_waits_for_nothing_on_a_gpu(name: str, backend: str):

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 from interpreter import results
 
 from clipping.accel import cuda
 
 TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 NAMES = (
     "words_bit_by_bit",
     "normals_to_the_last_bits",
@@ -42,7 +40,6 @@ def test_compiles_without_a_gpu_and_stays_in_registers(capability: str, tmp_path
 
 @pytest.mark.gpu
 @TRITON
-@GPU
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu(name: str):
     from noise_checks import CHECKS
