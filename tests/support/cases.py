@@ -41,6 +41,7 @@ CUSTOM = ("a custom function beside another use", "a custom function from the se
 TWICE = "a derivative of a derivative"
 LATE = "samples mix: from the second step on"
 MIXING = (
+    LATE,
     "samples mix: statistics in training alone",
     "samples mix: a detached mean",
     "samples mix: rolled by two",
@@ -52,7 +53,7 @@ PADDING_MODE = ("conv2d circular", "conv2d reflect")
 PADDING_IDX = ("embedding padding_idx", "embedding negative padding_idx")
 HOOKS = not_for(
     (*MIXING, CUSTOM[1], TWICE, "self attention", "lstm"),
-    wrong=(CUSTOM[0], LATE, "as many positions as samples", "penalised"),
+    wrong=(CUSTOM[0], "as many positions as samples", "penalised"),
 )
 WRONG_HOOKS = not_for((), wrong=(*PADDING_MODE, *PADDING_IDX, "bags of different sizes"))
 NO_FORMULA = ("conv_transpose2d", "self attention", "prelu by the fallback", "windows")
@@ -62,18 +63,18 @@ NOT_FOR: dict[str, dict[str, str]] = {
         ("vmap", "opake"),
         not_for(("lstm", "gru", "rnn", "bags of different sizes", *CUSTOM, TWICE)),
     ),
-    **dict.fromkeys(TAPE, not_for((*CUSTOM, TWICE, *MIXING[:-1], LATE))),  # rows are followed
+    **dict.fromkeys(TAPE, not_for((*CUSTOM, TWICE, *MIXING[:-1]))),  # rows are followed
     "opacus_hooks": HOOKS | WRONG_HOOKS,
     "opacus_functorch": HOOKS,
-    "opacus_ew": not_for((*NO_FORMULA, *MIXING, *CUSTOM, "keyword inputs"), wrong=(*PADDING_IDX, TWICE, LATE)),
+    "opacus_ew": not_for((*NO_FORMULA, *MIXING, *CUSTOM, "keyword inputs"), wrong=(*PADDING_IDX, TWICE)),
     "opacus_ghost": HOOKS | WRONG_HOOKS | not_for(("tied head",)),
     "private_cnn": not_for(
         (*NO_FORMULA, *MIXING, "lstm", "instance norm", "tied head", "keyword inputs", CUSTOM[1], TWICE),
-        wrong=(*GROUPS, *PADDING_MODE, "conv3d everything", "penalised", CUSTOM[0], LATE),
+        wrong=(*GROUPS, *PADDING_MODE, "conv3d everything", "penalised", CUSTOM[0]),
     ),
     "fastdp": not_for(
         (*NO_FORMULA, *MIXING, "lstm", CUSTOM[1]),
-        wrong=(*GROUPS, *PADDING_MODE, "reused", "tied head", "penalised", CUSTOM[0], TWICE, LATE),
+        wrong=(*GROUPS, *PADDING_MODE, "reused", "tied head", "penalised", CUSTOM[0], TWICE),
     ),
 }
 """Cases that a backend "refuses", or gets "wrong" and is detected: of a peer those of `FIFTEEN` and all wrong ones.
