@@ -68,7 +68,11 @@ class Occasions:
     def _is_due(self, what: int) -> bool:
         insisted, self._insisted[what] = self._insisted[what], False
         self._asked[what] += 1
-        return self._random.random() < RATE or insisted or self._asked[what].bit_count() == 1
+        return self._random.random() < RATE or insisted or self._is_early(what)
+
+    def _is_early(self, what: int) -> bool:
+        """Whether this is step 1, 2, 4, 8, ...: mixing that begins in step t is looked for by step 2t."""
+        return self._asked[what].bit_count() == 1
 
     def rows(self, batch_size: int, graph: int) -> Sequence[Tensor]:
         """The sets S, [B] bool, for the rows of this step; empty for most steps."""
@@ -107,8 +111,10 @@ class Occasions:
             return (of_one(1, 0).spoiled,)
         half = self._half(batch_size)
         every = [*(replaced(each, poison=True) for each in (half, ~half)), fewer(batch_size), more(batch_size)]
-        early = self._asked[1].bit_count() == 1  # a schedule changes a weight, not what is divided by the size
-        return every if self._shape not in self._shapes else (self._random.choice(every[: 2 if early else 4]),)
+        if self._shape not in self._shapes:
+            return every
+        # a schedule changes a weight, not what is divided by the size
+        return (self._random.choice(every[:2] if self._is_early(1) else every),)
 
     def others_passed(self) -> None:
         """Record that the last shapes passed."""

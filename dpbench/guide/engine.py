@@ -153,7 +153,7 @@ find records that mix: they replace the other records, set them to NaN, and add 
 | Trainer, Lightning, Opacus | the same, and the loss's divisor | first batches, new shapes, programs, 1 step in 400 |
 | `load_backend(...)` | model and loss | new graphs and shapes, 1 step in 400 |
 
-The checks of 1 step in 400 also run in steps 2, 4, 8, and so on. If records mix, the step is refused. A step that
+The checks of 1 step in 400 also run in eager steps 2, 4, 8, ... If records mix, the step is refused. A step that
 fails releases nothing. `dpbench.engine` lists the rules behind every interface, and `dpbench.integrations.sharp_edges`
 common mistakes, the result of each, and its test. **Not detected in your own loop or accelerate's:** a loss that
 depends on the labels of other records. Divide losses by constants.
