@@ -300,13 +300,14 @@ def _has_nan(before: Sequence[Tensor], after: Sequence[Tensor], change: Change) 
     return differing(was, [x.detach().isnan().double() for x in after], change, 0.0) is not None
 
 
-def of_one(size: int, record: int) -> Change:
+def of_one(size: int, record: int, *, copies: int | None = None) -> Change:
     """A batch of copies of one record.
 
     Args:
         record: its position in the original batch.
+        copies: their number; B if None.
     """
-    places = torch.full((size,), record, device="cpu")
+    places = torch.full((size if copies is None else copies,), record, device="cpu")
     return Change(size, places, torch.ones_like(places, dtype=torch.bool))
 
 

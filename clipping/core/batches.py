@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from clipping.core.types import LossFunction
@@ -75,6 +76,16 @@ def tensors_of(tree: Any) -> list[Tensor]:
         elif _is_record(value):
             stack += [getattr(value, field.name) for field in reversed(dataclasses.fields(value))]
     return found
+
+
+def same_values(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have one shape and equal values; NaN equals NaN.
+
+    Args:
+        x, y: dense or sparse.
+    """
+    x, y = (each if each.layout == torch.strided else each.to_dense() for each in (x, y))
+    return x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True)
 
 
 def leading_dimension(*trees: Any) -> int:

@@ -57,7 +57,7 @@ WORKSPACE = 1 / 4
 the whole room: smaller blocks are more launches."""
 
 SPARE = 1 / 10
-"""The share of the parameters, their gradients and all g, less than ordinary training holds, that "auto" keeps more."""
+"""Additional memory that "auto" may keep, relative to the parameters, their gradients and all g."""
 
 CALL = 3e-5
 """Rough seconds of another block of samples, added to smaller blocks that were not timed."""
@@ -252,11 +252,11 @@ class Planner:
 
 
 def accepted(offers: Mapping[int, tuple[Choice, Choice]], room: float) -> list[int]:
-    """Return the uses whose second choice is taken: those that save most time for a byte more that they hold.
+    """Choose the uses to move to their faster choice, by the time saved for each additional byte.
 
     Args:
-        offers: use -> two choices.
-        room: bytes.
+        offers: use -> (choice so far, faster choice).
+        room: additional bytes that all moves together may take.
     """
     more = {position: other.held - chosen.held for position, (chosen, other) in offers.items()}
     worth = {

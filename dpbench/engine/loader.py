@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from clipping.core.batches import map_tensors, tensors_of
+from clipping.core.batches import map_tensors, same_values, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.distributed.spread import sharded_modules
 from clipping.numerics.rng_replay import Draws
@@ -73,10 +73,10 @@ class PrivateLoader:
         if mine:
             raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
         collate_fn = options.pop("collate_fn", None) or default_collate
-        self._ordered = pad is False or collate_fn is default_collate or keeps_order(dataset, collate_fn)
-        if pad is None:
-            large = is_on_gpu(engine.model) or bool(sharded_modules(engine.model))
-            pad = most is not None and large and self._ordered
+        large = most is not None and (is_on_gpu(engine.model) or bool(sharded_modules(engine.model)))
+        wanted = large if pad is None else pad
+        self._ordered = not wanted or collate_fn is default_collate or keeps_order(dataset, collate_fn)
+        pad = wanted and (self._ordered or pad is True)
         if collate_fn is not default_collate:
             require_own_numbers(dataset, most or settings.batch_size, collate_fn)
         collate = _Collate(dataset, collate_fn)
@@ -301,10 +301,7 @@ def keeps_order(dataset: Any, collate: Collate) -> bool:
 
 def _same(batch: list[Tensor], other: list[Tensor]) -> bool:
     """Whether two batches have the same values; NaN equals NaN."""
-    pairs = zip(batch, other, strict=False)
-    return len(batch) == len(other) and all(
-        x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True) for x, y in pairs
-    )
+    return len(batch) == len(other) and all(map(same_values, batch, other))
 
 
 def places_of(dataset: Any, most: int) -> list[int]:

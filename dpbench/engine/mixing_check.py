@@ -22,7 +22,7 @@ from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.rerun import TOLERANCE, Change, Run, differing, fewer, mixed, mixing, of_one, or_none, same
-from clipping.core.batches import map_tensors, tensors_of
+from clipping.core.batches import map_tensors, same_values, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
@@ -80,7 +80,7 @@ class Looks:
 
     def follow(self, losses: Tensor) -> None:
         """Stop recording operations at the losses. Parameters that were written to belong to the state."""
-        self._begin.kept.extend((p, was, -1) for p, was in self._parameters.items() if not _same(p, was))
+        self._begin.kept.extend((p, was, -1) for p, was in self._parameters.items() if not same_values(p, was))
         self._parameters.clear()
         self._losses = losses if self._trace.follows(losses) else None
         self._trace.pause()
@@ -134,9 +134,7 @@ class Looks:
         model, size = self._backend.model, self._changes[0].size
         names, first = list(_published(model)), of_one(size, 0)
         second = of_one(size, few - 1) if few > 1 else first.spoiled
-        longer = first._replace(
-            take=first.take.new_zeros(size + 1), own=first.own.new_ones(size + 1)
-        )  # sizes are private
+        longer = of_one(size, 0, copies=size + 1)  # a count of records would publish the sizes of Poisson samples
         one, again = (or_none(self._left_behind, first) or () for _ in range(2))
         others = [or_none(self._left_behind, each) or one for each in (second, longer)]
         tolerance = coarsest([*one, *model.parameters()], TOLERANCE)
@@ -146,7 +144,7 @@ class Looks:
 
         for i, (x, y, *rest) in enumerate(zip(one, again, *others, strict=False)):
             is_published = i < len(names)
-            alike = _same if is_published else agree
+            alike = same_values if is_published else agree
             if alike(x, y) and not all(alike(x, each) for each in rest):
                 what = f"{names[i]!r} changes" if is_published else "the next batch's output changes"
                 raise UnsupportedModel(self._backend.name, [Problem("model", KEPT.format(what), KEEP_NOTHING)])
@@ -225,8 +223,3 @@ def _published(model: nn.Module) -> dict[str, Tensor]:
         for i, x in enumerate(leaves)
         if (isinstance(x, Tensor) and not x.requires_grad) or isinstance(x, (int, float))
     }
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    x, y = (each if each.layout == torch.strided else each.to_dense() for each in (x, y))
-    return x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True)
