@@ -216,7 +216,13 @@ def differing(before: Sequence[Tensor], after: Sequence[Tensor], change: Change,
 
 
 def mixed(
-    model: nn.Module, run: Run, before: Sequence[Tensor], changes: Sequence[Change], tolerance: float
+    model: nn.Module,
+    run: Run,
+    before: Sequence[Tensor],
+    changes: Sequence[Change],
+    tolerance: float,
+    *,
+    may_move: bool = False,
 ) -> int | None:
     """Find a sample whose numbers change when other records do; None if there is none.
 
@@ -224,6 +230,7 @@ def mixed(
         run: (change, only losses?) -> tensors [B'·k, ...], with the random numbers of the first run. Returns only the
             losses, its first tensor, where the model reads float64.
         before: the result of the first run, [B·k, ...] each.
+        may_move: samples may trade places, as where they are sorted.
     """
     for change in changes:
         limit = of_other_kernels(before[0], tolerance) if change.resized else tolerance
@@ -232,7 +239,7 @@ def mixed(
             change = change._replace(poison=False)
             after = or_none(run, change)
         sample = None if after is None else differing(before, after, change, limit)
-        if sample is None or after is None:
+        if sample is None or after is None or (may_move and _only_moved(model, run, before, change, limit)):
             continue
         if _has_nan(before, after, change) or not _explained(model, run, before, change, limit):
             return sample
@@ -243,6 +250,25 @@ def _only_norms(before: Sequence[Tensor], after: Sequence[Tensor], change: Chang
     """Whether the losses agree but not the norms: our sums multiply others by 0, and 0 times NaN is NaN."""
     alike = differing(before[:1], after[:1], change, limit) is None
     return alike and differing(before[1:], after[1:], change, limit) is not None
+
+
+def _only_moved(model: nn.Module, run: Run, before: Sequence[Tensor], change: Change, limit: float) -> bool:
+    """Whether every sample has the numbers of one of the first run, in another place."""
+    change = change._replace(poison=False)
+    now = or_none(run, change)
+    if now is None or differing(before, now, change, limit) is None:
+        return False
+    everybody = change._replace(own=torch.ones_like(change.own))  # copies, in any place
+    with in_eval(model):  # dropout depends on the place
+        was, now = or_none(run, same(change.size)), or_none(run, everybody)
+    if was is None or now is None or any(x.shape != y.shape for x, y in zip(was, now, strict=True)):
+        return False
+    scales = [x.detach().double().abs().amax().clamp(min=1e-30) for x in was]
+    one, other = (
+        torch.cat([(x.detach().double() / scale).reshape(change.size, -1) for x, scale in zip(run, scales, strict=True)], 1)
+        for run in (was, now)
+    )
+    return bool((torch.cdist(other, one, p=torch.inf).amin(1) <= limit).all())
 
 
 def _explained(model: nn.Module, run: Run, before: Sequence[Tensor], change: Change, limit: float) -> bool:

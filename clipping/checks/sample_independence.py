@@ -59,11 +59,15 @@ class Occasions:
         self.is_new = False
         """Whether the graph that `rows` was last asked about was new."""
         self._random = random.Random(0)
-        self._insisted, self._asked = [False, False], [0, 0]
+        self._insisted, self._asked = [False] * 3, [0] * 3
 
     def insist(self) -> None:
-        """Check rows and others in the next step, because its code is new."""
-        self._insisted = [True, True]
+        """Check rows and others in the next step, because its code is new, or its batch is followed."""
+        self._insisted[:2] = [True, True]
+
+    def follows(self) -> bool:
+        """Whether to follow what is computed of the loader's next batch."""
+        return self._is_due(2)
 
     def _is_due(self, what: int) -> bool:
         insisted, self._insisted[what] = self._insisted[what], False

@@ -110,7 +110,9 @@ class PrivateLoader:
                     "expected a collate_fn that keeps the order of the records, as padding is known by its place, got "
                     "one that moves them: sort within the model, or take data_loader(pad=False)"
                 )
-            self._engine._tickets.hand_out(Ticket(step, self.is_last, real, handed, batch))
+            batch = self._engine._recorder.follow(batch, handed)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._engine._tickets.hand_out(Ticket(step, self.is_last, real, handed, batch))
             yield batch
         self._engine._ended = self._pieces.end
         self._engine._unread.read(wait=True)

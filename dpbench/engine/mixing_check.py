@@ -1,8 +1,8 @@
 """Check that a training loop keeps samples apart: rerun its step with other records.
 
 If the loss function is known (`make_step`), the whole step is rerun. In the caller's own loop the forward passes are
-rerun, and the operations on their outputs that `trace` can follow. Where it cannot follow them, and for
-batches of another size, whose labels are unknown, only the model's outputs are compared.
+rerun, and the operations on the loader's batch and the model's outputs that `trace` can follow. Where it cannot follow
+them, and for batches of another size, only the model's outputs are compared.
 
 A model may also store information about its records: in a persistent buffer or frozen parameter, which is published
 without noise, or for a later step, whose gradient then depends on records that are not clipped with it. So if a forward
@@ -21,8 +21,21 @@ from torch.utils._pytree import tree_leaves
 from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
-from clipping.checks.rerun import TOLERANCE, Change, Run, differing, fewer, mixed, mixing, of_one, or_none, same
-from clipping.core.batches import map_tensors, same_values, tensors_of
+from clipping.checks.rerun import (
+    TOLERANCE,
+    Change,
+    Run,
+    differing,
+    fewer,
+    mixed,
+    mixing,
+    of_one,
+    or_none,
+    replaced,
+    same,
+)
+from clipping.checks.sample_independence import separating
+from clipping.core.batches import leading_dimension, map_tensors, same_values, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
@@ -33,6 +46,8 @@ KEEP_NOTHING = (
     "keep nothing of the records for a later step: pass it as an input, initialise from public data before the first "
     "step, or freeze the layer in eval mode; register a buffer that no step reads with persistent=False"
 )
+READS = "samples mix: what the model reads for sample {} changes with the other samples"
+ALONE = "make what the model reads of each sample alone: normalise by constants, and mix no samples of the batch"
 HIDDEN = "its output is {}, in which no tensors are found, so that operations on them cannot be followed"
 SHOW = (
     "return tensors, or tuples, lists, mappings or dataclasses of them, and make an object of them in the loop; or "
@@ -47,11 +62,15 @@ class Looks:
         backend: records the step.
         changes: of the batch; at least one.
         known: (loss function, targets) of `make_step`; None in the caller's own loop.
+        trace: of the loader's batch, if it records.
     """
 
-    def __init__(self, backend: Backend, changes: Sequence[Change], known: tuple[Any, Any] | None) -> None:
+    def __init__(
+        self, backend: Backend, changes: Sequence[Change], known: tuple[Any, Any] | None, trace: Trace | None
+    ) -> None:
         self._backend, self._changes, self._known = backend, changes, known
-        self._trace, self._draws, self._begin = Trace(), Draws(), backend.moving.state()
+        self._trace, self._draws, self._begin = trace or Trace(), Draws(), backend.moving.state()
+        self._is_of_loader = trace is not None
         new = len(changes) > 1 or changes[0].size == 1  # else a random step, in which there may be no room for copies
         self._parameters = {p: p.detach().clone() for p in backend.model.parameters() if new and p.requires_grad}
         self._calls: list[tuple[Any, Any]] = []
@@ -121,7 +140,7 @@ class Looks:
         model = self._backend.model
         before = [plain(x).detach() for x in before]
         tolerance = coarsest([*before, *model.parameters()], TOLERANCE)
-        sample = mixed(model, run, before, changes, tolerance)
+        sample = mixed(model, run, before, changes, tolerance, may_move=self._is_of_loader)
         if sample is not None:
             raise UnsupportedModel(self._backend.name, [mixing(sample, what)])
 
@@ -171,8 +190,8 @@ class Looks:
         with self._repeated(), change.making() as of, torch.no_grad():
             return self._forwards(of)
 
-    def _repeated(self) -> AbstractContextManager[None]:
-        return self._backend.moving.repeated(self._draws, self._begin)
+    def _repeated(self, draws: Draws | None = None) -> AbstractContextManager[None]:
+        return self._backend.moving.repeated(draws or self._draws, self._begin)
 
     def _forwards(self, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
         outputs = [self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)) for args, kwargs in self._calls]
@@ -182,7 +201,7 @@ class Looks:
         """Losses and norms of the changed batch."""
         only_losses = only_losses or not self._taped
         self._recording = None if only_losses else Recording(self._backend, (), len(change.take))
-        with self._repeated(), change.making() as of:
+        with self._repeated(None if self._known is not None else self._trace.draws), change.making() as of:
             try:
                 with torch.set_grad_enabled(not only_losses), self._recording or nullcontext():
                     losses = change.alone(self._computed(of, change.wide))
@@ -205,13 +224,38 @@ class Looks:
             return losses
         assert self._losses is not None
         return self._trace.again(
-            self._losses, of, lambda x: x.detach().double() if wide and x.is_floating_point() else x.detach()
-        )
+            [self._losses], of, lambda x: x.detach().double() if wide and x.is_floating_point() else x.detach()
+        )[0]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._recording is not None:
             self._recording.again((args, kwargs))
         return self._backend.model(*args, **kwargs)
+
+
+def require_own_rows(backend: Backend, trace: Trace, batch: Any) -> None:
+    """Require that each row of a step's batch was computed from that record of the loader's batch alone.
+
+    Args:
+        backend: takes the step.
+        trace: of the loader's batch.
+        batch: inputs and targets, with followed tensors among them.
+
+    Raises:
+        UnsupportedModel: a row changes with other records.
+    """
+    rows, size = [x for x in tensors_of(batch) if trace.follows(x)], leading_dimension(batch)
+
+    def again(change: Change, _: bool) -> list[Tensor]:
+        with trace.draws.again():
+            return [x.double() for x in trace.again(rows, change.of, torch.Tensor.detach)]
+
+    before = [plain(x).detach() for x in rows]
+    tolerance = coarsest(before, TOLERANCE)
+    changes = [replaced(half, poison=True) for half in separating(size)] if size > 1 and rows else []
+    sample = mixed(backend.model, again, [x.double() for x in before], changes, tolerance, may_move=True)
+    if sample is not None:
+        raise UnsupportedModel(backend.name, [Problem("batch", READS.format(sample), ALONE)])
 
 
 def _published(model: nn.Module) -> dict[str, Tensor]:

@@ -23,18 +23,20 @@ from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
 from clipping.core.autograd import version_of
-from clipping.core.batches import leading_dimension, map_tensors
+from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
 from clipping.distributed.spread import no_rows, row_of_zeros
 from clipping.program.capture import is_captured
 from clipping.tape.compiled import called_from_compiled_code
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
-from dpbench.engine.mixing_check import Looks
+from dpbench.engine.mixing_check import Looks, require_own_rows
 from dpbench.engine.release import require_finite_losses
 from dpbench.engine.settings import batch_norm_problem, batch_norms
-from dpbench.engine.trace import plain
+from dpbench.engine.trace import Trace, Traced, plain
 
+AHEAD = 2
+"""Batches that are followed at once, for loops that take a batch before they have stepped the last one."""
 MANY_PASSES = 16
 """Forward passes without a step before a warning that each of them is held in memory."""
 BACKWARD = "expected no backward(): {}, since gradients that were not clipped are not private"
@@ -69,11 +71,14 @@ class Recorder:
         self._watches = backend.sharded  # buffers, as no look reruns a step
         self._buffers: dict[str, tuple[int, int]] = {}
         self._looks: Looks | None = None
+        self._followed: list[Trace] = []  # of batches that the model has not read yet
         self._called: tuple[Any, Any] = (), {}
         self._known: tuple[LossFunction, Any] | None = None
         self._quiet: list[nn.Module] = []
         self._paused = False
         self._given: tuple[Tensor, ClippedGradient | Exception] | None = None  # result of a step that was not recorded
+        self.follows_batches = True
+        """Whether what is computed of the loader's batches is checked; else the caller's loop does so."""
         self.remedy = STEP
         """What to do instead of backward()."""
         self.call = "call the model itself, not its parts alone"
@@ -106,6 +111,7 @@ class Recorder:
         self._owner = None
         while self._quiet:
             quieten(self._quiet.pop(), False)
+        self._follow_none()
         self.drop()
 
     @contextmanager
@@ -135,6 +141,50 @@ class Recorder:
         """
         self.drop()
         self._given = losses, gradient
+
+    def follow(self, batch: Any, size: int) -> Any:
+        """Return the loader's next batch; in some steps its tensors record the operations on them.
+
+        Args:
+            batch: nested containers of tensors.
+            size: B.
+        """
+        if self._occasions is None or not self.follows_batches or not self._occasions.follows():
+            return batch
+        self._followed.append(Trace())
+        if len(self._followed) > AHEAD:
+            self._followed.pop(0).close()
+        return self._followed[-1].batch(batch, size)
+
+    def own(self, batch: Any) -> Any:
+        """Return the caller's batch, computed from the loader's, as ordinary tensors.
+
+        Args:
+            batch: inputs and targets of a step.
+
+        Raises:
+            UnsupportedModel: a sample's rows were computed from other samples.
+        """
+        trace = self._trace_of(batch)
+        if trace is not None:
+            try:
+                require_own_rows(self.backend, trace, batch)
+            finally:
+                trace.close()
+        return map_tensors(plain, batch)
+
+    def _trace_of(self, batch: Any) -> Trace | None:
+        """The record of the loader's batch that this one was computed from; earlier ones are dropped."""
+        traces = {id(x.noted_by) for x in tensors_of(batch) if isinstance(x, Traced)}
+        for i, trace in enumerate(self._followed):
+            if id(trace) in traces:
+                del self._followed[: i + 1]
+                return trace
+        return None
+
+    def _follow_none(self) -> None:
+        while self._followed:
+            self._followed.pop().close()
 
     def insist(self) -> None:
         """Check in the next recorded step that samples stay apart."""
@@ -300,8 +350,13 @@ class Recorder:
         args, kwargs = map_tensors(lambda x: plain(x) if x.requires_grad else plain(x).detach(), (args, kwargs))
         if self._recording is None:
             if self._occasions is not None:  # before the recording, as memory for copies may be missing
+                trace = self._trace_of(self._called)
+                if trace is not None:
+                    self.insist()
                 changes = self._occasions.changes(batch_size, args, kwargs, len(trainable))
-                self._looks = Looks(self.backend, changes, self._known) if changes else None
+                if changes and trace is None:
+                    self._follow_none()
+                self._looks = Looks(self.backend, changes, self._known, trace) if changes else None
             self._recording = Recording(
                 self.backend, (args, kwargs), batch_size, self._by_hand, self._occasions, self._dropped
             )

@@ -1,8 +1,8 @@
 """`Trace`: record the caller's operations on some tensors, and rerun them with other values.
 
-The engine does not know the loss function. So in the steps that check whether samples stay apart, it returns the
-model's outputs as tensors that record each operation on them. A rerun repeats these operations and the model's forward
-passes.
+The engine does not know the loss function. So in the steps that check whether samples stay apart, the loader's batch
+and the model's outputs are tensors that record each operation on them. A rerun repeats these operations and the model's
+forward passes.
 
 A number that leaves torch (`.item()`) and returns unchanged is followed. A value computed from it outside of torch, or
 a branch that it decides, stays constant. A tensor returned by a custom function, say, cannot be followed.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from clipping.core.batches import map_tensors, tensors_of
+from clipping.numerics.rng_replay import Draws
 
+MANY = 128
+"""Most operations on a batch before the model reads it: all their results are kept, too many for a frozen network."""
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
 """Returns the tensor that a view refers to, and computes nothing. (torch.compile reads it, and that of the result.)"""
 
@@ -34,13 +37,36 @@ class _Note(NamedTuple):
 
 
 class Trace:
-    """Records the operations on some tensors until closed."""
+    """Records the operations on some tensors until closed.
+
+    Attributes:
+        draws: the state of the random generators before the first operation.
+    """
 
     def __init__(self) -> None:
-        self._open = True
+        self.draws = Draws()
+        self._open = self._is_early = True  # early: before the first forward pass
         self._begun_with: list[Tensor] = []
         self._notes: list[_Note] = []
-        self._others: dict[int, Tensor] = {}  # identity of the caller's tensors changed in place -> original
+        self._others: dict[int, Tensor] = {}  # identity of a tensor changed in place -> its original values
+
+    def batch(self, batch: Any, size: int | None = None) -> Any:
+        """Make the tensors of the loader's batch record the operations on them.
+
+        Args:
+            batch: nested containers of tensors.
+            size: B; tensors of another length, such as labels joined to one row, stay as they are, and so do those of a
+                batch that may be a list of records. None for all.
+        """
+        fields = list(batch.values()) if isinstance(batch, Mapping) else [batch, *batch] if _is_list(batch) else []
+        if any(_is_list(field) and len(field) == size for field in fields):
+            return batch
+
+        def begun(x: Tensor) -> Tensor:
+            has_rows = x.layout == torch.strided and x.dim() > 0 and len(x) == size
+            return self._begun(x) if (size is None or has_rows) and not isinstance(x, Traced) else x
+
+        return map_tensors(begun, batch)
 
     def passed(self, model: Callable[..., Any], args: Any, kwargs: Any, output: Any) -> Any:
         """Record a forward pass; return its output, in the same containers, of tensors that record operations on them.
@@ -50,6 +76,7 @@ class Trace:
             args, kwargs: its inputs.
             output: its output, in nested mappings, lists and tuples.
         """
+        self._is_early = False
         self._begun_with += [x for x in tensors_of((args, kwargs)) if not self.follows(x)]
         shapes = [x.shape for x in tensors_of(output)]
         result = map_tensors(lambda x: Traced.made(x, self) if x.is_floating_point() else x, output)
@@ -65,31 +92,35 @@ class Trace:
         """Returns whether the trace knows how `x` was computed."""
         return self._open and isinstance(x, Traced) and x.noted_by is self
 
-    def again(self, x: Tensor, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> Tensor:
-        """Rerun the operations, and return the new value of `x`.
+    def again(
+        self, found: Sequence[Tensor], change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Rerun the operations, and return the new values of followed tensors.
 
         Args:
-            x: a followed tensor.
-            change: applied to the model's inputs.
+            found: followed tensors.
+            change: applied to the loader's batch, and to other inputs of the model.
             fixed: applied to every other tensor.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            found: Tensor = self._again(lambda x: change(plain(x)), fixed)[id(x)]
-            return found
+            values = self._again(lambda x: change(plain(x)), fixed)
+            return [values[id(x)] for x in found]
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the caller's; record it if it returns tensors or changes one in place."""
         if not self._open:
             return operation(*args, **kwargs)
         changes = _in_place(operation) and isinstance(args[0], Tensor)
-        if changes and not isinstance(args[0], Traced):
-            self._others.setdefault(id(args[0]), args[0].detach().clone())
+        if changes and not (isinstance(args[0], Traced) and args[0].requires_grad):
+            self._others.setdefault(id(args[0]), plain(args[0]).detach().clone())
         result = operation(*args, **kwargs)
         if changes:
             self._notes.append(_Note(operation, args, kwargs, None, _autocast_now()))
         elif _is_telling(result) or tensors_of(result):
             result = map_tensors(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
             self._notes.append(_Note(operation, args, kwargs, result, _autocast_now()))
+        if self._is_early and len(self._notes) > MANY:
+            self.close()
         return result
 
     def pause(self) -> None:
@@ -115,7 +146,7 @@ class Trace:
         values: dict[int, Any] = {key: x.clone() for key, x in self._others.items()}
         numbers: dict[float, float] = {}  # number that left torch -> its new value
         for x in self._begun_with:
-            values[id(x)] = change(x)
+            values[id(x)] = change(self._others.get(id(x), x))
         for note in self._notes:
             args, kwargs = map_tensors(
                 lambda x: values[id(x)] if id(x) in values else fixed(x), (note.args, note.kwargs)
@@ -153,8 +184,9 @@ class Traced(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func == _BASE:
                 return func(*args)
-            traced = [x for x in tensors_of((args, kwargs)) if isinstance(x, Traced)]
-            return traced[0].noted_by.run(func, args, kwargs) if traced else func(*args, **kwargs)
+            traces = [x.noted_by for x in tensors_of((args, kwargs)) if isinstance(x, Traced)]
+            trace = next((each for each in traces if each._open), *traces[:1] or [None])
+            return func(*args, **kwargs) if trace is None else trace.run(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
@@ -206,6 +238,10 @@ def _in_place(operation: Any) -> bool:
     if name.endswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in {"__int__", "__index__", "__invert__"})
     return bool(name.endswith("_"))
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, (list, tuple))
 
 
 def _is_telling(x: Any) -> bool:

@@ -46,6 +46,7 @@ class WholeStep:
         """
         engine = self._engine
         step: Any = engine._attached().optimizer.step
+        inputs, targets = engine._recorder.own((inputs, targets))
         losses = self.program(inputs, targets)
         if losses is None:
             with engine._recorder.knowing(self._loss_fn, targets):

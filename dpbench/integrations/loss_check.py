@@ -32,6 +32,7 @@ from clipping.core.dtypes import coarsest
 from clipping.core.types import Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine import PrivacyWarning
+from dpbench.engine.mixing_check import ALONE, READS
 from dpbench.engine.trace import Trace, Traced, plain
 
 DIVISIONS = {"div", "div_", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__", "divide"}
@@ -39,7 +40,6 @@ REMEDY = (
     "let the loss of a sample depend on it alone: reduction='sum' with loss_reduction='sum', or pass make_private the "
     "criterion with grad_sample_mode='ghost', which takes the losses of the samples"
 )
-ALONE = "make what the model reads of each sample alone: normalise by constants, and mix no samples of the batch"
 Made = Callable[[Tensor], Tensor]
 
 
@@ -72,14 +72,6 @@ class Look(Trace):
         self._inputs: list[Tensor] = []  # the model's inputs
         self._handed: list[Tensor] = []  # the model's outputs, in order
         self._losses: list[tuple[int, Any]] = []  # (identity of backward()'s tensor, its gradient)
-
-    def batch(self, batch: Any) -> Any:
-        """Make the loader's tensors record the operations on them.
-
-        Args:
-            batch: of the loader.
-        """
-        return map_tensors(lambda x: x if isinstance(x, Traced) else self._begun(x), batch)
 
     def read(self, *trees: Any) -> None:
         """Remember the model's inputs."""
@@ -126,8 +118,7 @@ class Look(Trace):
             return
         sample = self._mixed(self._inputs, batch_size, "operations on a batch before the model cannot be rerun")
         if sample is not None:
-            reason = f"samples mix: what the model reads for sample {sample} changes with the other samples"
-            raise UnsupportedModel(self._by, [Problem("batch", reason, ALONE)])
+            raise UnsupportedModel(self._by, [Problem("batch", READS.format(sample), ALONE)])
 
     def judge_losses(self, losses: Tensor, batch_size: int) -> None:
         """Raise an UnsupportedModel unless each loss and input was computed from its own sample alone.

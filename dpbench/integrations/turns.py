@@ -78,6 +78,7 @@ class Steps:
         self._engine, self._losses_of, self._advice = engine, losses_of, advice
         self._attach(optimizer)
         self._judge = _Judge(engine.model, by)
+        engine._recorder.follows_batches = False
         self.programs = Programs(engine, losses_of, compile=compile)
         self._sum: Tensor | float = 0.0
         self._count = 0

@@ -148,6 +148,7 @@ class PrivacyEngine:
         set_rate(engine, 1 / length, length)
         engine.attach(optimizer)
         loss: Any = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+        engine._recorder.follows_batches = False  # `losses` does
         forget = engine._recorder.drop
         ghost = grad_sample_mode.startswith("ghost")
         losses = Backward(model, forget) if ghost else Outputs(model, loss_reduction == "mean", forget)
