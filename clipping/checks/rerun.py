@@ -74,6 +74,7 @@ class Change(NamedTuple):
         own: [B'] bool: the results of this record must not change.
         poison, wide: set the floating numbers of the others to NaN; cast floating numbers to float64.
         alike: each record draws the same random numbers in every batch.
+        whole: the losses of all records stay.
     """
 
     size: int
@@ -82,6 +83,7 @@ class Change(NamedTuple):
     poison: bool = False
     wide: bool = False
     alike: bool = False
+    whole: bool = False
 
     def of(self, x: Tensor) -> Tensor:
         """Apply the change to a tensor of the batch: [B·k, ...] -> [B'·k, ...]. Copies any other tensor."""
@@ -99,11 +101,13 @@ class Change(NamedTuple):
         return x
 
     def alone(self, losses: Tensor) -> Tensor:
-        """Losses with those of the other records set to 0, which have no gradient.
+        """Losses with those of the other records set to 0, which have no gradient; all of them if `whole`.
 
         Args:
             losses: [B'].
         """
+        if self.whole:
+            return losses
         return torch.where(self.own.to(losses.device), losses, torch.zeros_like(losses))
 
     @property
@@ -239,7 +243,7 @@ def mixed(
             change = change._replace(poison=False)
             after = or_none(run, change)
         sample = None if after is None else differing(before, after, change, limit)
-        if sample is None or after is None or (may_move and _only_moved(model, run, before, change, limit)):
+        if sample is None or after is None or (may_move and _only_moved(model, run, change, limit)):
             continue
         if _has_nan(before, after, change) or not _explained(model, run, before, change, limit):
             return sample
@@ -252,23 +256,25 @@ def _only_norms(before: Sequence[Tensor], after: Sequence[Tensor], change: Chang
     return alike and differing(before[1:], after[1:], change, limit) is not None
 
 
-def _only_moved(model: nn.Module, run: Run, before: Sequence[Tensor], change: Change, limit: float) -> bool:
-    """Whether every sample has the numbers of one of the first run, in another place."""
-    change = change._replace(poison=False)
-    now = or_none(run, change)
-    if now is None or differing(before, now, change, limit) is None:
-        return False
-    everybody = change._replace(own=torch.ones_like(change.own))  # copies, in any place
+def _only_moved(model: nn.Module, run: Run, change: Change, limit: float) -> bool:
+    """Whether the samples only traded places: each has the numbers of one of the first run, and NaN stays with NaN."""
+    change = change._replace(whole=True)
+    if change.poison:
+        spoiled = or_none(run, change)
+        if spoiled is None or int((~_rows(spoiled[:1], len(change.take)).isnan().any(1)).sum()) < int(change.own.sum()):
+            return False
     with in_eval(model):  # dropout depends on the place
-        was, now = or_none(run, same(change.size)), or_none(run, everybody)
-    if was is None or now is None or any(x.shape != y.shape for x, y in zip(was, now, strict=True)):
+        was, now = or_none(run, same(change.size)), or_none(run, change._replace(poison=False))
+    if was is None or now is None or [x.shape for x in was] != [x.shape for x in now]:
         return False
     scales = [x.detach().double().abs().amax().clamp(min=1e-30) for x in was]
-    one, other = (
-        torch.cat([(x.detach().double() / scale).reshape(change.size, -1) for x, scale in zip(run, scales, strict=True)], 1)
-        for run in (was, now)
-    )
+    one, other = (_rows([x / scale for x, scale in zip(of, scales, strict=True)], change.size) for of in (was, now))
     return bool((torch.cdist(other, one, p=torch.inf).amin(1) <= limit).all())
+
+
+def _rows(of: Sequence[Tensor], size: int) -> Tensor:
+    """[B, ...]: the numbers of each sample, in all tensors [B·k, ...]."""
+    return torch.cat([x.detach().double().reshape(size, -1) for x in of], 1)
 
 
 def _explained(model: nn.Module, run: Run, before: Sequence[Tensor], change: Change, limit: float) -> bool:

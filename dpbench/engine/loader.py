@@ -110,7 +110,7 @@ class PrivateLoader:
                     "expected a collate_fn that keeps the order of the records, as padding is known by its place, got "
                     "one that moves them: sort within the model, or take data_loader(pad=False)"
                 )
-            batch = self._engine._recorder.follow(batch, handed)
+            batch = self._engine._recorder.follow(batch)
             with torch._C.DisableTorchFunctionSubclass():
                 self._engine._tickets.hand_out(Ticket(step, self.is_last, real, handed, batch))
             yield batch

@@ -35,7 +35,7 @@ from clipping.checks.rerun import (
     same,
 )
 from clipping.checks.sample_independence import separating
-from clipping.core.batches import leading_dimension, map_tensors, same_values, tensors_of
+from clipping.core.batches import map_tensors, same_values, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
@@ -142,6 +142,8 @@ class Looks:
         tolerance = coarsest([*before, *model.parameters()], TOLERANCE)
         sample = mixed(model, run, before, changes, tolerance, may_move=self._is_of_loader)
         if sample is not None:
+            if self._is_of_loader:
+                require_own_rows(self._backend, self._trace, self._calls, self._changes[0].size)
             raise UnsupportedModel(self._backend.name, [mixing(sample, what)])
 
     def _require_nothing_kept(self, few: int) -> None:
@@ -233,27 +235,31 @@ class Looks:
         return self._backend.model(*args, **kwargs)
 
 
-def require_own_rows(backend: Backend, trace: Trace, batch: Any) -> None:
+def require_own_rows(backend: Backend, trace: Trace, batch: Any, size: int) -> None:
     """Require that each row of a step's batch was computed from that record of the loader's batch alone.
 
     Args:
         backend: takes the step.
         trace: of the loader's batch.
         batch: inputs and targets, with followed tensors among them.
+        size: B.
 
     Raises:
         UnsupportedModel: a row changes with other records.
     """
-    rows, size = [x for x in tensors_of(batch) if trace.follows(x)], leading_dimension(batch)
+    rows = [x for x in tensors_of(batch) if trace.knows(x)]
 
     def again(change: Change, _: bool) -> list[Tensor]:
         with trace.draws.again():
-            return [x.double() for x in trace.again(rows, change.of, torch.Tensor.detach)]
+            return real(trace.again(rows, change.of, torch.Tensor.detach))
+
+    def real(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [(torch.view_as_real(x) if x.is_complex() else x).double() for x in tensors]
 
     before = [plain(x).detach() for x in rows]
     tolerance = coarsest(before, TOLERANCE)
     changes = [replaced(half, poison=True) for half in separating(size)] if size > 1 and rows else []
-    sample = mixed(backend.model, again, [x.double() for x in before], changes, tolerance, may_move=True)
+    sample = mixed(backend.model, again, real(before), changes, tolerance, may_move=True)
     if sample is not None:
         raise UnsupportedModel(backend.name, [Problem("batch", READS.format(sample), ALONE)])
 

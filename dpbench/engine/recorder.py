@@ -142,19 +142,18 @@ class Recorder:
         self.drop()
         self._given = losses, gradient
 
-    def follow(self, batch: Any, size: int) -> Any:
+    def follow(self, batch: Any) -> Any:
         """Return the loader's next batch; in some steps its tensors record the operations on them.
 
         Args:
             batch: nested containers of tensors.
-            size: B.
         """
         if self._occasions is None or not self.follows_batches or not self._occasions.follows():
             return batch
         self._followed.append(Trace())
         if len(self._followed) > AHEAD:
             self._followed.pop(0).close()
-        return self._followed[-1].batch(batch, size)
+        return self._followed[-1].batch(batch)
 
     def own(self, batch: Any) -> Any:
         """Return the caller's batch, computed from the loader's, as ordinary tensors.
@@ -168,7 +167,7 @@ class Recorder:
         trace = self._trace_of(batch)
         if trace is not None:
             try:
-                require_own_rows(self.backend, trace, batch)
+                require_own_rows(self.backend, trace, batch, leading_dimension(batch))
             finally:
                 trace.close()
         return map_tensors(plain, batch)
@@ -335,9 +334,11 @@ class Recorder:
             raise UnsupportedModel("PrivacyEngine", [problem])
         self._quieten_caller()
         batch_size = leading_dimension(args, kwargs)
-        goes_on = self._recording
-        recording = goes_on is not None and goes_on.batch_size == batch_size and goes_on.parameters.keys() == trainable
-        if not self._reads((args, kwargs), batch_size, recording) and self._recording is not None:
+        open_ = self._recording
+        recording = open_ is not None and open_.batch_size == batch_size and open_.parameters.keys() == trainable
+        with torch._C.DisableTorchFunctionSubclass():  # records no operation
+            goes_on = self._reads((args, kwargs), batch_size, recording)
+        if not goes_on and self._recording is not None:
             self._dropped = self._recording.ended
             self.drop()
         if batch_size == 0 and not self.backend.sharded:

@@ -45,28 +45,26 @@ class Trace:
 
     def __init__(self) -> None:
         self.draws = Draws()
-        self._open = self._is_early = True  # early: before the first forward pass
+        self._open, self._is_early = True, False  # early: of a batch that the model has not read
         self._begun_with: list[Tensor] = []
         self._notes: list[_Note] = []
         self._others: dict[int, Tensor] = {}  # identity of a tensor changed in place -> its original values
 
-    def batch(self, batch: Any, size: int | None = None) -> Any:
-        """Make the tensors of the loader's batch record the operations on them.
+    def batch(self, batch: Any) -> Any:
+        """Make the tensors [B, ...] of the loader's batch record the operations on them.
+
+        A batch stays as it is if its tensors differ in length (labels joined to one row, say), or if it may be a list
+        of records.
 
         Args:
             batch: nested containers of tensors.
-            size: B; tensors of another length, such as labels joined to one row, stay as they are, and so do those of a
-                batch that may be a list of records. None for all.
         """
+        sizes = {len(x) if x.layout == torch.strided else -1 for x in tensors_of(batch) if x.dim()}
         fields = list(batch.values()) if isinstance(batch, Mapping) else [batch, *batch] if _is_list(batch) else []
-        if any(_is_list(field) and len(field) == size for field in fields):
+        if len(sizes) != 1 or any(_is_list(x) and len(x) in sizes for x in fields):
             return batch
-
-        def begun(x: Tensor) -> Tensor:
-            has_rows = x.layout == torch.strided and x.dim() > 0 and len(x) == size
-            return self._begun(x) if (size is None or has_rows) and not isinstance(x, Traced) else x
-
-        return map_tensors(begun, batch)
+        self._is_early = True
+        return map_tensors(self._begun, batch)
 
     def passed(self, model: Callable[..., Any], args: Any, kwargs: Any, output: Any) -> Any:
         """Record a forward pass; return its output, in the same containers, of tensors that record operations on them.
@@ -90,7 +88,11 @@ class Trace:
 
     def follows(self, x: Tensor) -> bool:
         """Returns whether the trace knows how `x` was computed."""
-        return self._open and isinstance(x, Traced) and x.noted_by is self
+        return self._open and self.knows(x)
+
+    def knows(self, x: Tensor) -> bool:
+        """Returns whether `x` is one of the trace's, which may have stopped."""
+        return isinstance(x, Traced) and x.noted_by is self
 
     def again(
         self, found: Sequence[Tensor], change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]
@@ -108,8 +110,6 @@ class Trace:
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the caller's; record it if it returns tensors or changes one in place."""
-        if not self._open:
-            return operation(*args, **kwargs)
         changes = _in_place(operation) and isinstance(args[0], Tensor)
         if changes and not (isinstance(args[0], Traced) and args[0].requires_grad):
             self._others.setdefault(id(args[0]), plain(args[0]).detach().clone())
@@ -184,9 +184,8 @@ class Traced(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func == _BASE:
                 return func(*args)
-            traces = [x.noted_by for x in tensors_of((args, kwargs)) if isinstance(x, Traced)]
-            trace = next((each for each in traces if each._open), *traces[:1] or [None])
-            return func(*args, **kwargs) if trace is None else trace.run(func, args, kwargs)
+            traces = [x.noted_by for x in tensors_of((args, kwargs)) if isinstance(x, Traced) and x.noted_by._open]
+            return traces[0].run(func, args, kwargs) if traces else func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
@@ -207,6 +206,15 @@ def plain(x: Any) -> Any:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
+
+
+def is_followed(batch: Any) -> bool:
+    """Returns whether a batch holds tensors that record the operations on them.
+
+    Args:
+        batch: nested containers.
+    """
+    return any(isinstance(x, Traced) for x in tensors_of(batch))
 
 
 def _filled(x: Tensor, shape: torch.Size) -> Tensor:

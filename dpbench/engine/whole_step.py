@@ -56,8 +56,10 @@ class WholeStep:
 
     def program(self, inputs: Any, targets: Any) -> Tensor | None:
         """Run a program, and return the losses [B] to step next; None if nothing ran and the step must run eagerly."""
+        if self.graphs is None:
+            return None
         size = leading_dimension(inputs, targets)
-        if self.graphs is None or not size:
+        if not size:
             return None
         gradient: ClippedGradient | Exception | None
         try:

@@ -149,12 +149,12 @@ find records that mix: they replace the other records, set them to NaN, and add 
 | interface | checks | when |
 |---|---|---|
 | `make_step` | model and loss | new code and shapes; guards, and 1 step in 200, compare a program with your code |
-| `optimizer.step`, `virtual_step`, accelerate | model, and operations on its outputs | new shapes, 1 step in 400 |
-| Trainer, Lightning, Opacus | the same, and the loss's divisor | first batches, new shapes, programs, 1 step in 400 |
+| `optimizer.step`, accelerate, Lightning, Trainer | model, and operations on batches and outputs | new shapes, 1 step in 400 |
+| Opacus | the same, and the loss's divisor | first batches, new shapes, programs, 1 step in 400 |
 | `load_backend(...)` | model and loss | new graphs and shapes, 1 step in 400 |
 
 The checks of 1 step in 400 also run in eager steps 2, 4, 8, ... If records mix, the step is refused. A step that
 fails releases nothing. `dpbench.engine` lists the rules behind every interface, and `dpbench.integrations.sharp_edges`
-common mistakes, the result of each, and its test. **Not detected in your own loop or accelerate's:** a loss that
-depends on the labels of other records. Divide losses by constants.
+common mistakes, the result of each, and its test. **Not detected:** what you compute outside of torch, and in your own
+loop losses divided by their number, or batches and labels that `data_loader` did not yield. Divide by constants.
 """

@@ -252,9 +252,7 @@ class PrivateTrainer(Trainer):
             self._look_at_records()
             advice = "PrivateTrainer takes the steps; call trainer.train()"
             compile = vars(self.privacy)["compile"]
-            self._steps = Steps(
-                self._engine, self.optimizer, self._losses_of, by="PrivateTrainer", advice=advice, compile=compile
-            )
+            self._steps = Steps(self._engine, self.optimizer, self._losses_of, advice=advice, compile=compile)
             self.programs = self._steps.programs
         if not self._has_begun:
             self._steps.begin(self._loader())

@@ -186,7 +186,6 @@ class _Private:
                 self.engine,
                 self.optimizers[0],
                 self._losses_of,
-                by=type(self).__name__,
                 advice="training_step returns them, one a sample",
                 compile=self._compile,
             )

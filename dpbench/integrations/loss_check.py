@@ -54,9 +54,6 @@ def _copy(x: Tensor) -> Tensor:
 class Look(Trace):
     """Records the operations on one batch, and checks its loss.
 
-    Args:
-        by: yields the batches, for messages.
-
     Attributes:
         done: the batch was checked.
 
@@ -66,12 +63,14 @@ class Look(Trace):
 
     done = False
 
-    def __init__(self, by: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._by = by
         self._inputs: list[Tensor] = []  # the model's inputs
         self._handed: list[Tensor] = []  # the model's outputs, in order
         self._losses: list[tuple[int, Any]] = []  # (identity of backward()'s tensor, its gradient)
+
+    def batch(self, batch: Any) -> Any:
+        return map_tensors(self._begun, batch)
 
     def read(self, *trees: Any) -> None:
         """Remember the model's inputs."""
@@ -118,22 +117,7 @@ class Look(Trace):
             return
         sample = self._mixed(self._inputs, batch_size, "operations on a batch before the model cannot be rerun")
         if sample is not None:
-            raise UnsupportedModel(self._by, [Problem("batch", READS.format(sample), ALONE)])
-
-    def judge_losses(self, losses: Tensor, batch_size: int) -> None:
-        """Raise an UnsupportedModel unless each loss and input was computed from its own sample alone.
-
-        Args:
-            losses: the caller's, [B].
-        """
-        self.judge_inputs(batch_size)
-        if batch_size < 2 or not isinstance(losses, Traced) or losses.noted_by is not self:
-            return
-        sample = self._mixed([losses], batch_size, "it cannot be run with other labels")
-        if sample is not None:
-            reason = f"samples mix: the loss of sample {sample} changes with the other samples"
-            remedy = "let each sample have a loss of its own, divided by nothing that the batch holds"
-            raise UnsupportedModel(self._by, [Problem("losses", reason, remedy)])
+            raise UnsupportedModel("make_private", [Problem("batch", READS.format(sample), ALONE)])
 
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
         """Raise an UnsupportedModel unless the gradients at the outputs, [B, ...] each, are the samples' own.
@@ -165,7 +149,7 @@ class Look(Trace):
             other = gradients(_copy, draws=later)
             base = base if other is not None and _differ(other, base, everybody, tolerance) else None
         if base is None:
-            _unknown(self._by, "it cannot be run again")
+            _unknown("it cannot be run again")
             return
         sample = self._first_differing(base, gradients, batch_size, tolerance, "it cannot be run with other labels")
         if sample is not None:
@@ -175,7 +159,7 @@ class Look(Trace):
         first, second = [x[:batch_size] for x in twice], [x[batch_size:] for x in twice]
         if not twice or _differ(first, second, everybody, tolerance):
             if mean != self._averaged(batch_size):
-                _unknown(self._by, "it cannot be run with each sample twice")
+                _unknown("it cannot be run with each sample twice")
             return
         of_mean = not _differ([x / 2 for x in base], first, everybody, tolerance)
         of_sum = not _differ(base, first, everybody, tolerance)
@@ -219,7 +203,7 @@ class Look(Trace):
         for others in map(replaced, separating(batch_size)):
             now = again(others.of)
             if base is None or now is None or _shapes(base) != _shapes(now):
-                _unknown(self._by, unknown)
+                _unknown(unknown)
                 return None
             sample = differing(base, now, others, tolerance)
             if sample is not None:
@@ -302,10 +286,10 @@ def _twice(x: Tensor, batch_size: int) -> Tensor:
     return torch.cat([x.detach(), x.detach()])
 
 
-def _unknown(by: str, why: str) -> None:
+def _unknown(why: str) -> None:
     warnings.warn(
-        f"nobody has seen that the loss keeps samples apart: {why}; take the batches as {by} hands "
-        "them out, and keep to torch's operations",
+        f"nobody has seen that the loss keeps samples apart: {why}; take the batches as make_private "
+        "hands them out, and keep to torch's operations",
         PrivacyWarning,
         stacklevel=2,
     )

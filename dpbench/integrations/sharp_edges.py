@@ -7,8 +7,9 @@
 | batches of a shuffled loader, accounted as Poisson samples | a warning: "not Poisson samples, as is accounted"; `data_loader` draws them | `test_fixed_batches_are_not_taken_for_poisson_samples` |
 | a model that mixes samples: BatchNorm, `x - x.mean(0)` | refused: "samples mix" | `test_a_model_that_mixes_samples_is_refused` |
 | a loss that mixes them: InfoNCE, division by their mean, dropping the largest | refused: "samples mix" | `test_a_loss_that_mixes_samples_is_refused` |
-| a loss divided by the tokens or the classes of the batch, through Trainer or Lightning | refused: "samples mix", "to be its own" | `test_a_loss_over_the_tokens_of_the_batch_is_refused` |
+| a loss divided by the tokens or the classes of the batch, weighted by its labels, or broadcast to [B, B] | refused: "samples mix", "to be its own" | `test_losses_that_depend_on_the_labels_of_others_are_refused` |
 | the same with batches from `make_private` | refused: "samples mix" | `test_losses_that_mix_samples_are_refused` |
+| mixup, or normalisation by the batch, between `data_loader` and the model | refused: "what the model reads for sample" | `test_inputs_that_are_mixed_before_the_model_are_refused` |
 | padding to the longest record, seen by the model (no mask, positions after it) | Trainer: "expected the loss of record ... to be its own" | `test_padding_on_the_left_moves_positions_and_is_refused` |
 | mixup, or statistics of a batch, in `collate_fn` | refused: "to be its own" | `test_a_collator_that_mixes_records_is_refused` |
 | the same on the device, in Lightning's hooks | refused: "what the model reads for sample" | `test_hooks_of_a_batch_on_its_way_see_the_pieces` |
@@ -62,12 +63,13 @@
 | a record with NaN | named by its position; the step is not taken | `test_a_record_that_is_not_a_number_is_named_and_the_model_is_not_blamed` |
 | an empty batch | an ordinary step, of noise alone | `test_empty_batches_move_the_parameters_and_count` |
 
-**Not detected in your own loop**, or in accelerate's, and refused by `make_step`: losses divided by their number or by a
-sum over the batch's labels; weights or scales that are computed of losses outside of torch (`losses.tolist()`, NumPy);
-statistics of activations that the loss takes from a hook or an attribute of the model, in place of its outputs; numbers
-of an earlier step. The engine sees only the model's arguments and the operations on its outputs. So it does not detect
-records that mix between the loader and the model, or data that reach the model through an attribute. Opacus' loops are
-not checked for padding, which a recurrent model sees if the loss reads its last position.
+**Not detected in your own loop**, or in accelerate's, and refused by `make_step`: losses divided by their number; weights
+or scales that are computed outside of torch (`losses.tolist()`, NumPy); statistics of activations that the loss takes
+from a hook or an attribute of the model, in place of its outputs; numbers of an earlier step. The engine sees the
+batches of `data_loader`, the model's arguments, and torch's operations on them and on its outputs. It follows no batch
+in which tensors differ in length, and none through more than 128 operations before the model. So it does not detect
+records that mix in batches of your own, or data that reach the model through an attribute. Opacus' loops are not
+checked for padding, which a recurrent model sees if the loss reads its last position.
 
 **Never detected.** Hyperparameters chosen by the private data, early stopping by their loss, published training accuracy,
 the order of records in logs: none of it passes the engine, and none of it is in ε.

@@ -17,9 +17,8 @@ from clipping.distributed.spread import sharded_modules
 from clipping.program.graphs import Compile
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.loader import PrivateLoader
-from dpbench.engine.trace import plain
+from dpbench.engine.trace import is_followed, plain
 from dpbench.engine.whole_step import Programs
-from dpbench.integrations.watch import Watch
 
 
 class Turn:
@@ -54,7 +53,6 @@ class Steps:
         engine: not attached yet.
         optimizer: of the model's parameters.
         losses_of: a piece as the caller's loss takes it -> [B].
-        by: the framework's class, for messages.
         advice: what a user of the framework must do, for the error without losses.
         compile: as in `clipping.Backend`.
 
@@ -71,14 +69,11 @@ class Steps:
         optimizer: torch.optim.Optimizer,
         losses_of: Callable[[Any], Tensor],
         *,
-        by: str,
         advice: str,
         compile: Compile,
     ) -> None:
         self._engine, self._losses_of, self._advice = engine, losses_of, advice
         self._attach(optimizer)
-        self._judge = _Judge(engine.model, by)
-        engine._recorder.follows_batches = False
         self.programs = Programs(engine, losses_of, compile=compile)
         self._sum: Tensor | float = 0.0
         self._count = 0
@@ -126,7 +121,7 @@ class Steps:
             if self._loader.is_empty and not sharded_modules(self._engine.model):
                 self._last, self._is_held = None, True  # all processes run a piece if they share parameters
             else:
-                yield self._judge.batch(piece)
+                yield piece
 
     def _in_turn(self, turn: Turn) -> Iterator[Any]:
         """At most one piece, and all that are left of the logical batch in its last turn."""
@@ -158,11 +153,10 @@ class Steps:
             Whether a program computed them.
         """
         plain_given = dict(given) if isinstance(given, Mapping) else given
-        losses = None if self._judge.is_looking else self.programs.program(plain_given, None)
+        losses = None if is_followed(given) else self.programs.program(plain_given, None)
         is_program = losses is not None
         if losses is None:
             losses = self._losses_of(given)
-        self._judge.judge(losses)
         mine = plain(losses).detach()[self._engine.mask.to(losses.device)]
         self._sum, self._count = self._sum + mine.sum(), self._count + len(mine)
         if self._is_last:
@@ -176,36 +170,6 @@ class Steps:
         found = self._sum / max(1, self._count)
         self._sum, self._count = 0.0, 0
         return found
-
-
-class _Judge(Watch):
-    """Checks some of the pieces for a loss that depends on other samples, also through labels and inputs.
-
-    The engine sees neither of these; it checks the model and the operations on its outputs. Hooks are on the model only
-    between a checked piece and its losses.
-
-    Args:
-        model: attached to its engine.
-        by: yields the pieces, for messages.
-    """
-
-    def batch(self, batch: Any) -> Any:
-        self.close()  # drop a piece without losses
-        found = super().batch(batch)
-        if self.is_looking:
-            self.open()
-        return found
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether the current piece is checked."""
-        return self._look is not None
-
-    def judge(self, losses: Tensor) -> None:
-        try:
-            super().judge(losses)
-        finally:
-            self.close()
 
 
 def per_sample(losses: Any, piece: Any, where: str) -> Tensor:

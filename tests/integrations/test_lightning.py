@@ -285,10 +285,10 @@ def mixed_up(records):
 
 
 def test_labels_that_are_counted_and_inputs_that_are_mixed_are_refused():
-    with pytest.raises(UnsupportedModel, match=r"^PrivateStrategy .* batch: samples mix: what the model reads for"):
+    with pytest.raises(UnsupportedModel, match=r"batch: samples mix: what the model reads for"):
         fit(strategy_of(), Centred())
     strategy = strategy_of(batch_size=30)
-    with pytest.raises(UnsupportedModel, match=r"^PrivateStrategy .* losses: samples mix: the loss of sample \d"):
+    with pytest.raises(UnsupportedModel, match=r"samples mix: the loss or the norm .* of sample \d"):
         fit(strategy, Weighted(), loader=DataLoader(data(), batch_size=60))
     assert strategy.engine.steps >= 2
     with pytest.raises(Misuse, match=r"the numbers of record 0 to be its own, got others in a batch of 4 than beside"):

@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from clipping.core.batches import leading_dimension
 from dpbench.engine import Misuse
-from dpbench.integrations.opacus.outputs import ACCUMULATION, barred, refuse_trained
-from dpbench.integrations.watch import Watch
+from dpbench.engine.recorder import Hook
+from dpbench.integrations.opacus.outputs import ACCUMULATION, barred, in_training, refuse_trained
 
 
-class Backward(Watch):
+class Backward:
     """The losses that `backward()` was called on, until the step.
 
     Args:
@@ -22,19 +21,19 @@ class Backward(Watch):
     """
 
     def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
-        super().__init__(model, "make_private")
-        self._forget = forget
+        self._model, self._forget = model, forget
         self._losses: Tensor | None = None
-        self.open()
+        self._handles = [
+            model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
+            model.register_forward_hook(Hook(self._after), with_kwargs=True),
+        ]
 
-    def begin(self, args: Any, kwargs: Any) -> None:
-        refuse_trained(args, kwargs)
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_training(module, self._model):
+            refuse_trained(args, kwargs)
 
-    def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
-        if output is None:
-            return None
-        noted = super().outputs(args, kwargs, output) if leading_dimension(args, kwargs) else output
-        return barred(args, kwargs, noted)
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return barred(args, kwargs, output) if in_training(module, self._model) else None
 
     @property
     def pending(self) -> bool:
@@ -56,15 +55,12 @@ class Backward(Watch):
 
         Raises:
             Misuse: no backward pass.
-            UnsupportedModel: a loss or an input depends on other samples.
         """
         losses, self._losses = self._losses, None
         if losses is None:
-            self._see(None)
             raise Misuse(
                 "expected loss.backward() of the criterion that make_private returned before optimizer.step(), got none"
             )
-        self.judge(losses)
         return losses
 
     def clear(self) -> None:
@@ -74,7 +70,9 @@ class Backward(Watch):
             self._forget()
 
     def close(self) -> None:
-        super().close()
+        """Remove the hooks, and drop the losses."""
+        for handle in self._handles:
+            handle.remove()
         self._losses = None
 
 

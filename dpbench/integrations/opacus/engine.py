@@ -148,11 +148,15 @@ class PrivacyEngine:
         set_rate(engine, 1 / length, length)
         engine.attach(optimizer)
         loss: Any = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
-        engine._recorder.follows_batches = False  # `losses` does
         forget = engine._recorder.drop
         ghost = grad_sample_mode.startswith("ghost")
-        losses = Backward(model, forget) if ghost else Outputs(model, loss_reduction == "mean", forget)
-        loader = DPDataLoader(data_loader, engine, poisson_sampling, losses.batch)
+        losses: Backward | Outputs
+        if ghost:
+            losses, see = Backward(model, forget), (lambda x: x) if poisson_sampling else engine._recorder.follow
+        else:
+            losses = Outputs(model, loss_reduction == "mean", forget)
+            see, engine._recorder.follows_batches = losses.batch, False
+        loader = DPDataLoader(data_loader, engine, poisson_sampling, see)
         private = DPOptimizer(optimizer, engine, losses, clips, loss_reduction, loader.stepped)
         self.engine, self.dataset, self._optimizer = engine, data_loader.dataset, private
         self.accountant.hand_over()

@@ -10,6 +10,7 @@ so the engine receives the losses ⟨o_i, B v_i⟩ (⟨o_i, v_i⟩ for a sum). T
 depends on sample i alone, which `dpbench.integrations.loss_check` checks.
 """
 
+import random
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,11 +23,13 @@ from torch import Tensor, nn
 from clipping.core.autograd import nodes
 from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from dpbench.engine import Misuse
-from dpbench.engine.trace import plain
+from dpbench.engine.recorder import Hook
+from dpbench.engine.trace import is_followed, plain
 from dpbench.integrations.loss_check import Look
 from dpbench.integrations.opacus.inner_loss import MANY, LossInside, depends_on
-from dpbench.integrations.watch import Watch
 
+FIRST, RATE, KNOWN = 3, 1 / 200, 32
+"""Number of first batches to check, share of later ones, and number of losses told apart."""
 ACCUMULATION = (
     "expected optimizer.step() after each backward(), got another batch before it: gradients of several batches are "
     "not accumulated; take a larger batch_size, and BatchMemoryManager(max_physical_batch_size=...) for its pieces"
@@ -101,8 +104,10 @@ class Cut:
         return torch.stack([each.to(found[0]) for each in found]).sum(0)
 
 
-class Outputs(Watch):
+class Outputs:
     """Replaces a model's outputs by equal tensors with a graph of their own; turns their gradients into losses [B].
+
+    In some batches it checks the loss (`loss_check`).
 
     Args:
         model: the engine records its forward passes already.
@@ -111,16 +116,35 @@ class Outputs(Watch):
     """
 
     def __init__(self, model: nn.Module, mean: bool, forget: Callable[[], None]) -> None:
-        super().__init__(model, "make_private")
-        self._mean, self._forget = mean, forget
+        self._model, self._mean, self._forget = model, mean, forget
         self._cuts: list[Cut] = []
         self._cut: Cut | None = None
         self._inside: LossInside | None = None
-        self.open()
+        self._first, self._random = FIRST, random.Random(0)
+        self._graphs: set[tuple[str, ...]] = set()
+        self._look: Look | None = None
+        self._by_loader = False
+        self._handles = [  # outside of the engine's hooks
+            model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
+            model.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
+        ]
 
     def close(self) -> None:
-        super().close()
+        """Remove the hooks, and drop the gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._see(None)
         self._cuts.clear()
+
+    def batch(self, batch: Any) -> Any:
+        """Return the loader's next batch; if it is checked, its tensors record the operations on them.
+
+        Args:
+            batch: of the loader.
+        """
+        self._see(self._due())
+        self._by_loader = True
+        return batch if self._look is None else self._look.batch(batch)
 
     @property
     def pending(self) -> bool:
@@ -142,14 +166,12 @@ class Outputs(Watch):
             UnsupportedModel: the gradient of a sample's loss depends on other samples.
         """
         everything, self._cuts = self._cuts, []
-        look = self._taken()
         try:
-            return self._losses(everything, look)
+            return self._losses(everything, self._look)
         finally:
             for cut in everything:  # the caller's loss may keep the cut alive
                 cut.outputs.clear()
-            if look is not None:
-                look.close()
+            self._see(None)
 
     def _losses(self, everything: list[Cut], look: Look | None) -> Tensor:
         cuts = [cut for cut in everything if cut.passes]
@@ -164,14 +186,37 @@ class Outputs(Watch):
         if look is not None:
             arrived = [gradient for cut in everything for gradient in cut.gradients]
             look.judge(arrived, batch_size, mean=self._mean)
-            self._count(look)
+            if look.done and self._first > 0:
+                self._first -= 1
         if batch_size == 0:
             return torch.zeros(0)
         scale = float(batch_size) if self._mean else 1.0
         parts = [cut.losses(scale) for cut in cuts]
         return torch.stack([part.to(parts[0]) for part in parts]).sum(0)
 
-    def begin(self, args: Any, kwargs: Any) -> None:
+    def _due(self) -> Look | None:
+        """A check for the next batch, or None."""
+        return Look() if self._random.random() < RATE or self._first > 0 else None
+
+    def _see(self, look: Look | None) -> None:
+        if self._look is not None:
+            self._look.close()
+        self._look, self._by_loader = look, False
+
+    def _ran(self, nodes: tuple[str, ...]) -> None:
+        """Request one more check after a backward pass of a new kind: the nodes between loss and outputs, by name."""
+        if nodes not in self._graphs and len(self._graphs) < KNOWN:
+            self._graphs.add(nodes)
+            self._first = max(self._first, 1)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if in_training(module, self._model):
+            self._begin(args, kwargs)
+            if self._look is not None:
+                self._look.read(args, kwargs)
+        return map_tensors(plain, (args, kwargs)) if is_followed((args, kwargs)) else None
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
         refuse_trained(args, kwargs)
         if self.pending:
             raise Misuse(ACCUMULATION)
@@ -184,7 +229,9 @@ class Outputs(Watch):
             self._inside = LossInside(self._cut.batch_size, partial(self._taken_off, self._cut), reduction)
             self._inside.__enter__()
 
-    def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not in_training(module, self._model):
+            return None
         cut = self._cut
         self._leave()
         if output is None or cut is None:
@@ -213,6 +260,16 @@ class Outputs(Watch):
     def _taken_off(self, cut: Cut, x: Tensor) -> Tensor:
         handed = cut.take(x)
         return handed if self._look is None else self._look.begun(handed)
+
+
+def in_training(module: nn.Module, model: nn.Module) -> bool:
+    """Whether this forward pass is one of the model itself in training.
+
+    Args:
+        module: runs; a copy of the model shares its hooks.
+        model: of the engine.
+    """
+    return module is model and module.training and torch.is_grad_enabled()
 
 
 def refuse_trained(args: Any, kwargs: Any) -> None:

@@ -1,0 +1,180 @@
+"""In one's own loop over `data_loader`: inputs and labels are followed to the losses."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from attached import attached
+from torch import nn
+from torch.utils.data import TensorDataset, default_collate
+
+from clipping import UnsupportedModel
+from dpbench.engine import recorder
+from dpbench.engine.trace import MANY, Traced
+
+B, N = 12, 48
+LABELS = torch.arange(N) % 3
+DATA = TensorDataset(torch.randn(N, 5, generator=torch.Generator().manual_seed(1)), LABELS, torch.rand(N) + 0.5)
+entrances = pytest.mark.parametrize("known", [False, True], ids=["step", "make_step"])
+
+
+def made(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+    given = {"batch_size": B, "sample_size": N, "steps": 400, "noise_multiplier": 1.0}
+    return attached(model, lr=0.1, **given | options)
+
+
+def train(change=lambda x, y, w: (x, y, w), loss=None, known=False, epochs=2, backend="bk_mixed", **loader):
+    """Train on changed batches, and return the number of steps."""
+    loss = loss or (lambda o, y, w: F.cross_entropy(o, y, reduction="none"))
+    model, optimizer, engine = made(backend=backend)
+    step = engine.make_step(lambda outputs, targets: loss(outputs, *targets)) if known else None
+    for _ in range(epochs):
+        for batch in engine.data_loader(DATA, **loader):
+            x, y, w = change(*batch)
+            if step is None:
+                optimizer.step(loss=loss(model(x), y, w))
+            else:
+                step(x, (y, w))
+    return engine.steps
+
+
+def mixup(x, y, w):
+    return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y, w
+
+
+def mixup_in_place(x, y, w):
+    return x.mul_(0.7).add_(0.3 * x.flip(0)), y, w
+
+
+MIXED = {
+    "pairs": mixup,
+    "pairs in place": mixup_in_place,
+    "standardised": lambda x, y, w: ((x - x.mean(0)) / x.std(0), y, w),
+    "by 0": lambda x, y, w: (x + 0 * x.mean(0), y, w),
+    "labels of others": lambda x, y, w: (x, y.flip(0), w),
+    "inputs sorted alone": lambda x, y, w: (x[w.argsort()], y, w),
+}
+
+
+@entrances
+@pytest.mark.parametrize("name", MIXED)
+def test_inputs_that_are_mixed_before_the_model_are_refused(name, known):
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        train(MIXED[name], known=known)
+
+
+LOSSES = {
+    "weights of the batch's classes": lambda o, y, w: F.cross_entropy(
+        o, y, 1 / (1.0 + y.bincount(minlength=3)), reduction="none"
+    ),
+    "advantages": lambda o, y, w: -(w - w.mean()) / w.std() * o.log_softmax(1).gather(1, y[:, None])[:, 0],
+    "broadcast to [B, B]": lambda o, y, w: (o[:, :1] - w).square().mean(1),
+    "over the sum of weights": lambda o, y, w: F.cross_entropy(o, y, reduction="none") * w / w.sum(),
+    "by a number": lambda o, y, w: F.cross_entropy(o, y, reduction="none") * w.mean().item(),
+}
+
+
+@pytest.mark.parametrize("loader", [{}, {"max_physical_batch_size": 5}, {"max_physical_batch_size": 5, "pad": True}])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_depend_on_the_labels_of_others_are_refused(name, loader):
+    with pytest.raises(UnsupportedModel, match="the loss or the norm of the gradient of sample"):
+        train(loss=LOSSES[name], **loader)
+
+
+def test_they_are_without_a_tape():
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        train(loss=LOSSES["over the sum of weights"], backend="microbatch")
+
+
+def augmented_in_place(x, y, w):
+    x.sub_(0.5).div_(2.0)[:, 0] = 0.0
+    return x + 0.1 * torch.randn_like(x), y, w
+
+
+def by_a_network(x, y, w):
+    frozen = nn.Sequential(*[layer for _ in range(MANY) for layer in (nn.Linear(5, 5), nn.Tanh())])
+    with torch.no_grad():
+        return frozen(x), y, w
+
+
+def taught(x, y, w):
+    with torch.no_grad():
+        return x, nn.Linear(5, 3)(x).argmax(1), w
+
+
+def against(x, y, w):
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad((x**2).sum(), x)
+    return (x + 0.1 * slope.sign()).detach(), y, w
+
+
+SOUND = {
+    "as they are": lambda x, y, w: (x, y, w),
+    "augmented": lambda x, y, w: ((2 * x + 0.1 * torch.randn_like(x)).flip(1), y, w),
+    "augmented in place": augmented_in_place,
+    "by numpy": lambda x, y, w: (torch.from_numpy(np.asarray(x) * 2), torch.from_numpy(y.numpy()), w),
+    "by a large network": by_a_network,
+    "labelled by a teacher": taught,
+    "moved against their gradient": against,
+    "sorted": lambda x, y, w: (x[w.argsort()], y[w.argsort()], w.sort().values),
+    "shuffled": lambda x, y, w: tuple(each[torch.arange(len(x)).roll(3)] for each in (x, y, w)),
+}
+
+
+@entrances
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_batches_pass(name, known):
+    assert train(SOUND[name], known=known) == 8
+
+
+def test_mixing_that_begins_later_is_refused_soon():
+    seen = []
+
+    def begins(x, y, w):
+        seen.append(len(x))
+        return (x, y, w) if len(seen) < 10 else MIXED["standardised"](x, y, w)
+
+    with pytest.raises(UnsupportedModel, match="what the model reads for sample"):
+        train(begins, epochs=5)
+    assert len(seen) <= 16
+
+
+def test_a_batch_that_is_taken_before_the_last_one_is_stepped_is_followed():
+    model, optimizer, engine = made()
+    batches = iter(engine.data_loader(DATA))
+    ahead = next(batches)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        for following in batches:
+            (x, y, w), ahead = ahead, following
+            optimizer.step(loss=LOSSES["advantages"](model(x), y, w))
+    assert not engine.steps
+
+
+def test_labels_in_one_row_are_left_as_they_are():
+    """Their lengths cannot be changed without them."""
+
+    def collate(records):
+        x, lengths = torch.randn(len(records), 9, 5), torch.tensor([1 + i % 4 for i in records], dtype=torch.long)
+        return x, torch.ones(int(lengths.sum()), dtype=torch.long), lengths
+
+    model, optimizer, engine = made(batch_size=4)
+    for x, y, lengths in engine.data_loader(range(N), collate_fn=collate):
+        assert not any(isinstance(each, Traced) for each in (x, y, lengths))
+        if len(x):
+            given = model(x).log_softmax(-1).transpose(0, 1), y, torch.full((len(x),), 9), lengths
+            optimizer.step(loss=F.ctc_loss(*given, reduction="none"))
+        else:
+            engine.empty_step()
+    assert engine.steps == 12
+
+
+def test_few_batches_are_kept():
+    """Though the model reads none of their tensors."""
+    model, optimizer, engine = made()
+    for _ in range(10):
+        for x, y, _ in engine.data_loader(DATA, collate_fn=default_collate):
+            given = torch.from_numpy(x.numpy().copy())
+            optimizer.step(loss=F.cross_entropy(model(given), torch.from_numpy(y.numpy()), reduction="none"))
+            assert len(engine._recorder._followed) <= recorder.AHEAD
