@@ -149,7 +149,7 @@ find records that mix: they replace the other records, set them to NaN, and add 
 | interface | checks | when |
 |---|---|---|
 | `make_step` | model and loss | new code and shapes; guards, and 1 step in 200, compare a program with your code |
-| `optimizer.step`, accelerate, Lightning, Trainer | model, and operations on batches and outputs | new shapes, 1 step in 400 |
+| your own loop, accelerate, Lightning, Trainer | model, operations on batches, outputs | new shapes, 1 step in 400 |
 | Opacus | the same, and the loss's divisor | first batches, new shapes, programs, 1 step in 400 |
 | `load_backend(...)` | model and loss | new graphs and shapes, 1 step in 400 |
 
