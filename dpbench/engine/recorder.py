@@ -167,10 +167,23 @@ class Recorder:
         trace = self._trace_of(batch)
         if trace is not None:
             try:
-                require_own_rows(self.backend, trace, batch, leading_dimension(batch))
+                require_own_rows(self.backend, trace, batch)
             finally:
                 trace.close()
         return map_tensors(plain, batch)
+
+    def _new_looks(self, occasions: Occasions, size: int, trained: int) -> Looks | None:
+        """The check of this step, on `size` samples and `trained` parameters; None for most steps."""
+        trace = self._trace_of(self._called)
+        if trace is not None and trace.size != size:  # its rows are not the model's
+            trace.close()
+            trace = None
+        if trace is not None:
+            occasions.insist()
+        changes = occasions.changes(size, *self._called, trained)
+        if changes and trace is None:
+            self._follow_none()
+        return Looks(self.backend, changes, self._known, trace) if changes else None
 
     def _trace_of(self, batch: Any) -> Trace | None:
         """The record of the loader's batch that this one was computed from; earlier ones are dropped."""
@@ -351,13 +364,7 @@ class Recorder:
         args, kwargs = map_tensors(lambda x: plain(x) if x.requires_grad else plain(x).detach(), (args, kwargs))
         if self._recording is None:
             if self._occasions is not None:  # before the recording, as memory for copies may be missing
-                trace = self._trace_of(self._called)
-                if trace is not None:
-                    self.insist()
-                changes = self._occasions.changes(batch_size, args, kwargs, len(trainable))
-                if changes and trace is None:
-                    self._follow_none()
-                self._looks = Looks(self.backend, changes, self._known, trace) if changes else None
+                self._looks = self._new_looks(self._occasions, batch_size, len(trainable))
             self._recording = Recording(
                 self.backend, (args, kwargs), batch_size, self._by_hand, self._occasions, self._dropped
             )

@@ -22,8 +22,9 @@ from torch import Tensor
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.numerics.rng_replay import Draws
 
-MANY = 128
-"""Most operations on a batch before the model reads it: all their results are kept, too many for a frozen network."""
+ROOM = 32
+"""Most memory of what is computed of a batch before the model reads it, relative to the batch: all results are kept,
+and those of a frozen network would be too large."""
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
 """Returns the tensor that a view refers to, and computes nothing. (torch.compile reads it, and that of the result.)"""
 
@@ -41,11 +42,12 @@ class Trace:
 
     Attributes:
         draws: the state of the random generators before the first operation.
+        size: B of the loader's batch; 0 without one.
     """
 
     def __init__(self) -> None:
-        self.draws = Draws()
-        self._open, self._is_early = True, False  # early: of a batch that the model has not read
+        self.draws, self.size = Draws(), 0
+        self._open, self._room = True, math.inf  # bytes that results may still take
         self._begun_with: list[Tensor] = []
         self._notes: list[_Note] = []
         self._others: dict[int, Tensor] = {}  # identity of a tensor changed in place -> its original values
@@ -63,7 +65,7 @@ class Trace:
         fields = list(batch.values()) if isinstance(batch, Mapping) else [batch, *batch] if _is_list(batch) else []
         if len(sizes) != 1 or any(_is_list(x) and len(x) in sizes for x in fields):
             return batch
-        self._is_early = True
+        self._room, self.size = ROOM * _bytes(batch), sizes.pop()
         return map_tensors(self._begun, batch)
 
     def passed(self, model: Callable[..., Any], args: Any, kwargs: Any, output: Any) -> Any:
@@ -74,7 +76,7 @@ class Trace:
             args, kwargs: its inputs.
             output: its output, in nested mappings, lists and tuples.
         """
-        self._is_early = False
+        self._room = math.inf
         self._begun_with += [x for x in tensors_of((args, kwargs)) if not self.follows(x)]
         shapes = [x.shape for x in tensors_of(output)]
         result = map_tensors(lambda x: Traced.made(x, self) if x.is_floating_point() else x, output)
@@ -119,7 +121,8 @@ class Trace:
         elif _is_telling(result) or tensors_of(result):
             result = map_tensors(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
             self._notes.append(_Note(operation, args, kwargs, result, _autocast_now()))
-        if self._is_early and len(self._notes) > MANY:
+            self._room -= _bytes(result)
+        if self._room < 0:
             self.close()
         return result
 
@@ -246,6 +249,10 @@ def _in_place(operation: Any) -> bool:
     if name.endswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in {"__int__", "__index__", "__invert__"})
     return bool(name.endswith("_"))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors_of(tree))
 
 
 def _is_list(x: Any) -> bool:

@@ -67,7 +67,7 @@
 or scales that are computed outside of torch (`losses.tolist()`, NumPy); statistics of activations that the loss takes
 from a hook or an attribute of the model, in place of its outputs; numbers of an earlier step. The engine sees the
 batches of `data_loader`, the model's arguments, and torch's operations on them and on its outputs. It follows no batch
-in which tensors differ in length, and none through more than 128 operations before the model. So it does not detect
+in which tensors differ in length, and none whose results before the model take 32 times its memory. So it does not detect
 records that mix in batches of your own, or data that reach the model through an attribute. Opacus' loops are not
 checked for padding, which a recurrent model sees if the loss reads its last position.
 

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from clipping import UnsupportedModel
 from dpbench.engine import recorder
-from dpbench.engine.trace import MANY, Traced
+from dpbench.engine.trace import ROOM, Traced
 
 B, N = 12, 48
 LABELS = torch.arange(N) % 3
@@ -94,7 +94,7 @@ def augmented_in_place(x, y, w):
 
 
 def by_a_network(x, y, w):
-    frozen = nn.Sequential(*[layer for _ in range(MANY) for layer in (nn.Linear(5, 5), nn.Tanh())])
+    frozen = nn.Sequential(*[layer for _ in range(ROOM) for layer in (nn.Linear(5, 5), nn.Tanh())])
     with torch.no_grad():
         return frozen(x), y, w
 
@@ -110,6 +110,8 @@ def against(x, y, w):
     return (x + 0.1 * slope.sign()).detach(), y, w
 
 
+COMPILED = torch.compile(lambda x: (x - 0.1) / 2, backend="eager")
+
 SOUND = {
     "as they are": lambda x, y, w: (x, y, w),
     "augmented": lambda x, y, w: ((2 * x + 0.1 * torch.randn_like(x)).flip(1), y, w),
@@ -118,6 +120,7 @@ SOUND = {
     "by a large network": by_a_network,
     "labelled by a teacher": taught,
     "moved against their gradient": against,
+    "compiled": lambda x, y, w: (COMPILED(x), y, w),
     "sorted": lambda x, y, w: (x[w.argsort()], y[w.argsort()], w.sort().values),
     "shuffled": lambda x, y, w: tuple(each[torch.arange(len(x)).roll(3)] for each in (x, y, w)),
 }
