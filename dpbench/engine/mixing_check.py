@@ -143,7 +143,7 @@ class Looks:
         sample = mixed(model, run, before, changes, tolerance, may_move=self._is_of_loader)
         if sample is not None:
             if self._is_of_loader:
-                require_own_rows(self._backend, self._trace, self._calls)
+                require_own_rows(self._backend.model, self._backend.name, self._trace, self._calls)
             raise UnsupportedModel(self._backend.name, [mixing(sample, what)])
 
     def _require_nothing_kept(self, few: int) -> None:
@@ -235,11 +235,12 @@ class Looks:
         return self._backend.model(*args, **kwargs)
 
 
-def require_own_rows(backend: Backend, trace: Trace, batch: Any) -> None:
+def require_own_rows(model: nn.Module, by: str, trace: Trace, batch: Any) -> None:
     """Require that each row of a step's batch was computed from that record of the loader's batch alone.
 
     Args:
-        backend: takes the step.
+        model: reads the batch.
+        by: for messages.
         trace: of the loader's batch.
         batch: inputs and targets, with followed tensors among them.
 
@@ -258,9 +259,9 @@ def require_own_rows(backend: Backend, trace: Trace, batch: Any) -> None:
     before = [plain(x).detach() for x in rows]
     tolerance = coarsest(before, TOLERANCE)
     changes = [replaced(half, poison=True) for half in separating(trace.size)] if trace.size > 1 and rows else []
-    sample = mixed(backend.model, again, real(before), changes, tolerance, may_move=True)
+    sample = mixed(model, again, real(before), changes, tolerance, may_move=True)
     if sample is not None:
-        raise UnsupportedModel(backend.name, [Problem("batch", READS.format(sample), ALONE)])
+        raise UnsupportedModel(by, [Problem("batch", READS.format(sample), ALONE)])
 
 
 def _published(model: nn.Module) -> dict[str, Tensor]:

@@ -167,7 +167,7 @@ class Recorder:
         trace = self._trace_of(batch)
         if trace is not None:
             try:
-                require_own_rows(self.backend, trace, batch)
+                require_own_rows(self._model, self.backend.name, trace, batch)
             finally:
                 trace.close()
         return map_tensors(plain, batch)

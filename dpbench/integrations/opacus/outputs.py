@@ -7,7 +7,7 @@ alone,
     ∂ℓ_i/∂θ = (∂o_i/∂θ)ᵀ B v_i = ∂/∂θ ⟨o_i, B v_i⟩,    v_i held fixed,
 
 so the engine receives the losses ⟨o_i, B v_i⟩ (⟨o_i, v_i⟩ for a sum). Their gradients are the samples' own if v_i
-depends on sample i alone, which `dpbench.integrations.loss_check` checks.
+depends on sample i alone, which `dpbench.integrations.opacus.loss_check` checks.
 """
 
 import random
@@ -25,8 +25,8 @@ from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from dpbench.engine import Misuse
 from dpbench.engine.recorder import Hook
 from dpbench.engine.trace import is_followed, plain
-from dpbench.integrations.loss_check import Look
 from dpbench.integrations.opacus.inner_loss import MANY, LossInside, depends_on
+from dpbench.integrations.opacus.loss_check import Look
 
 FIRST, RATE, KNOWN = 3, 1 / 200, 32
 """Number of first batches to check, share of later ones, and number of losses told apart."""
@@ -196,7 +196,7 @@ class Outputs:
 
     def _due(self) -> Look | None:
         """A check for the next batch, or None."""
-        return Look() if self._random.random() < RATE or self._first > 0 else None
+        return Look(self._model) if self._random.random() < RATE or self._first > 0 else None
 
     def _see(self, look: Look | None) -> None:
         if self._look is not None:

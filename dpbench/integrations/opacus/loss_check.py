@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from clipping.checks.rerun import TOLERANCE, Change, differing, replaced, same
 from clipping.checks.sample_independence import separating
-from clipping.core.batches import map_tensors, tensors_of
+from clipping.core.batches import tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine import PrivacyWarning
-from dpbench.engine.mixing_check import ALONE, READS
+from dpbench.engine.mixing_check import require_own_rows
 from dpbench.engine.trace import Trace, Traced, plain
 
 DIVISIONS = {"div", "div_", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__", "divide"}
@@ -54,6 +54,9 @@ def _copy(x: Tensor) -> Tensor:
 class Look(Trace):
     """Records the operations on one batch, and checks its loss.
 
+    Args:
+        model: in training.
+
     Attributes:
         done: the batch was checked.
 
@@ -63,14 +66,12 @@ class Look(Trace):
 
     done = False
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._model = model
         self._inputs: list[Tensor] = []  # the model's inputs
         self._handed: list[Tensor] = []  # the model's outputs, in order
         self._losses: list[tuple[int, Any]] = []  # (identity of backward()'s tensor, its gradient)
-
-    def batch(self, batch: Any) -> Any:
-        return map_tensors(self._begun, batch)
 
     def read(self, *trees: Any) -> None:
         """Remember the model's inputs."""
@@ -111,14 +112,6 @@ class Look(Trace):
         self._handed.clear()
         self._losses.clear()
 
-    def judge_inputs(self, batch_size: int) -> None:
-        """Raise an UnsupportedModel unless the model's inputs for a sample were computed from that sample alone."""
-        if batch_size < 2 or not self._inputs:
-            return
-        sample = self._mixed(self._inputs, batch_size, "operations on a batch before the model cannot be rerun")
-        if sample is not None:
-            raise UnsupportedModel("make_private", [Problem("batch", READS.format(sample), ALONE)])
-
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
         """Raise an UnsupportedModel unless the gradients at the outputs, [B, ...] each, are the samples' own.
 
@@ -126,7 +119,7 @@ class Look(Trace):
             arrived: gradient at each output given to the caller; None without one.
             mean: whether the loss is a mean over the batch.
         """
-        self.judge_inputs(batch_size)
+        require_own_rows(self._model, "make_private", self, self._inputs)
         was = [x for x in arrived if x is not None]
         if batch_size < 2 or not self._handed or not any(bool(x.any()) for x in was):
             return
@@ -174,22 +167,6 @@ class Look(Trace):
         else:
             return
         raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
-
-    def _mixed(self, recorded: Sequence[Tensor], batch_size: int, unknown: str) -> int | None:
-        """The first sample for which these tensors change with the other samples of the batch."""
-        self.done = True
-        draws = Draws()
-
-        def values(change: Made) -> list[Tensor] | None:
-            def again() -> list[Tensor]:
-                found = self._again(lambda x: change(plain(x)))
-                return [found[id(x)] for x in recorded]
-
-            return _run(draws, again)
-
-        base = values(_copy)
-        tolerance = coarsest(base or recorded, TOLERANCE)
-        return self._first_differing(base, values, batch_size, tolerance, unknown)
 
     def _first_differing(
         self,
