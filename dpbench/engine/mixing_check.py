@@ -12,6 +12,7 @@ batch. A rerun begins from the state before the step, so that it detects a layer
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,6 @@ class Looks:
     ) -> None:
         self._backend, self._changes, self._known = backend, changes, known
         self._trace, self._draws, self._begin = trace or Trace(), Draws(), backend.moving.state()
-        self._is_of_loader = trace is not None
         new = len(changes) > 1 or changes[0].size == 1  # else a random step, in which there may be no room for copies
         self._parameters = {p: p.detach().clone() for p in backend.model.parameters() if new and p.requires_grad}
         self._calls: list[tuple[Any, Any]] = []
@@ -119,7 +119,10 @@ class Looks:
         others = [change for change in comparable if not change.resized]
         if self._known is not None or self._losses is not None:
             changes = comparable if self._known is not None else others
-            self._compare("loss or the norm of the gradient", self._numbers, numbers, changes)
+            moving = self._known is None and self._trace.is_computed
+            if moving:
+                self._compare("loss or the norm of the gradient", partial(self._numbers, late=True), numbers, changes)
+            self._compare("loss or the norm of the gradient", self._numbers, numbers, changes, may_move=moving)
         if self._known is None:
             rows = self._rows() if others and self._losses is None else []
             wanted = [self._outputs[i] for i in rows]
@@ -136,13 +139,15 @@ class Looks:
         self._parameters.clear()
         self._losses = None
 
-    def _compare(self, what: str, run: Run, before: Sequence[Tensor], changes: Sequence[Change]) -> None:
+    def _compare(
+        self, what: str, run: Run, before: Sequence[Tensor], changes: Sequence[Change], *, may_move: bool = False
+    ) -> None:
         model = self._backend.model
         before = [plain(x).detach() for x in before]
         tolerance = coarsest([*before, *model.parameters()], TOLERANCE)
-        sample = mixed(model, run, before, changes, tolerance, may_move=self._is_of_loader)
+        sample = mixed(model, run, before, changes, tolerance, may_move=may_move)
         if sample is not None:
-            if self._is_of_loader:
+            if may_move:
                 require_own_rows(self._backend.model, self._backend.name, self._trace, self._calls)
             raise UnsupportedModel(self._backend.name, [mixing(sample, what)])
 
@@ -199,14 +204,14 @@ class Looks:
         outputs = [self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)) for args, kwargs in self._calls]
         return [x for x in tensors_of(outputs) if x.is_floating_point()]
 
-    def _numbers(self, change: Change, only_losses: bool) -> list[Tensor]:
-        """Losses and norms of the changed batch."""
+    def _numbers(self, change: Change, only_losses: bool, *, late: bool = False) -> list[Tensor]:
+        """Losses and norms of the changed batch; with `late`, of the model's changed inputs."""
         only_losses = only_losses or not self._taped
         self._recording = None if only_losses else Recording(self._backend, (), len(change.take))
         with self._repeated(None if self._known is not None else self._trace.draws), change.making() as of:
             try:
                 with torch.set_grad_enabled(not only_losses), self._recording or nullcontext():
-                    losses = change.alone(self._computed(of, change.wide))
+                    losses = change.alone(self._computed(of, change.wide, late))
                 if self._recording is None:
                     return [losses]
                 result = self._recording.finish(losses)
@@ -217,7 +222,7 @@ class Looks:
         assert result.norms is not None
         return [result.losses, result.norms]
 
-    def _computed(self, of: Callable[[Tensor], Tensor], wide: bool) -> Tensor:
+    def _computed(self, of: Callable[[Tensor], Tensor], wide: bool, late: bool) -> Tensor:
         if self._known is not None:
             (args, kwargs), (loss_fn, targets) = self._calls[0], self._known
             losses: Tensor = loss_fn(
@@ -225,9 +230,11 @@ class Looks:
             )
             return losses
         assert self._losses is not None
-        return self._trace.again(
-            [self._losses], of, lambda x: x.detach().double() if wide and x.is_floating_point() else x.detach()
-        )[0]
+
+        def fixed(x: Tensor) -> Tensor:
+            return x.detach().double() if wide and x.is_floating_point() else x.detach()
+
+        return self._trace.again([self._losses], of, fixed, late=late)[0]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._recording is not None:

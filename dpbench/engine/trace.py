@@ -50,6 +50,7 @@ class Trace:
         self._open, self._room = True, math.inf  # bytes that results may still take
         self._begun_with: list[Tensor] = []
         self._notes: list[_Note] = []
+        self._passes: list[int] = []  # places of the model's forward passes among the notes
         self._others: dict[int, Tensor] = {}  # identity of a tensor changed in place -> its original values
 
     def batch(self, batch: Any) -> Any:
@@ -85,8 +86,14 @@ class Trace:
             left = iter(shapes)
             return map_tensors(lambda x: _filled(x, next(left)), model(*args, **kwargs))
 
+        self._passes.append(len(self._notes))
         self._notes.append(_Note(again, args, kwargs, result, _autocast_now()))
         return result
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether operations came before the first forward pass, so that samples may have traded places."""
+        return bool(self._passes) and self._passes[0] > 0
 
     def follows(self, x: Tensor) -> bool:
         """Returns whether the trace knows how `x` was computed."""
@@ -97,7 +104,12 @@ class Trace:
         return isinstance(x, Traced) and x.noted_by is self
 
     def again(
-        self, found: Sequence[Tensor], change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]
+        self,
+        found: Sequence[Tensor],
+        change: Callable[[Tensor], Tensor],
+        fixed: Callable[[Tensor], Tensor],
+        *,
+        late: bool = False,
     ) -> list[Tensor]:
         """Rerun the operations, and return the new values of followed tensors.
 
@@ -105,9 +117,10 @@ class Trace:
             found: followed tensors.
             change: applied to the loader's batch, and to other inputs of the model.
             fixed: applied to every other tensor.
+            late: change the model's inputs in place of the loader's batch.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            values = self._again(lambda x: change(plain(x)), fixed)
+            values = self._again(lambda x: change(plain(x)), fixed, late)
             return [values[id(x)] for x in found]
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
@@ -135,6 +148,7 @@ class Trace:
         self._open = False
         self._begun_with.clear()
         self._notes.clear()
+        self._passes.clear()
         self._others.clear()
 
     def _begun(self, x: Tensor) -> Tensor:
@@ -143,18 +157,21 @@ class Trace:
         return traced
 
     def _again(
-        self, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor] = lambda x: x
+        self, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor] = lambda x: x, late: bool = False
     ) -> dict[int, Any]:
         """Identity of each traced tensor -> its new value: `change` of initial tensors, `fixed` of other ones."""
         values: dict[int, Any] = {key: x.clone() for key, x in self._others.items()}
         numbers: dict[float, float] = {}  # number that left torch -> its new value
         for x in self._begun_with:
-            values[id(x)] = change(self._others.get(id(x), x))
-        for note in self._notes:
+            before = self._others.get(id(x), x)
+            values[id(x)] = fixed(before.clone()) if late else change(before)
+        for place, note in enumerate(self._notes):
             args, kwargs = map_tensors(
                 lambda x: values[id(x)] if id(x) in values else fixed(x), (note.args, note.kwargs)
             )
             args, kwargs = _numbers(numbers, args), _numbers(numbers, kwargs)
+            if late and place in self._passes:
+                args, kwargs = map_tensors(change, (args, kwargs))
             with _under(note.autocast):
                 found = note.operation(*args, **kwargs)
             if _is_telling(note.result):
