@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.batches import forward, leading_dimension
-from clipping.core.types import ClippedGradient, LossFunction, Parameters
+from clipping.core.types import ClippedGradient, LossFunction, Parameters, UnsupportedModel
 from clipping.program.graphs import Compile, Graphs
 from clipping.program.step import Batch
 from dpbench.engine.errors import Misuse
@@ -46,8 +46,12 @@ class WholeStep:
         """
         engine = self._engine
         step: Any = engine._attached().optimizer.step
-        inputs, targets = engine._recorder.own((inputs, targets))
-        losses = self.program(inputs, targets)
+        try:
+            inputs, targets = engine._recorder.own((inputs, targets))
+            losses = self.program(inputs, targets)
+        except UnsupportedModel as error:  # `step` raises it, so that all processes end this step
+            losses = torch.zeros(len(self._real_samples(inputs, leading_dimension(inputs, targets))))
+            engine._recorder.hand_over(losses, error)
         if losses is None:
             with engine._recorder.knowing(self._loss_fn, targets):
                 losses = self._loss_fn(forward(engine.model, inputs), targets)

@@ -144,10 +144,15 @@ class Look(Trace):
         if base is None:
             _unknown("it cannot be run again")
             return
-        sample = self._first_differing(base, gradients, batch_size, tolerance, "it cannot be run with other labels")
-        if sample is not None:
-            reason = f"samples mix: the gradient of the loss of sample {sample} changes with the other samples"
-            raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, REMEDY)])
+        for others in map(replaced, separating(batch_size)):
+            now = gradients(others.of)
+            if now is None or _shapes(base) != _shapes(now):
+                _unknown("it cannot be run with other labels")
+                break
+            sample = differing(base, now, others, tolerance)
+            if sample is not None:
+                reason = f"samples mix: the gradient of the loss of sample {sample} changes with the other samples"
+                raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, REMEDY)])
         twice = gradients(lambda x: _twice(x, batch_size), lambda x: _twice(x, batch_size)) or []
         first, second = [x[:batch_size] for x in twice], [x[batch_size:] for x in twice]
         if not twice or _differ(first, second, everybody, tolerance):
@@ -167,25 +172,6 @@ class Look(Trace):
         else:
             return
         raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
-
-    def _first_differing(
-        self,
-        base: Sequence[Tensor] | None,
-        again: Callable[[Made], list[Tensor] | None],
-        batch_size: int,
-        tolerance: float,
-        unknown: str,
-    ) -> int | None:
-        """The first sample whose values change with the others; if nothing can be rerun, a warning says so."""
-        for others in map(replaced, separating(batch_size)):
-            now = again(others.of)
-            if base is None or now is None or _shapes(base) != _shapes(now):
-                _unknown(unknown)
-                return None
-            sample = differing(base, now, others, tolerance)
-            if sample is not None:
-                return sample
-        return None
 
     def _gradients(self, change: Made, fixed: Made) -> list[Tensor]:
         """Gradients of the loss at the outputs, with `change` of the initial tensors and `fixed` of constants."""
