@@ -169,17 +169,6 @@ class Mixes(Small):
         return y - y.mean(0) / 2
 
 
-class MixesConstants(torch.nn.Module):
-    """Averages over the batch what is equal for all samples, as the attention of timm's csatv2 does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.small, self.constant = Small(), torch.nn.LayerNorm(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.small(x) * (1 + self.constant(x[:, 0, 0, :1]).mean(0))
-
-
 class Draws(Small):
     """Adds noise in train mode."""
 
@@ -213,12 +202,6 @@ def test_an_answer_on_a_model_that_mixes_samples_is_wrong_whatever_it_is():
     assert result["mixes"]
     assert [row["status"] for row in result["rows"]] == ["wrong", "refused", "refused"]
     assert "mixes samples" in result["rows"][0]["reason"]
-
-
-def test_a_backend_that_checks_itself_in_training_is_judged_with_its_checks():
-    result = judged("MixesConstants", "microbatch", "bk_mixed")
-    assert not result["mixes"]
-    assert [row["status"] for row in result["rows"]] == ["exact", "refused"]
 
 
 def test_a_model_that_draws_is_judged_by_the_pass_over_the_whole_batch():
