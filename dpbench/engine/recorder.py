@@ -33,7 +33,7 @@ from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.mixing_check import Looks, require_own_rows
 from dpbench.engine.release import require_finite_losses
 from dpbench.engine.settings import batch_norm_problem, batch_norms
-from dpbench.engine.trace import Trace, Traced, plain
+from dpbench.engine.trace import Trace, plain
 
 AHEAD = 2
 """Batches that are followed at once, for loops that take a batch before they have stepped the last one."""
@@ -187,9 +187,8 @@ class Recorder:
 
     def _trace_of(self, batch: Any) -> Trace | None:
         """The record of the loader's batch that this one was computed from; earlier ones are dropped."""
-        traces = {id(x.noted_by) for x in tensors_of(batch) if isinstance(x, Traced)}
         for i, trace in enumerate(self._followed):
-            if id(trace) in traces:
+            if any(map(trace.knows, tensors_of(batch))):
                 del self._followed[: i + 1]
                 return trace
         return None

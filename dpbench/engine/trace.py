@@ -100,8 +100,8 @@ class Trace:
         return self._open and self.knows(x)
 
     def knows(self, x: Tensor) -> bool:
-        """Returns whether `x` is one of the trace's, which may have stopped."""
-        return isinstance(x, Traced) and x.noted_by is self
+        """Returns whether `x` was computed, or changed in place, while the trace recorded."""
+        return id(x) in self._others or (isinstance(x, Traced) and x.noted_by is self)
 
     def again(
         self,
@@ -264,7 +264,9 @@ def _under(autocast: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 def _in_place(operation: Any) -> bool:
     name = getattr(operation, "__name__", "")
     if name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in {"__int__", "__index__", "__invert__"})
+        return name in {"__setitem__", "__set__"} or (
+            name.startswith("__i") and name not in {"__int__", "__index__", "__invert__"}
+        )
     return bool(name.endswith("_"))
 
 

@@ -89,7 +89,7 @@ def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> tuple[pd.Da
 
 def _best(wide: pd.DataFrame, largest: bool) -> str | None:
     """Our backend with the best median, of those with the most cells; none with an optimisation left out."""
-    counts = wide[[name for name in wide if name not in PEERS and ":without_" not in name]].notna().sum()
+    counts = wide[[name for name in wide if name not in PEERS and ":without_" not in str(name)]].notna().sum()
     if not counts.any():
         return None
     medians = wide[counts[counts == counts.max()].index].median()

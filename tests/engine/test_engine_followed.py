@@ -48,7 +48,23 @@ def mixup_in_place(x, y, w):
     return x.mul_(0.7).add_(0.3 * x.flip(0)), y, w
 
 
+def mixed_in_a_buffer(x, y, w):
+    return torch.empty(x.shape).copy_(x - x.mean(0)), y, w
+
+
+def mixed_by_data(x, y, w):
+    x.data = x.data - x.data.mean(0)
+    return x, y, w
+
+
+def mixed_row_by_row(x, y, w):
+    return torch.stack([row - x.mean(0) for row in x]), y, w
+
+
 MIXED = {
+    "in a buffer": mixed_in_a_buffer,
+    "by data": mixed_by_data,
+    "row by row": mixed_row_by_row,
     "pairs": mixup,
     "pairs in place": mixup_in_place,
     "standardised": lambda x, y, w: ((x - x.mean(0)) / x.std(0), y, w),
