@@ -191,13 +191,13 @@ def test_labels_in_one_row_are_left_as_they_are():
     """Their lengths cannot be changed without them."""
 
     def collate(records):
-        x, lengths = torch.randn(len(records), 9, 5), torch.tensor([1 + i % 4 for i in records], dtype=torch.long)
+        x, lengths = torch.randn(len(records), 9, 5), torch.tensor([2 + i % 4 for i in records], dtype=torch.long)
         return x, torch.ones(int(lengths.sum()), dtype=torch.long), lengths
 
     model, optimizer, engine = made(batch_size=4)
     for x, y, lengths in engine.data_loader(range(N), collate_fn=collate):
-        assert not any(isinstance(each, Traced) for each in (x, y, lengths))
         if len(x):
+            assert not any(isinstance(each, Traced) for each in (x, y, lengths))
             given = model(x).log_softmax(-1).transpose(0, 1), y, torch.full((len(x),), 9), lengths
             optimizer.step(loss=F.ctc_loss(*given, reduction="none"))
         else:
