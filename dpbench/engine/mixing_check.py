@@ -70,7 +70,9 @@ class Looks:
         self, backend: Backend, changes: Sequence[Change], known: tuple[Any, Any] | None, trace: Trace | None
     ) -> None:
         self._backend, self._changes, self._known = backend, changes, known
-        self._trace, self._draws, self._begin = trace or Trace(), Draws(), backend.moving.state()
+        self._trace = trace or Trace()
+        self._draws = self._trace.draws if trace is None else Draws()
+        self._begin = backend.moving.state()
         new = len(changes) > 1 or changes[0].size == 1  # else a random step, in which there may be no room for copies
         self._parameters = {p: p.detach().clone() for p in backend.model.parameters() if new and p.requires_grad}
         self._calls: list[tuple[Any, Any]] = []
@@ -254,7 +256,10 @@ def require_own_rows(model: nn.Module, by: str, trace: Trace, batch: Any) -> Non
     Raises:
         UnsupportedModel: a row changes with other records.
     """
-    rows = [x for x in tensors_of(batch) if trace.knows(x)]
+    size = trace.size
+    rows = [x for x in tensors_of(batch) if size > 1 and trace.knows(x) and x.dim() and not len(x) % size]
+    if not rows:
+        return
 
     def again(change: Change, _: bool) -> list[Tensor]:
         with trace.draws.again():
@@ -265,7 +270,7 @@ def require_own_rows(model: nn.Module, by: str, trace: Trace, batch: Any) -> Non
 
     before = [plain(x).detach() for x in rows]
     tolerance = coarsest(before, TOLERANCE)
-    changes = [replaced(half, poison=True) for half in separating(trace.size)] if trace.size > 1 and rows else []
+    changes = [replaced(half, poison=True) for half in separating(size)]
     sample = mixed(model, again, real(before), changes, tolerance, may_move=True)
     if sample is not None:
         raise UnsupportedModel(by, [Problem("batch", READS.format(sample), ALONE)])

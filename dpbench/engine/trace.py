@@ -22,9 +22,6 @@ from torch import Tensor
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.numerics.rng_replay import Draws
 
-ROOM = 32
-"""Most memory of what is computed of a batch before the model reads it, relative to the batch: all results are kept,
-and those of a frozen network would be too large."""
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
 """Returns the tensor that a view refers to, and computes nothing. (torch.compile reads it, and that of the result.)"""
 
@@ -41,9 +38,12 @@ class Trace:
     """Records the operations on some tensors until closed.
 
     Attributes:
+        room: most memory of results before the model reads the batch, relative to the batch.
         draws: the state of the random generators before the first operation.
         size: B of the loader's batch; 0 without one.
     """
+
+    room = 32.0  # all results are kept, and those of a frozen network would be too large
 
     def __init__(self) -> None:
         self.draws, self.size = Draws(), 0
@@ -64,9 +64,9 @@ class Trace:
         """
         sizes = {len(x) if x.layout == torch.strided else -1 for x in tensors_of(batch) if x.dim()}
         fields = list(batch.values()) if isinstance(batch, Mapping) else [batch, *batch] if _is_list(batch) else []
-        if len(sizes) != 1 or any(_is_list(x) and len(x) in sizes for x in fields):
+        if len(sizes) != 1 or any(_is_list(x) and len(x) in sizes and _are_alike(x) for x in fields):
             return batch
-        self._room, self.size = ROOM * _bytes(batch), sizes.pop()
+        self._room, self.size = self.room * max(1, _bytes(batch)), sizes.pop()
         return map_tensors(self._begun, batch)
 
     def passed(self, model: Callable[..., Any], args: Any, kwargs: Any, output: Any) -> Any:
@@ -276,6 +276,11 @@ def _bytes(tree: Any) -> int:
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, (list, tuple))
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Whether they may be records: fields are tensors that differ in shape or dtype."""
+    return len({(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in values} - {None}) < 2
 
 
 def _is_telling(x: Any) -> bool:

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from clipping import UnsupportedModel
 from dpbench.engine import recorder
-from dpbench.engine.trace import ROOM, Traced
+from dpbench.engine.trace import Trace, Traced
 
 B, N = 12, 48
 LABELS = torch.arange(N) % 3
@@ -114,7 +114,7 @@ def augmented_in_place(x, y, w):
 
 
 def by_a_network(x, y, w):
-    frozen = nn.Sequential(*[layer for _ in range(ROOM) for layer in (nn.Linear(5, 5), nn.Tanh())])
+    frozen = nn.Sequential(*[layer for _ in range(int(Trace.room)) for layer in (nn.Linear(5, 5), nn.Tanh())])
     with torch.no_grad():
         return frozen(x), y, w
 
@@ -203,6 +203,15 @@ def test_labels_in_one_row_are_left_as_they_are():
         else:
             engine.empty_step()
     assert engine.steps == 12
+
+
+def test_as_many_fields_as_records_are_no_list_of_records():
+    x, y, w = map(torch.stack, zip(*(DATA[i] for i in range(3)), strict=True))
+    assert [isinstance(each, Traced) for each in Trace().batch([x, y, w])] == [True] * 3
+    alike = list(torch.randn(3, 3))
+    assert Trace().batch(alike) is alike
+    records = [(x, y), (x, y), (x, y)]
+    assert Trace().batch(records) is records
 
 
 def test_few_batches_are_kept():

@@ -81,6 +81,15 @@ def test_losses_that_mix_samples_are_refused():
             private().train(MIXING[name])
 
 
+def test_a_loss_is_followed_however_much_memory_it_takes():
+    def wide(o: Tensor) -> Tensor:
+        return o.unsqueeze(-1).expand(*o.shape, 500).contiguous().mean(-1)
+
+    for name in MIXING:
+        with pytest.raises(UnsupportedModel, match="criterion: samples mix: the gradient of the loss of sample"):
+            private().train(lambda o, y, name=name: MIXING[name](wide(o), y))
+
+
 def test_a_sum_is_no_mean_and_a_mean_no_sum():
     summed = partial(F.cross_entropy, reduction="sum")
     with pytest.raises(UnsupportedModel, match=r"is a sum over the batch.*say loss_reduction='sum'"):

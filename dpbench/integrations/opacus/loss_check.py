@@ -16,6 +16,7 @@ If something cannot be rerun (numbers that left torch, tensors of another loader
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -64,7 +65,7 @@ class Look(Trace):
         batch_size: B.
     """
 
-    done = False
+    done, room = False, math.inf
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class Look(Trace):
 
     def read(self, *trees: Any) -> None:
         """Remember the model's inputs."""
-        self._inputs += [x for x in tensors_of(trees) if isinstance(x, Traced) and x.noted_by is self and x.dim()]
+        self._inputs += tensors_of(trees)
 
     def begun(self, handed: Tensor) -> Tensor:
         """Make an output of the model record the operations on it.
