@@ -119,6 +119,8 @@ class Looks:
         comparable = [change for change in self._changes if change.own.any()]
         resized = [change for change in comparable if change.resized]
         others = [change for change in comparable if not change.resized]
+        if others and self._losses is not None and or_none(self._numbers, same(others[0].size)) is None:
+            self._losses = None  # what the caller computed cannot be rerun
         if self._known is not None or self._losses is not None:
             changes = comparable if self._known is not None else others
             moving = self._known is None and self._trace.is_computed

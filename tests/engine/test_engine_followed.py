@@ -164,6 +164,24 @@ def test_sound_batches_pass(name, known):
     assert train(SOUND[name], known=known) == 8
 
 
+class Centred(nn.Linear):
+    begun = False
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0) if self.begun else x)
+
+
+def test_the_model_is_checked_where_what_came_before_cannot_be_run_again():
+    """A gradient that is read from `.grad` is none when it runs again."""
+    model, optimizer, engine = attached(Centred(5, 3), batch_size=B, sample_size=N, steps=400)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        for x, y, _ in engine.data_loader(DATA):
+            (x.requires_grad_() ** 2).sum().backward()
+            moved = (x + 0.1 * x.grad.sign()).detach()
+            model.begun = engine.steps > 0
+            optimizer.step(loss=F.cross_entropy(model(moved), y, reduction="none"))
+
+
 def test_mixing_that_begins_later_is_refused_soon():
     seen = []
 
