@@ -70,9 +70,7 @@ class Looks:
         self, backend: Backend, changes: Sequence[Change], known: tuple[Any, Any] | None, trace: Trace | None
     ) -> None:
         self._backend, self._changes, self._known = backend, changes, known
-        self._trace = trace or Trace()
-        self._draws = self._trace.draws if trace is None else Draws()
-        self._begin = backend.moving.state()
+        self._trace, self._draws, self._begin = trace or Trace(), Draws(), backend.moving.state()
         new = len(changes) > 1 or changes[0].size == 1  # else a random step, in which there may be no room for copies
         self._parameters = {p: p.detach().clone() for p in backend.model.parameters() if new and p.requires_grad}
         self._calls: list[tuple[Any, Any]] = []
