@@ -1,15 +1,19 @@
-"""Squared per-sample norms on CUDA by Triton kernels, which store no Gram matrices or per-sample gradients.
+"""Per-sample norms and clipped sums on CUDA by Triton kernels, which store no Gram matrices or per-sample gradients.
 
-    gram_norm_and_reach             Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²     operations 2 · n T² (d + p) / 2
-    embedding_gram_norm_and_reach   Σ_{t,s} [id_t = id_s] (g_t · g_s)           operations 2 · n T² p / 2
-    instantiated_norm_and_reach     ‖Σ_t g_t a_tᵀ‖²                             operations 2 · n T p d
-    convolution_norm                the same over the patches of an image, without unfolding it
-    row_reach                       Σ_t ‖a_t‖ ‖g_t‖, and the rest of a reach (`clipping.numerics.rounding_bounds`)
+    gram_norms           Σ_{t,u} (a_t · a_u)(g_t · g_u) = ‖gᵀa‖²     operations 2 · n T² (d + p) / 2
+    embedding_gram_norms Σ_{t,u} [id_t = id_u] (g_t · g_u)           operations 2 · n T² p / 2
+    gradient_norms       ‖Σ_t g_t a_tᵀ‖²                             operations 2 · n T p d
+    row_reach            Σ_t ‖a_t‖ ‖g_t‖, and the rest of a reach (`clipping.numerics.rounding_bounds`)
+    weighted             Σ_i c_i g_iᵀ a_i in half precision, the factors multiplying float32 sums in registers: no
+                         scaled or wide copy is allocated or rounded
 
-A program reduces one tile of the Gram matrices, or of the per-sample gradient, to one number in registers. A norm
-allocates 16 bytes for each tile of up to 128 × 128 numbers. Gram matrices are symmetric, so half of the tiles are
-computed. Their diagonals hold the squared norms of rows, so the first two kernels compute the reach in the same pass.
-The third launches extra programs that read rows.
+A program reduces one tile of the Gram matrices, or of the per-sample gradient, to one number in registers. Gram
+matrices are symmetric, so half of the tiles are computed. Norms return the reach as well, from the same pass: the
+diagonals of Gram matrices hold the squared norms of rows, and programs of `gradient_norms` sum the squares of what they
+read.
+
+**Images.** Rows a_t are the patches of a convolution's input, which are read where they lie, without unfolding. Those
+of a linear layer are the pixels of an image of one row, for a kernel of one pixel (`clipping.rules.pixel_gram.LINEAR`).
 
 **Exactness.** Accumulators are float32. Products of float32 use IEEE arithmetic, not TF32, whatever
 torch.backends.cuda.matmul.allow_tf32 says. There are no atomic operations, and tiles depend on sizes, layout and dtype,
@@ -25,11 +29,13 @@ registers on compute capabilities 8.0 and 9.0.
 Importing this module does not import Triton. If `supported` returns False, the formulas of `clipping.rules` are the
 exact fallback. Fake tensors of a CUDA device give fake results and allocate what a launch would.
 
-Norms check nothing: ask `supported` first.
+Kernels check nothing: ask `supported` first.
 
 Functions take:
-    a: [n, T, d], of any strides; rounded to g's dtype, as autocast rounds it.
-    g: [n, T, p], of any strides.
+    x: images [n, C, *size] in one or two dimensions, of any strides; rounded to g's dtype, as autocast rounds it.
+    g: [n, P, *output size], of any strides.
+    geometry: kernel, stride, padding and dilation of the convolution, one number a spatial dimension each.
+    groups: as in torch.nn.Conv2d.
     ids: [n, T] integers, of any strides.
     lost: factors of the rows' norms, from `clipping.numerics.rounding_bounds.of_lost`.
 """
@@ -49,8 +55,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
+from clipping.core.microbatching import power_of_two
 from clipping.numerics.traced_operations import operation
-from clipping.rules.pixel_gram import in_two_dimensions
+from clipping.rules.pixel_gram import LINEAR, in_two_dimensions
+
+Geometry = Sequence[Sequence[int]]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int64, torch.int32)
@@ -64,6 +73,10 @@ PROGRAMS = 2**31 - 1
 """Most programs in one launch; larger batches take several launches."""
 WARPS = 8
 """Groups of 32 threads in a program without tiles of its own."""
+LINE = 1024
+"""Positions or entries of such a program."""
+SIDE, DEPTHS, BUSY = 128, (128, 64, 32, 16), 256
+"""For sums: a tile's side, positions that it may read at a time, and programs that occupy a GPU twice."""
 
 
 class Tiles(NamedTuple):
@@ -86,6 +99,10 @@ class Tiles(NamedTuple):
     def options(self) -> dict[str, int]:
         """Options of Triton."""
         return {"num_warps": self.warps, "num_stages": self.stages}
+
+    def sides(self) -> dict[str, int]:
+        """Options, and the sides of a gradient tile."""
+        return {"BLOCK_T": self.depth, "BLOCK_D": self.columns, "BLOCK_P": self.rows} | self.options()
 
 
 BY_ROWS = Tiles(ROWS, ROWS, ROWS, 8)
@@ -126,9 +143,9 @@ def trouble(device: torch.device) -> str | None:
         return None
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            a, g = (torch.full((1, 1, 1), value, device=device) for value in (2.0, 3.0))
-            untraced: Any = instantiated_norm_and_reach  # a step may be traced now, and this must run
-            found = float(untraced.__wrapped__(a, g, (0.0, 0.0))[0, 0])
+            x, g = (torch.full((1, 1, 1), value, device=device) for value in (2.0, 3.0))
+            untraced: Any = gram_norms  # a step may be traced now, and this must run
+            found = float(untraced.__wrapped__(x, g, LINEAR, 1, (0.0, 0.0))[0, 0])
         reason = None if found == 36.0 else f"a program computed {found} for 36.0"
     except torch.OutOfMemoryError:
         raise
@@ -141,39 +158,64 @@ def trouble(device: torch.device) -> str | None:
 
 
 @operation
-def gram_norm_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
-    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, without storing Gram matrices, and `row_reach`.
+def gram_norms(x: Tensor, g: Tensor, geometry: Geometry, groups: int, lost: tuple[float, float]) -> Tensor:
+    """‖∂/∂W‖² of each sample and group, and the reach: [n · groups, 4] float32.
 
-    The result is [n, 4] float32. Rounding may make the square of a vanishing gradient slightly negative.
+    Rounding may make the square of a vanishing gradient slightly negative.
     """
-    sizes = *a.shape[1:], g.shape[2]
-    positions, inputs, outputs = sizes
-    tiles = _gram_tiles(positions, max(inputs, outputs), g.dtype, _generation(g), dense=_is_dense(a, g))
-    constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
-    return _with_reach("gram", (a, g), sizes, pairs(positions, tiles.rows), tiles, lost, constants)
+    x, g, options, sizes = _of_images(x, g, geometry, groups)
+    channels, outputs, positions, _ = sizes
+    tiles = _gram_tiles(positions, max(channels, outputs), g.dtype, _generation(g), rows_at_once(x, g), options)
+    each = groups * pairs(positions, tiles.rows)
+    out = g.new_empty(len(g), each, 4, dtype=torch.float32)
+    numbers = (groups, channels, outputs, *x.shape[2:], *g.shape[2:], *x.stride(), *g.stride(), *map(float, lost))
+    constants = {"ALONE": positions <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth}
+    launch("gram", each, (x, g, out), numbers, count=len(g), **named(options), **constants, **tiles.options())
+    return whole(out.view(len(g) * groups, each // groups, 4))
 
 
 @operation
-def embedding_gram_norm_and_reach(ids: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
-    """Σ_{t,s} [id_t = id_s] (g_t · g_s) of each sample, ‖∂/∂W‖² of an embedding, and the reach: [n, 4] float32.
+def gradient_norms(x: Tensor, g: Tensor, geometry: Geometry, groups: int, lost: tuple[float, float]) -> Tensor:
+    """The results of `gram_norms`, from tiles of the per-sample gradient: never negative."""
+    x, g, options, sizes = _of_images(x, g, geometry, groups)
+    _, outputs, positions, inputs = sizes
+    tiles = _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g), options)
+    down, across, samples = -(-outputs // tiles.rows), -(-inputs // tiles.columns), len(g) * groups
+    each = groups * down * across if positions else 0
+    parts = g.new_empty(len(g), each, dtype=torch.float32)
+    squares = g.new_empty(len(g), groups * (down + across), positions, dtype=torch.float32)
+    numbers = (groups, *sizes[:2], *x.shape[2:], *g.shape[2:], *x.stride(), *g.stride())
+    launch("gradient", each, (x, g, parts, squares), numbers, 2, count=len(g), **named(options), **tiles.sides())
+    block = _power(positions, LINE)
+    out = parts.new_empty(samples, -(-positions // block) if each else 0, 4)
+    launch(
+        "collected", out.numel() // 4, (parts, squares, out), (down, across, positions, *map(float, lost)), BLOCK=block
+    )
+    return whole(out)
 
-    g must be zero where the padding row was read. The reach is that of rows a_t of norm 1.
+
+def _of_images(
+    x: Tensor, g: Tensor, geometry: Geometry, groups: int
+) -> tuple[Tensor, Tensor, list[list[int]], tuple[int, int, int, int]]:
+    """Images and geometry in two dimensions; and channels and outputs of a group, T and d."""
+    x, g, options = in_two_dimensions(x.detach(), g.detach(), geometry)
+    channels, outputs = x.shape[1] // groups, g.shape[1] // groups
+    return x, g, options, (channels, outputs, g.shape[2] * g.shape[3], channels * math.prod(options[0]))
+
+
+@operation
+def embedding_gram_norms(ids: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
+    """Σ_{t,u} [id_t = id_u] (g_t · g_u) of each sample, ‖∂/∂W‖² of an embedding, and the reach: [n, 4] float32.
+
+    The reach is that of rows a_t of norm 1.
+
+    Args:
+        g: [n, T, p], of any strides, and zero where the padding row was read.
     """
     _, positions, outputs = g.shape
-    tiles = _gram_tiles(positions, outputs, g.dtype, _generation(g), dense=_is_dense(g))
-    constants = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
-    return _with_reach("embedding_gram", (ids, g), g.shape[1:], pairs(positions, tiles.rows), tiles, lost, constants)
-
-
-@operation
-def instantiated_norm_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
-    """‖Σ_t g_t a_tᵀ‖² of each sample, never negative, without storing its gradient, and `row_reach`: [n, 4] float32."""
-    sizes = positions, inputs, outputs = *a.shape[1:], g.shape[2]
-    tiles = _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), dense=_is_dense(a, g))
-    each = math.ceil(positions / ROWS) + math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns)
-    blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
-    constants = {**blocks, "ROWS": ROWS, "COLUMNS": COLUMNS * tiles.warps}
-    return _with_reach("instantiated", (a, g), sizes, each, tiles, lost, constants)
+    tiles = _gram_tiles(positions, outputs, g.dtype, _generation(g), rows_at_once(g.mT))
+    constants = {"BLOCK": tiles.rows, "BLOCK_K": tiles.depth}
+    return _of_rows("embedding_gram", (ids, g), g.shape[1:], pairs(positions, tiles.rows), tiles, lost, constants)
 
 
 @operation
@@ -181,13 +223,16 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     """Σ_t ‖a_t‖ ‖g_t‖, Σ_t ‖a_t‖ · lost[0] + ‖g_t‖ · lost[1] and Σ_t ‖a_t‖² ‖g_t‖² of each sample, in one pass.
 
     The result is [n, 4] float32, with a first column of 0.
+
+    Args:
+        a, g: [n, T, d] and [n, T, p], of any strides.
     """
     positions, *_ = sizes = *a.shape[1:], g.shape[2]
     constants = {"ROWS": ROWS, "COLUMNS": COLUMNS * BY_ROWS.warps}
-    return _with_reach("rows", (a, g), sizes, math.ceil(positions / ROWS), BY_ROWS, lost, constants)
+    return _of_rows("rows", (a, g), sizes, math.ceil(positions / ROWS), BY_ROWS, lost, constants)
 
 
-def _with_reach(
+def _of_rows(
     program: str,
     tensors: tuple[Tensor, Tensor],
     sizes: Sequence[int],
@@ -204,6 +249,41 @@ def _with_reach(
     return whole(parts)
 
 
+@operation
+def weighted(x: Tensor, g: Tensor, factors: Tensor, size: int, geometry: Geometry) -> Tensor:
+    """Σ_i c_i g_i of a weight without groups, of each portion of `size` samples: [portions, P, C, *kernel] float32.
+
+    Args:
+        factors: c [n], float32, contiguous.
+        size: from `portion_of`.
+    """
+    kernel = geometry[0]
+    x, g, options, (channels, outputs, positions, inputs) = _of_images(x, g, geometry, 1)
+    tiles = _sum_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g), options)
+    out = factors.new_empty(max(1, -(-len(g) // size)), outputs, channels, *kernel)
+    numbers = (channels, outputs, *x.shape[2:], *g.shape[2:], len(g), size, *x.stride(), *g.stride())
+    programs = len(out) * -(-outputs // tiles.rows) * -(-inputs // tiles.columns)
+    launch("weighted", programs, (x, g, factors, out), numbers, **named(options), **tiles.sides())
+    return out
+
+
+def portion_of(count: int, most: int, inputs: int, outputs: int) -> int:
+    """Samples in a portion: a power of two, smaller if the weight has few tiles, so that a GPU is busy.
+
+    One more record changes the last portion only, unless the batch size passes a power of two.
+
+    Args:
+        count: B.
+        most: limit by rounding, for any batch size up to the next power of two.
+        inputs, outputs: d and p.
+    """
+    count = power_of_two(count)
+    size, tiles = min(count, 1 << (most.bit_length() - 1)), -(-inputs // SIDE) * -(-outputs // SIDE)
+    while size > 1 and count // size * tiles < BUSY:
+        size //= 2
+    return size
+
+
 def pairs(positions: int, rows: int) -> int:
     """Return the number of unordered pairs of blocks of positions.
 
@@ -213,45 +293,6 @@ def pairs(positions: int, rows: int) -> int:
     """
     blocks = math.ceil(positions / rows)
     return blocks * (blocks + 1) // 2
-
-
-def _is_dense(*tensors: Tensor) -> bool:
-    """True if all have one 2-byte dtype, and sizes and strides allow rows to begin at multiples of 32 bytes."""
-    return len({x.dtype for x in tensors}) == 1 and all(
-        x.element_size() == 2 and x.stride(2) == 1 and not any(size % 16 for size in (x.shape[2], *x.stride()[:2]))
-        for x in tensors
-    )
-
-
-@operation
-def convolution_norm(
-    x: Tensor,
-    g: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """‖∂/∂W‖² of each sample, [n] float32, for a convolution, without storing patches or gradients.
-
-    Args:
-        x: [n, C, *size] with one or two spatial dimensions, of any strides; rounded to g's dtype.
-        g: [n, P, *output size], of any strides.
-        kernel, stride, padding, dilation: one number a spatial dimension; the same padding on both sides.
-        groups: as in torch.nn.Conv2d.
-    """
-    x, g, options = in_two_dimensions(x, g, (kernel, stride, padding, dilation))
-    channels, outputs = x.shape[1] // groups, g.shape[1] // groups
-    positions, inputs = g.shape[2] * g.shape[3], channels * math.prod(kernel)
-    tiles = _patch_tiles(positions, inputs, outputs, g.dtype, _generation(g) if rows_at_once(x, g) else 0)
-    each = groups * math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns) if positions else 0
-    parts = g.new_empty(len(g), each, dtype=torch.float32)
-    numbers = (groups, channels, outputs, *x.shape[2:], *g.shape[2:], *x.stride(), *g.stride())
-    blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
-    constants = named(options) | blocks | tiles.options()
-    launch("convolution", each, (x.detach(), g.detach(), parts), numbers, count=len(g), **constants)
-    return whole(parts)
 
 
 def launch(
@@ -282,7 +323,7 @@ def launch(
             kernel[((at.stop - at.start) * each,)](*some, *numbers, **{"num_warps": WARPS, **constants})
 
 
-def named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:
+def named(geometry: Geometry) -> dict[str, int]:
     """Name a convolution's geometry as the programs do.
 
     Args:
@@ -303,46 +344,79 @@ def whole(parts: Tensor) -> Tensor:
     return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
 
 
-def _gram_tiles(positions: int, features: int, dtype: torch.dtype, generation: int, *, dense: bool = False) -> Tiles:
-    """Use 128 positions if that pads the last block no more than 64 would, or if there are many blocks."""
-    depth, large = 64 if dense else 32, _has_room(dtype, generation)
-    if large and (positions >= 640 or -positions % 128 < 64):
-        return Tiles(128, 128, _power(features, depth), 8, 4)
+def _gram_tiles(
+    positions: int, features: int, dtype: torch.dtype, generation: int, at_once: bool, geometry: Geometry = LINEAR
+) -> Tiles:
+    """Use 128 positions if that pads the last block no more than 64 would, or if there are many blocks.
+
+    Addresses of patches, and of entries read one by one, take registers; so tiles of patches are shallower.
+    """
+    large, is_point = _has_room(dtype, generation), _is_point(geometry)
+    depth = 64 if at_once else 32
+    if large and at_once and (positions >= 640 or -positions % 128 < 64):
+        return Tiles(128, 128, _power(features, depth if is_point else 32), 8, 4)
     rows = _power(positions, 64)  # two Gram tiles are in registers at once
     warps = max(rows * dtype.itemsize // 32, _warps(rows, rows, dtype))
-    depth = 16 if dtype == torch.float32 and rows < 64 else depth  # addresses would spill
+    depth = 16 if dtype == torch.float32 and rows < 64 else depth
     return Tiles(rows, rows, _power(features, depth), warps, 4 if large else 3)
 
 
 def _gradient_tiles(
-    positions: int, inputs: int, outputs: int, dtype: torch.dtype, generation: int, *, dense: bool = False
+    positions: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    generation: int,
+    at_once: bool,
+    geometry: Geometry = LINEAR,
 ) -> Tiles:
-    depth = _power(positions, 64 if dense else 32)
-    if _has_room(dtype, generation) and min(inputs, outputs) >= 512:
-        return Tiles(128, 128, depth, 8, 3 if dense else 4)
-    most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 else 128
+    """As large as registers allow. Each tile of outputs reads the patches again, and each tile of inputs g."""
+    large, is_point = _has_room(dtype, generation), _is_point(geometry)
+    depth = _power(positions, 16 if dtype == torch.float32 else 64 if at_once and is_point else 32)
+    if large and at_once and not is_point and min(inputs, outputs) >= 64:
+        rows = _power(outputs, 128)
+        return Tiles(rows, _power(inputs, 16384 // rows), depth, 8, 4)
+    if large and is_point and min(inputs, outputs) >= 512:
+        return Tiles(128, 128, depth, 8, 3 if at_once else 4)
+    most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 or not (at_once or is_point) else 128
     rows, columns = _power(outputs, most), _power(inputs, most)
     return Tiles(rows, columns, depth, _warps(rows, columns, dtype))
 
 
-def _patch_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype, generation: int) -> Tiles:
-    """Tiles of a convolution, as large as registers allow; entries read one by one take more registers.
+def _sum_tiles(
+    positions: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    generation: int,
+    at_once: bool,
+    geometry: Geometry = LINEAR,
+) -> Tiles:
+    """For rows that are read at once, as deep as adds little padding: each depth costs a multiplication by a factor."""
+    if not at_once or not _is_point(geometry):
+        return _gradient_tiles(positions, inputs, outputs, dtype, generation, at_once, geometry)
+    padded = {depth: -(-positions // depth) * depth for depth in DEPTHS}
+    depth = next((depth for depth in DEPTHS if padded[depth] <= 1.15 * positions), DEPTHS[-1])
+    return Tiles(SIDE, SIDE, depth if _has_room(dtype, generation) else min(depth, 64), 8)
 
-    Each tile of outputs reads the patches again, and each tile of inputs g; cache bandwidth bounds the time.
-    """
-    if generation not in (9, 10) or dtype == torch.float32 or min(inputs, outputs) < 64:
-        return _gradient_tiles(positions, inputs, outputs, dtype, generation)
-    rows = _power(outputs, 128)
-    return Tiles(rows, _power(inputs, 16384 // rows), _power(positions, 32), 8, 4)
+
+def _is_point(geometry: Geometry) -> bool:
+    """True for a kernel of one pixel, whose patches are pixels."""
+    return math.prod(geometry[0]) == 1
 
 
 def rows_at_once(*images: Tensor) -> bool:
-    """True if channels are last and strides are multiples of 16 entries, so that 16 bytes are read at once.
+    """True for half precision whose channels lie last, in multiples of 16: then 32 bytes are read at once.
 
     Args:
         images: [n, C, *size].
     """
-    return all(x.stride(1) == 1 and not any(s % 16 for s in (x.stride(0), *x.stride()[2:])) for x in images)
+    return len({x.dtype for x in images}) == 1 and all(
+        x.element_size() == 2
+        and x.stride(1) == 1
+        and not any(size % 16 for size in (x.shape[1], x.stride(0), *x.stride()[2:]))
+        for x in images
+    )
 
 
 def _has_room(dtype: torch.dtype, generation: int) -> bool:

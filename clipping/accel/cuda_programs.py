@@ -1,9 +1,13 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
 """Triton programs of `clipping.accel.cuda`. Importing this module requires Triton.
 
-Each program reduces one tile to one or four numbers and writes them to its own place. There are no atomic operations,
-so the same tensors give the same bits. torch then sums the tiles of a sample. Offsets are 64-bit integers, as a batch
-may have more than 2³¹ entries. Reads outside a tensor give zero.
+x and g are images, [n, channels, height, width] and [n, outputs, out_height, out_width], of a convolution's input and
+of its output's gradient. Rows of a linear layer are images of height 1, and the kernel has one pixel.
+
+Each program writes to its own place. There are no atomic operations, so the same tensors give the same bits. Most
+programs reduce one tile to a few numbers, and torch sums the tiles of a sample. Offsets are 64-bit integers, as a batch
+may have more than 2³¹ entries. Reads outside a tensor give zero. Diagonals of Gram matrices are clamped at 0 before the
+square root, as rounding may make them negative.
 """
 
 import triton
@@ -21,38 +25,81 @@ INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
 
 @triton.jit
 def gram(
-    a,
+    x,
     g,
     out,
-    positions,
-    inputs,
+    groups,
+    channels,
     outputs,
-    a_sample,
-    a_position,
-    a_input,
+    height,
+    width,
+    out_height,
+    out_width,
+    x_sample,
+    x_channel,
+    x_row,
+    x_column,
     g_sample,
-    g_position,
-    g_output,
+    g_channel,
+    g_row,
+    g_column,
     of_inputs,
     of_outputs,
-    BLOCK_T: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    ALONE: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Σ (a_t · a_s)(g_t · g_s) over a block of positions t and one of s, and the reach over t = s: [n · pairs, 4]."""
-    sample, first, second = _pair(positions, BLOCK_T)
-    a += sample * a_sample
-    g += sample * g_sample
+    """Σ A_tu G_tu over a block of positions t and one of u, and the reach over t = u.
+
+    A and G are the inner products of patches and of gradient rows, of one sample and group. `channels` and `outputs`
+    are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is True if there is one block.
+    """
+    positions = out_height * out_width
+    found, first, second = _pair(positions, BLOCK)
+    sample, group = found // groups, found % groups
+    x += sample * x_sample + group * channels * x_channel
+    g += sample * g_sample + group * outputs * g_channel
+    t = first * BLOCK + tl.arange(0, BLOCK)
+    u = second * BLOCK + tl.arange(0, BLOCK)
+    # positions beyond the output are read outside the image, as zero
+    t_row, t_column = tl.where(t < positions, t // out_width, out_height), t % out_width
+    u_row, u_column = tl.where(u < positions, u // out_width, out_height), u % out_width
+    dtype = g.dtype.element_ty  # under autocast x may be wider than the dtype it was multiplied in
+    of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, outputs, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        left = _pixels(g, t_row, t_column, out_height, out_width, k, outputs, g_row, g_column, g_channel)
+        right = left
+        if not ALONE:
+            right = _pixels(g, u_row, u_column, out_height, out_width, k, outputs, g_row, g_column, g_channel)
+        of_g = _dot(left, tl.trans(right), of_g)
+    t_row = tl.where(t < positions, t_row * STRIDE_H - PADDING_H, height)
+    u_row = tl.where(u < positions, u_row * STRIDE_H - PADDING_H, height)
+    t_column, u_column = t_column * STRIDE_W - PADDING_W, u_column * STRIDE_W - PADDING_W
+    chunks = tl.cdiv(channels, BLOCK_K)
+    of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in range(KERNEL_H * KERNEL_W * chunks):
+        down = step // chunks // KERNEL_W * DILATION_H
+        across = step // chunks % KERNEL_W * DILATION_W
+        k = step % chunks * BLOCK_K + tl.arange(0, BLOCK_K)
+        left = _pixels(x, t_row + down, t_column + across, height, width, k, channels, x_row, x_column, x_channel)
+        right = left
+        if not ALONE:
+            right = _pixels(x, u_row + down, u_column + across, height, width, k, channels, x_row, x_column, x_channel)
+        of_x = _dot(left.to(dtype), tl.trans(right.to(dtype)), of_x)
     out += tl.program_id(0).to(tl.int64) * 4
-    dtype = g.dtype.element_ty  # under autocast a may be wider than the dtype it was multiplied in
-    if first == second:
-        of_a = _products(a, first, first, positions, inputs, a_position, a_input, dtype, True, BLOCK_T, BLOCK_K)
-        of_g = _products(g, first, first, positions, outputs, g_position, g_output, dtype, True, BLOCK_T, BLOCK_K)
-        tl.store(out, tl.sum(of_a * of_g))
-        _store_reach(out, _diagonal(of_a, BLOCK_T), _diagonal(of_g, BLOCK_T), of_inputs, of_outputs)
-    else:
-        of_a = _products(a, first, second, positions, inputs, a_position, a_input, dtype, False, BLOCK_T, BLOCK_K)
-        of_g = _products(g, first, second, positions, outputs, g_position, g_output, dtype, False, BLOCK_T, BLOCK_K)
-        _store_alone(out, 2.0 * tl.sum(of_a * of_g))
+    tl.store(out, tl.sum(of_x * of_g) * tl.where(first == second, 1.0, 2.0))
+    same = t[:, None] == u[None, :]
+    of_a, of_g = tl.sum(tl.where(same, of_x, 0.0), 1), tl.sum(tl.where(same, of_g, 0.0), 1)
+    _store_reach(out, of_a, of_g, of_inputs, of_outputs)
 
 
 @triton.jit
@@ -69,84 +116,234 @@ def embedding_gram(
     g_output,
     of_inputs,
     of_outputs,
-    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Σ [id_t = id_s] (g_t · g_s) over blocks of positions t and s, and the reach over t = s: [n · pairs, 4]."""
-    sample, first, second = _pair(positions, BLOCK_T)
+    """Σ [id_t = id_u] (g_t · g_u) over a block of positions t and one of u; the reach over t = u: [n · tiles, 4]."""
+    sample, first, second = _pair(positions, BLOCK)
     ids += sample * ids_sample
     g += sample * g_sample
+    t = (first * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    u = (second * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, outputs, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        at, there = k.to(tl.int64)[None, :] * g_output, (k < outputs)[None, :]
+        left = tl.load(g + t[:, None] * g_position + at, mask=(t < positions)[:, None] & there, other=0.0)
+        right = tl.load(g + u[:, None] * g_position + at, mask=(u < positions)[:, None] & there, other=0.0)
+        of_g = _dot(left, tl.trans(right), of_g)
+    of_t = tl.load(ids + t * ids_position, mask=t < positions, other=0)
+    of_u = tl.load(ids + u * ids_position, mask=u < positions, other=0)
+    alike = of_t[:, None] == of_u[None, :]  # ids read outside may match, but their products are zero
     out += tl.program_id(0).to(tl.int64) * 4
-    rows = (first * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    columns = (second * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    row_ids = tl.load(ids + rows * ids_position, mask=rows < positions, other=0)
-    column_ids = tl.load(ids + columns * ids_position, mask=columns < positions, other=0)
-    same = row_ids[:, None] == column_ids[None, :]  # ids read outside may match, but their products are zero
-    dtype = g.dtype.element_ty
-    if first == second:
-        of_g = _products(g, first, first, positions, outputs, g_position, g_output, dtype, True, BLOCK_T, BLOCK_K)
-        tl.store(out, tl.sum(tl.where(same, of_g, 0.0)))
-        _store_reach(out, (rows < positions).to(tl.float32), _diagonal(of_g, BLOCK_T), of_inputs, of_outputs)
-    else:
-        of_g = _products(g, first, second, positions, outputs, g_position, g_output, dtype, False, BLOCK_T, BLOCK_K)
-        _store_alone(out, 2.0 * tl.sum(tl.where(same, of_g, 0.0)))
+    tl.store(out, tl.sum(tl.where(alike, of_g, 0.0)) * tl.where(first == second, 1.0, 2.0))
+    ones = ((t < positions) & (first == second)).to(tl.float32)
+    same = t[:, None] == u[None, :]
+    _store_reach(out, ones, tl.sum(tl.where(same, of_g, 0.0), 1), of_inputs, of_outputs)
 
 
 @triton.jit
-def instantiated(
-    a,
+def gradient(
+    x,
     g,
     out,
-    positions,
-    inputs,
+    squares,
+    groups,
+    channels,
     outputs,
-    a_sample,
-    a_position,
-    a_input,
+    height,
+    width,
+    out_height,
+    out_width,
+    x_sample,
+    x_channel,
+    x_row,
+    x_column,
     g_sample,
-    g_position,
-    g_output,
-    of_inputs,
-    of_outputs,
+    g_channel,
+    g_row,
+    g_column,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Σ (Σ_t g_tp a_td)² over a tile of (p, d), or the reach over a block of positions: out [n · (blocks + tiles), 4].
+    """Σ (Σ_t g_tp patch_td)² over a tile of (p, d) of one sample and group, with d in the order of `_of_input`.
 
-    The first programs of a sample compute the reach.
+    `channels` and `outputs` are those of one group: out [n · groups · tiles]. The first programs of a row or column of
+    tiles also sum the squares of what they read at each position: squares [n · groups, tiles of p and of d, T].
     """
-    blocks = tl.cdiv(positions, ROWS)
+    inputs = channels * KERNEL_H * KERNEL_W
+    positions = out_height * out_width
     tiles_d = tl.cdiv(inputs, BLOCK_D)
-    each = blocks + tl.cdiv(outputs, BLOCK_P) * tiles_d
-    sample = (tl.program_id(0) // each).to(tl.int64)
-    tile = tl.program_id(0) % each - blocks
-    a += sample * a_sample
-    g += sample * g_sample
-    out += tl.program_id(0).to(tl.int64) * 4
+    tiles_p = tl.cdiv(outputs, BLOCK_P)
+    found = (tl.program_id(0) // (tiles_p * tiles_d)).to(tl.int64)
+    tile = tl.program_id(0) % (tiles_p * tiles_d)
+    sample, group = found // groups, found % groups
+    p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
+    d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    channel, down, across = _of_input(d, channels, KERNEL_H, KERNEL_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W)
+    x += sample * x_sample + group * channels * x_channel
+    g += sample * g_sample + group * outputs * g_channel
+    squares += found * (tiles_p + tiles_d) * positions
     dtype = g.dtype.element_ty
-    if tile < 0:
-        first = (tile + blocks) * ROWS
-        of_a = _squares(a, first, positions, inputs, a_position, a_input, dtype, ROWS, COLUMNS)
-        of_g = _squares(g, first, positions, outputs, g_position, g_output, dtype, ROWS, COLUMNS)
-        tl.store(out, 0.0)
-        _store_reach(out, of_a, of_g, of_inputs, of_outputs)
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for start in range(0, positions, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        row, column = tl.where(t < positions, t // out_width, out_height), t % out_width
+        of_g = _pixels(g, row, column, out_height, out_width, p, outputs, g_row, g_column, g_channel)
+        row, column = tl.where(t < positions, row * STRIDE_H, height + PADDING_H), column * STRIDE_W
+        of_x = _patches(x, row, column, down, across, height, width, channel, d < inputs, x_row, x_column, x_channel)
+        of_x = of_x.to(dtype)
+        if tile % tiles_d == 0:
+            _store_squares(squares + (tile // tiles_d).to(tl.int64) * positions, of_g, t, positions)
+        if tile // tiles_d == 0:
+            _store_squares(squares + (tiles_p + tile % tiles_d).to(tl.int64) * positions, of_x, t, positions)
+        total = _dot(tl.trans(of_g), of_x, total)
+    tl.store(out + tl.program_id(0), tl.sum(total * total))
+
+
+@triton.jit
+def _store_squares(out, x, t, positions):
+    """Store the squared norms of the rows of x, [len(t), any], at t."""
+    wide = x.to(tl.float32)
+    tl.store(out + t, tl.sum(wide * wide, 1), mask=t < positions)
+
+
+@triton.jit
+def collected(parts, squares, out, tiles_p, tiles_d, positions, of_inputs, of_outputs, BLOCK: tl.constexpr):
+    """Squared norm and reach of a sample and group over a block of positions, from the results of `gradient`: [n, 4].
+
+    The first program of a sample and group sums the squared norms of its tiles.
+    """
+    blocks = tl.cdiv(positions, BLOCK)
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    at = tl.arange(0, BLOCK)
+    t = block * BLOCK + at
+    tiles = tiles_p * tiles_d
+    norm = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, tl.where(block == 0, tiles, 0), BLOCK):
+        norm += tl.load(parts + sample * tiles + start + at, mask=start + at < tiles, other=0.0)
+    squares += sample * (tiles_p + tiles_d) * positions + t
+    of_g, of_x = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for _ in range(tiles_p):
+        of_g += tl.load(squares, mask=t < positions, other=0.0)
+        squares += positions
+    for _ in range(tiles_d):
+        of_x += tl.load(squares, mask=t < positions, other=0.0)
+        squares += positions
+    out += tl.program_id(0).to(tl.int64) * 4
+    tl.store(out, tl.sum(norm))
+    _store_reach(out, of_x, of_g, of_inputs, of_outputs)
+
+
+@triton.jit
+def weighted(
+    x,
+    g,
+    factors,
+    out,
+    channels,
+    outputs,
+    height,
+    width,
+    out_height,
+    out_width,
+    count,
+    each,
+    x_sample,
+    x_channel,
+    x_row,
+    x_column,
+    g_sample,
+    g_channel,
+    g_row,
+    g_column,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d), for the `each` samples i of one portion: out [portions, p, d].
+
+    In out, d is (channel, kernel row, kernel column); tiles have the order of `_of_input`. A block of positions belongs
+    to one sample. Its products are exact, its sum is float32, and the factor scales the sum in registers.
+    """
+    inputs = channels * KERNEL_H * KERNEL_W
+    positions = out_height * out_width
+    tiles_d = tl.cdiv(inputs, BLOCK_D)
+    tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
+    portion = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
+    d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    channel, down, across = _of_input(d, channels, KERNEL_H, KERNEL_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W)
+    first = portion * each
+    blocks = tl.cdiv(positions, BLOCK_T)
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for step in range((tl.minimum(count, first + each) - first) * blocks):
+        sample = first + step // blocks
+        t = step % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+        row, column = tl.where(t < positions, t // out_width, out_height), t % out_width
+        g_at = g + sample * g_sample
+        of_g = _pixels(g_at, row, column, out_height, out_width, p, outputs, g_row, g_column, g_channel)
+        row, column = tl.where(t < positions, row * STRIDE_H, height + PADDING_H), column * STRIDE_W
+        x_at = x + sample * x_sample
+        of_x = _patches(x_at, row, column, down, across, height, width, channel, d < inputs, x_row, x_column, x_channel)
+        found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
+        total += found * tl.load(factors + sample)
+    at = p.to(tl.int64)[:, None] * inputs + (channel * (KERNEL_H * KERNEL_W) + d // channels)[None, :]
+    tl.store(out + portion * outputs * inputs + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])
+
+
+@triton.jit
+def _of_input(
+    d,
+    channels,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+):
+    """Channel of inputs d, in the order (kernel row, kernel column, channel), and where they lie in their patch.
+
+    If the kernel has one pixel, all lie in one place, which saves addresses.
+    """
+    if KERNEL_H * KERNEL_W == 1:
+        channel, down, across = d, tl.full((1,), -PADDING_H, tl.int32), tl.full((1,), -PADDING_W, tl.int32)
     else:
-        p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
-        d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-        a_at = a + d.to(tl.int64)[None, :] * a_input
-        g_at = g + p.to(tl.int64)[:, None] * g_output
-        total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-        for start in range(0, positions, BLOCK_T):
-            t = start + tl.arange(0, BLOCK_T)
-            wide = t.to(tl.int64)
-            there = t < positions
-            left = tl.load(g_at + wide[None, :] * g_position, mask=there[None, :] & (p < outputs)[:, None], other=0.0)
-            right = tl.load(a_at + wide[:, None] * a_position, mask=there[:, None] & (d < inputs)[None, :], other=0.0)
-            total = _dot(left, right.to(dtype), total)
-        _store_alone(out, tl.sum(total * total))
+        offset = d // channels
+        channel = d % channels
+        down = (offset // KERNEL_W) * DILATION_H - PADDING_H
+        across = (offset % KERNEL_W) * DILATION_W - PADDING_W
+    return channel, down, across
+
+
+@triton.jit
+def _patches(x, rows, columns, down, across, height, width, channels, known, x_row, x_column, x_channel):
+    """Pixels of an image at each row and column, in each channel so far down and across: [len(rows), len(channels)]."""
+    y = rows[:, None] + down[None, :]
+    z = columns[:, None] + across[None, :]
+    inside = (y >= 0) & (y < height) & (z >= 0) & (z < width) & known[None, :]
+    at = y.to(tl.int64) * x_row + z.to(tl.int64) * x_column + channels.to(tl.int64)[None, :] * x_channel
+    return tl.load(x + at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -205,17 +402,10 @@ def _squares(
 
 
 @triton.jit
-def _diagonal(x, BLOCK_T: tl.constexpr):
-    """x_tt: [BLOCK_T]."""
-    t = tl.arange(0, BLOCK_T)
-    return tl.sum(tl.where(t[:, None] == t[None, :], x, 0.0), 1)
-
-
-@triton.jit
 def _store_reach(out, of_a, of_g, of_inputs, of_outputs):
     """Store Σ_t ‖a_t‖ ‖g_t‖, Σ_t ‖a_t‖ · of_inputs + ‖g_t‖ · of_outputs and Σ_t ‖a_t‖² ‖g_t‖² in out[1:4].
 
-    of_a and of_g are the squares ‖a_t‖² and ‖g_t‖²; rounding may have made them negative.
+    of_a and of_g are the squares ‖a_t‖² and ‖g_t‖².
     """
     a_norms, g_norms = tl.sqrt(tl.maximum(of_a, 0.0)), tl.sqrt(tl.maximum(of_g, 0.0))
     terms = a_norms * g_norms
@@ -225,85 +415,12 @@ def _store_reach(out, of_a, of_g, of_inputs, of_outputs):
 
 
 @triton.jit
-def _store_alone(out, found):
-    """Store a squared norm and zeros for the reach in out[0:4]."""
-    tl.store(out, found)
-    for i in tl.static_range(1, 4):
-        tl.store(out + i, 0.0)
-
-
-@triton.jit
-def convolution(
-    x,
-    g,
-    out,
-    groups,
-    channels,
-    outputs,
-    height,
-    width,
-    out_height,
-    out_width,
-    x_sample,
-    x_channel,
-    x_row,
-    x_column,
-    g_sample,
-    g_channel,
-    g_row,
-    g_column,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Σ (Σ_t g_tp patch_td)² over a tile of (p, d) of one group, d = (kernel row, kernel column, channel).
-
-    `channels` and `outputs` are those of one group: out [n · groups · tiles]. Patches are read from x directly.
-    """
-    inputs = channels * KERNEL_H * KERNEL_W
-    positions = out_height * out_width
-    tiles_d = tl.cdiv(inputs, BLOCK_D)
-    tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
-    tile = tl.program_id(0) % tiles
-    group = (tl.program_id(0) // tiles) % groups
-    sample = (tl.program_id(0) // tiles // groups).to(tl.int64)
-    p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
-    d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    offset = d // channels
-    down = (offset // KERNEL_W) * DILATION_H - PADDING_H
-    across = (offset % KERNEL_W) * DILATION_W - PADDING_W
-    x_at = x + sample * x_sample + (group * channels + d % channels).to(tl.int64)[None, :] * x_channel
-    g_at = g + sample * g_sample + (group * outputs + p).to(tl.int64)[:, None] * g_channel
-    dtype = g.dtype.element_ty
-    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for start in range(0, positions, BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
-        row = t // out_width
-        column = t % out_width
-        there = t < positions
-        of_outputs = tl.load(
-            g_at + (row.to(tl.int64) * g_row + column.to(tl.int64) * g_column)[None, :],
-            mask=there[None, :] & (p < outputs)[:, None],
-            other=0.0,
-        )
-        y = (row * STRIDE_H)[:, None] + down[None, :]
-        z = (column * STRIDE_W)[:, None] + across[None, :]
-        inside = (y >= 0) & (y < height) & (z >= 0) & (z < width)
-        patches = tl.load(
-            x_at + y.to(tl.int64) * x_row + z.to(tl.int64) * x_column,
-            mask=inside & there[:, None] & (d < inputs)[None, :],
-            other=0.0,
-        )
-        total = _dot(of_outputs, patches.to(dtype), total)
-    tl.store(out + tl.program_id(0), tl.sum(total * total))
+def _pixels(x, rows, columns, height, width, k, channels, x_row, x_column, x_channel):
+    """Pixels of an image [channels, height, width] in channels k, zero outside the image: [len(rows), len(k)]."""
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    at = rows.to(tl.int64) * x_row + columns.to(tl.int64) * x_column
+    there = inside[:, None] & (k < channels)[None, :]
+    return tl.load(x + at[:, None] + (k.to(tl.int64) * x_channel)[None, :], mask=there, other=0.0)
 
 
 @triton.jit
@@ -323,41 +440,6 @@ def _pair(positions, BLOCK_T: tl.constexpr):
     first = tl.where(turned, blocks - 1 - column, column - more)
     second = tl.where(turned, blocks - more - row, row)
     return (tl.program_id(0) // pairs).to(tl.int64), first, second
-
-
-@triton.jit
-def _products(
-    x,
-    first,
-    second,
-    positions,
-    features,
-    x_position,
-    x_feature,
-    dtype: tl.constexpr,
-    SAME: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """x_t · x_s for positions t of the first block and s of the second, [BLOCK_T, BLOCK_T], float32.
-
-    If they are the `SAME` block, it is loaded once.
-    """
-    total = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    rows = (first * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    columns = (second * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    rows_at = x + rows[:, None] * x_position
-    columns_at = x + columns[:, None] * x_position
-    for start in range(0, features, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        at = k.to(tl.int64)[None, :] * x_feature
-        there = (k < features)[None, :]
-        left = tl.load(rows_at + at, mask=(rows < positions)[:, None] & there, other=0.0).to(dtype)
-        right = left
-        if not SAME:
-            right = tl.load(columns_at + at, mask=(columns < positions)[:, None] & there, other=0.0).to(dtype)
-        total = _dot(left, tl.trans(right), total)
-    return total
 
 
 @triton.jit

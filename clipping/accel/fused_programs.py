@@ -1,15 +1,13 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
 """Triton programs of `clipping.accel.fused`. Importing this module requires Triton.
 
-Each program writes to its own place. There are no atomic operations, so the same tensors give the same bits. Reads
-outside a tensor give zero. Diagonals of Gram matrices are clamped at 0 before the square root, as rounding may make
-them negative.
+They follow the rules of `clipping.accel.cuda_programs`.
 """
 
 import triton
 import triton.language as tl
 
-from clipping.accel.cuda_programs import _dot, _pair, _store_reach
+from clipping.accel.cuda_programs import _store_reach
 
 
 @triton.jit
@@ -83,182 +81,17 @@ def _read(k, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr
 
 
 @triton.jit
-def convolution_gram(
-    x,
-    g,
-    out,
-    groups,
-    channels,
-    outputs,
-    height,
-    width,
-    out_height,
-    out_width,
-    x_sample,
-    x_channel,
-    x_row,
-    x_column,
-    g_sample,
-    g_channel,
-    g_row,
-    g_column,
-    of_inputs,
-    of_outputs,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
-    ALONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Σ A_tu G_tu over a block of positions t and one of u, and the reach over t = u.
-
-    A and G are the inner products of patches and of gradient rows, of one sample and group. `channels` and `outputs`
-    are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is True if there is one block.
-    """
-    positions = out_height * out_width
-    found, first, second = _pair(positions, BLOCK)
-    sample, group = found // groups, found % groups
-    x += sample * x_sample + group * channels * x_channel
-    g += sample * g_sample + group * outputs * g_channel
-    t = first * BLOCK + tl.arange(0, BLOCK)
-    u = second * BLOCK + tl.arange(0, BLOCK)
-    # positions beyond the output are read outside the image, as zero
-    t_row, t_column = tl.where(t < positions, t // out_width, out_height), t % out_width
-    u_row, u_column = tl.where(u < positions, u // out_width, out_height), u % out_width
-    dtype = g.dtype.element_ty  # under autocast x may be wider than the dtype it was multiplied in
-    of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for start in range(0, outputs, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        left = _pixels(g, t_row, t_column, out_height, out_width, k, outputs, g_row, g_column, g_channel)
-        right = left
-        if not ALONE:
-            right = _pixels(g, u_row, u_column, out_height, out_width, k, outputs, g_row, g_column, g_channel)
-        of_g = _dot(left, tl.trans(right), of_g)
-    t_row = tl.where(t < positions, t_row * STRIDE_H - PADDING_H, height)
-    u_row = tl.where(u < positions, u_row * STRIDE_H - PADDING_H, height)
-    t_column, u_column = t_column * STRIDE_W - PADDING_W, u_column * STRIDE_W - PADDING_W
-    chunks = tl.cdiv(channels, BLOCK_K)
-    of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for step in range(KERNEL_H * KERNEL_W * chunks):
-        down = step // chunks // KERNEL_W * DILATION_H
-        across = step // chunks % KERNEL_W * DILATION_W
-        k = step % chunks * BLOCK_K + tl.arange(0, BLOCK_K)
-        left = _pixels(x, t_row + down, t_column + across, height, width, k, channels, x_row, x_column, x_channel)
-        right = left
-        if not ALONE:
-            right = _pixels(x, u_row + down, u_column + across, height, width, k, channels, x_row, x_column, x_channel)
-        of_x = _dot(left.to(dtype), tl.trans(right.to(dtype)), of_x)
-    out += tl.program_id(0).to(tl.int64) * 4
-    tl.store(out, tl.sum(of_x * of_g) * tl.where(first == second, 1.0, 2.0))
-    same = t[:, None] == u[None, :]
-    of_a, of_g = tl.sum(tl.where(same, of_x, 0.0), 1), tl.sum(tl.where(same, of_g, 0.0), 1)
-    _store_reach(out, of_a, of_g, of_inputs, of_outputs)
-
-
-@triton.jit
-def weighted_patches(
-    x,
-    g,
-    factors,
-    out,
-    channels,
-    outputs,
-    height,
-    width,
-    out_height,
-    out_width,
-    each,
-    x_sample,
-    x_channel,
-    x_row,
-    x_column,
-    g_sample,
-    g_channel,
-    g_row,
-    g_column,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d) of a portion of `each` samples: out [n / each, p, d].
-
-    In out, d is (channel, kernel row, kernel column); tiles have the channel last. The factor scales float32 sums of
-    unscaled operands.
-    """
-    inputs = channels * KERNEL_H * KERNEL_W
-    positions = out_height * out_width
-    tiles_d = tl.cdiv(inputs, BLOCK_D)
-    tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
-    portion = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
-    d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    channel, offset = d % channels, d // channels
-    down = (offset // KERNEL_W) * DILATION_H - PADDING_H
-    across = (offset % KERNEL_W) * DILATION_W - PADDING_W
-    x += portion * each * x_sample
-    g += portion * each * g_sample
-    factors += portion * each
-    blocks = tl.cdiv(positions, BLOCK_T)
-    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for step in range(each * blocks):
-        sample = (step // blocks).to(tl.int64)
-        t = step % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-        row = tl.where(t < positions, t // out_width, out_height)
-        of_g = _pixels(
-            g + sample * g_sample, row, t % out_width, out_height, out_width, p, outputs, g_row, g_column, g_channel
-        )
-        y = tl.where(t < positions, row * STRIDE_H, height + PADDING_H)[:, None] + down[None, :]
-        z = (t % out_width * STRIDE_W)[:, None] + across[None, :]
-        inside = (y >= 0) & (y < height) & (z >= 0) & (z < width) & (d < inputs)[None, :]
-        at = y.to(tl.int64) * x_row + z.to(tl.int64) * x_column + channel.to(tl.int64)[None, :] * x_channel
-        of_x = tl.load(x + sample * x_sample + at, mask=inside, other=0.0)
-        found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
-        total += found * tl.load(factors + sample)
-    at = p.to(tl.int64)[:, None] * inputs + (channel * (KERNEL_H * KERNEL_W) + offset)[None, :]
-    tl.store(out + portion * outputs * inputs + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])
-
-
-@triton.jit
-def _pixels(x, rows, columns, height, width, k, channels, x_row, x_column, x_channel):
-    """Pixels of an image [channels, height, width] in channels k, zero outside the image: [len(rows), len(k)]."""
-    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    at = rows.to(tl.int64) * x_row + columns.to(tl.int64) * x_column
-    there = inside[:, None] & (k < channels)[None, :]
-    return tl.load(x + at[:, None] + (k.to(tl.int64) * x_channel)[None, :], mask=there, other=0.0)
-
-
-@triton.jit
-def turned(x, out, norms, channels, pixels, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Transpose a block of pixels of x [n, channels, pixels] to out [n, pixels, channels]; write norms [n, pixels]."""
-    blocks = tl.cdiv(pixels, BLOCK_N)
-    sample = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+def turned(x, out, channels, pixels, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Transpose a block of channels and pixels of x [n, channels, pixels] to out [n, pixels, channels]."""
+    rows, columns = tl.cdiv(channels, BLOCK_C), tl.cdiv(pixels, BLOCK_N)
+    sample, block = (tl.program_id(0) // (rows * columns)).to(tl.int64), tl.program_id(0) % (rows * columns)
+    c = block // columns * BLOCK_C + tl.arange(0, BLOCK_C)
+    at = block % columns * BLOCK_N + tl.arange(0, BLOCK_N)
     x += sample * channels * pixels
     out += sample * channels * pixels
-    squares = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, channels, BLOCK_C):
-        c = start + tl.arange(0, BLOCK_C)
-        there = (c < channels)[:, None] & (at < pixels)[None, :]
-        values = tl.load(x + c.to(tl.int64)[:, None] * pixels + at[None, :], mask=there, other=0.0)
-        tl.store(out + at.to(tl.int64)[None, :] * channels + c[:, None], values, mask=there)
-        wide = values.to(tl.float32)
-        squares += tl.sum(wide * wide, 0)
-    tl.store(norms + sample * pixels + at, tl.sqrt(squares), mask=at < pixels)
+    there = (c < channels)[:, None] & (at < pixels)[None, :]
+    values = tl.load(x + c.to(tl.int64)[:, None] * pixels + at[None, :], mask=there)
+    tl.store(out + at.to(tl.int64)[None, :] * channels + c[:, None], values, mask=there)
 
 
 @triton.jit
@@ -356,51 +189,3 @@ def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLO
     of_g = tl.load(g + where, mask=inside, other=0.0).to(tl.float32)
     found = tl.where(inside, (of_x - of_mean[:, None]) * of_rstd[:, None] * of_g, 0.0)
     tl.store(out + line.to(tl.int64) * features + at, tl.sum(found, 0), mask=at < features)
-
-
-@triton.jit
-def weighted(
-    a,
-    g,
-    factors,
-    out,
-    count,
-    each,
-    positions,
-    inputs,
-    outputs,
-    a_sample,
-    a_position,
-    g_sample,
-    g_position,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Σ_i c_i Σ_t g_itp a_itd over a tile of (p, d), for the `each` samples i of one portion.
-
-    out is [portions, outputs, inputs]; a and g have contiguous features. A block of positions belongs to one sample.
-    Its products are exact, its sum is float32, and the factor scales the sum in registers.
-    """
-    tiles_d = tl.cdiv(inputs, BLOCK_D)
-    tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
-    portion = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
-    d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    blocks = tl.cdiv(positions, BLOCK_T)
-    first = portion * each
-    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for k in range((tl.minimum(count, first + each) - first) * blocks):
-        sample = (first + k // blocks).to(tl.int64)
-        t = k % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-        wide = t.to(tl.int64)
-        there = t < positions
-        of_g = g + sample * g_sample + wide[None, :] * g_position + p[:, None]
-        of_a = a + sample * a_sample + wide[:, None] * a_position + d[None, :]
-        left = tl.load(of_g, mask=there[None, :] & (p < outputs)[:, None], other=0.0)
-        right = tl.load(of_a, mask=there[:, None] & (d < inputs)[None, :], other=0.0)
-        found = _dot(left, right, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
-        total += found * tl.load(factors + sample)
-    at = portion.to(tl.int64) * outputs * inputs + p.to(tl.int64)[:, None] * inputs + d[None, :]
-    tl.store(out + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])

@@ -148,7 +148,7 @@ class Norms(ABC):
                 alone = alone and self._counts[name] == 1
                 if self._kinds.get(name) != "fallback":
                     self._kinds[name] = "fallback" if rule.is_fallback else by_ghost
-            term = Term(source, rule, route, g if g.is_cpu else rule.padded(g))
+            term = Term(source, rule, route, g if g.is_cpu else rule.laid_out(g, ghost=route.ghost))
             (self._single if alone else self._several)(term)
 
     def _is_small(self, rule: Rule, g: Tensor) -> bool:

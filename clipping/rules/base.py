@@ -303,7 +303,7 @@ class Rule(ABC):
             return self.instantiate(g, slice(0, self.samples(g)))
         return concatenated(lambda samples: self.instantiate(g, samples, way), self.blocks(g, way, route.block))
 
-    def padded(self, g: Tensor) -> Tensor:
+    def laid_out(self, g: Tensor, *, ghost: bool) -> Tensor:
         """Return the output's gradient in the fastest layout for norm and sum: g, or one copy for both."""
         return g
 

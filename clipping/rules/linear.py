@@ -21,6 +21,7 @@ from clipping.numerics.products import aligned, on_gpu, padding, product, produc
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands, portion
 from clipping.rules.base import DIRECT, Bias, Gradient, Gram, Refused, Rule, Spec, Way, of_columns
 from clipping.rules.elementwise import Broadcast
+from clipping.rules.pixel_gram import LINEAR, Geometry
 
 
 class Bilinear(Rule):
@@ -53,6 +54,14 @@ class Bilinear(Rule):
     @abstractmethod
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
         """`gradient` of `count` equal portions, with samples in any order: [count, *shape]."""
+
+    def add_groups(self, squares: Tensor) -> Tensor:
+        """[b · groups] to [b]."""
+        return squares if self.groups == 1 else squares.view(-1, self.groups).sum(1)
+
+    def by_sample(self, found: Tensor) -> Parts:
+        """Add up groups, of squared norms and the columns of a reach [b · groups, 1 + k]: the result of `Way.norms`."""
+        return self.add_groups(found[:, 0]), *Reach.of_columns(found[:, 1:]).of_groups(self.groups)
 
     def lost(self, g: Tensor) -> tuple[float, float]:
         """`of_lost` of the output's gradient."""
@@ -145,7 +154,7 @@ class LinearWeight(Bilinear):
         rows, columns = self.parameter.shape
         return found[..., :rows, :columns].contiguous()
 
-    def padded(self, g: Tensor) -> Tensor:
+    def laid_out(self, g: Tensor, *, ghost: bool) -> Tensor:
         return aligned(g, self.inputs) if on_gpu(g) else g
 
     def reach(self, g: Tensor) -> Reach:
@@ -160,6 +169,15 @@ class LinearWeight(Bilinear):
             more = padding((self.samples(g) * self.positions, self.inputs), g.dtype, self.outputs)
             entries += self.inputs + more if more else 0  # of the padded copy of the input
         return self.positions * entries * g.element_size()
+
+    def geometry(self) -> Geometry:
+        """That of a convolution of `images`."""
+        return LINEAR
+
+    def images(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """`operands` as images of one row, [b, d, T] and [b, p, T]; swapped if the weight is transposed."""
+        a, g = (x.mT for x in self.operands(g, samples))
+        return (g, a) if self.transposed else (a, g)
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:

@@ -19,7 +19,6 @@ from clipping.numerics import kernels
 from clipping.numerics.convolution_memory import Convolution
 from clipping.numerics.per_sample import gram_product, part
 from clipping.numerics.products import product, products
-from clipping.numerics.rounding_bounds import Reach
 from clipping.rules.base import Direct, Gram, Spec, Way, Work
 from clipping.rules.linear import Bilinear
 from clipping.rules.pixel_gram import Geometry, every, pairs, patches, phases, pixel_gram_product, pixel_norms
@@ -65,24 +64,22 @@ class OfPatches(Bilinear):
         self.x, self.stride, self.padding, self.dilation, self.share = x, stride, padding, dilation, share
         self.kernel = list(weight.shape[2:])
 
-    def add_groups(self, squares: Tensor) -> Tensor:
-        """[b · groups] to [b]."""
-        return squares if self.groups == 1 else squares.view(-1, self.groups).sum(1)
-
     def grouped(self, x: Tensor) -> Tensor:
         """[b, groups · C, *size] to [b · groups, C, *size]."""
         return x if self.groups == 1 else x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:])
 
-    def by_sample(self, found: Tensor) -> Parts:
-        """Add up groups, of squared norms and the columns of a reach [b · groups, 1 + k]: the result of `Way.norms`."""
-        return self.add_groups(found[:, 0]), *Reach.of_columns(found[:, 1:]).of_groups(self.groups)
+    def laid_out(self, g: Tensor, *, ghost: bool) -> Tensor:
+        return _channels_last(g) if ghost and self.turns(g) else g  # instantiation folds images into channels
+
+    def images(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """Return `operands` in the layout that GPU kernels read fast; a copy of x is freed between norm and sum."""
+        x, g = self.operands(g, samples)
+        return (_channels_last(x), _channels_last(g)) if self.turns(g) else (x, g)
 
     def turns(self, g: Tensor | Spec) -> bool:
-        """True if GPU kernels read copies with channels last, because other layouts would be read entry by entry."""
-        if g.dtype not in HALF or len(self.kernel) != 2 or math.prod(self.kernel) == 1 or self.groups > 1:
-            return False
-        known = [y for y in (self.x, g) if isinstance(y, Tensor)]  # a gradient may not exist yet
-        return not (all(map(is_last, known)) or self.x.shape[1] % 16 or g.shape[1] % 16)
+        """True if GPU kernels read channels last, because other layouts would be read entry by entry."""
+        multiplied = g.dtype in HALF and len(self.kernel) == 2 and math.prod(self.kernel) > 1 and self.groups == 1
+        return multiplied and kernels.fused.runs(self.parameter) and not (self.x.shape[1] % 16 or g.shape[1] % 16)
 
     def bytes_of_operands(self, g: Tensor | Spec) -> tuple[int, int]:
         """Bytes of one sample's input, and of its output gradient."""
@@ -156,9 +153,8 @@ class OfPatches(Bilinear):
         return self.groups == 1 and math.prod(self.kernel) == 1 and not any(self.padding)
 
 
-def is_last(x: Tensor) -> bool:
-    """True for images that have channels last."""
-    return x.is_contiguous(memory_format=torch.channels_last)
+def _channels_last(x: Tensor) -> Tensor:
+    return x if x.is_contiguous(memory_format=torch.channels_last) else kernels.fused.turned(x.detach())
 
 
 def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:

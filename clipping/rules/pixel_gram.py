@@ -46,6 +46,10 @@ class Geometry(NamedTuple):
     dilation: list[int]
 
 
+LINEAR = Geometry([1], [1], [0], [1])
+"""Geometry of a linear layer, whose rows are images of one row."""
+
+
 def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[list[int]]]:
     """Turn a convolution in one dimension into one of images of one row; others stay as they are.
 

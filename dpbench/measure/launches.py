@@ -259,8 +259,7 @@ def _attention(
     return attention(q, k, v, mask, trains, dropout, causal, scale=scale)[0]
 
 
-def _of_convolution(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any) -> int:
-    _, channels, *_ = numbers  # channels of a group
+def _of_gradient(channels: int, g: Tensor, constants: Any) -> int:
     return 2 * g.numel() * channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
 
 
@@ -272,12 +271,8 @@ def _of_patches(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any) ->
 
 #: Program of `clipping.accel` -> a function that returns the operations of its products.
 _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count half
-    "gram": lambda a, g, *_: len(a) * a.shape[1] ** 2 * (a.shape[2] + g.shape[2]),
+    "gram": _of_patches,
     "embedding_gram": lambda ids, g, *_: len(g) * g.shape[1] ** 2 * g.shape[2],
-    "instantiated": lambda a, g, *_: 2 * a.numel() * g.shape[2],
-    "convolution": _of_convolution,
-    "convolution_gram": _of_patches,
-    "weighted_patches": lambda x, g, factors, numbers, constants: _of_convolution(x, g, (1, *numbers), constants),
-    "rows": lambda *_: 0,
-    "weighted": lambda a, g, *_: 2 * a.numel() * g.shape[2],
+    "gradient": lambda x, g, numbers, constants: _of_gradient(numbers[1], g, constants),
+    "weighted": lambda x, g, factors, numbers, constants: _of_gradient(numbers[0], g, constants),
 }

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from interpreter import outcome, results
-from kernel_checks import CHECKS, COMPILED, embedding_gram_norm, gram_norm, instantiated_norm
-from torch import Tensor
+from kernel_checks import CHECKS, COMPILED, NORMS, embedding_gram_norm, gradient_norm, gram_norm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping.accel import cuda, fused
-from clipping.accel.cuda import convolution_norm, supported
+from clipping.accel import cuda
+from clipping.accel.cuda import supported
 from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.rules.linear import LinearWeight
 from dpbench.measure.simulate import StorageLifetimes
@@ -62,8 +61,9 @@ def test_exact_on_a_gpu(name: str):
 def test_neither_gram_matrices_nor_gradients_are_in_memory_on_a_gpu():
     a, g = torch.randn(2, 8192, 768, device="cuda"), torch.randn(2, 8192, 1024, device="cuda")
     x = torch.randn(4, 256, 32, 32, device="cuda")
-    options: Any = ([3, 3], [1, 1], [1, 1], [1, 1], 1)
-    for norm in (lambda: gram_norm(a, g), lambda: instantiated_norm(a, g), lambda: convolution_norm(x, x, *options)):
+    options: Any = (([3, 3], [1, 1], [1, 1], [1, 1]), 1, (0.0, 0.0))
+    images = (lambda norms=norms: norms(x, x, *options) for norms in NORMS)
+    for norm in (lambda: gram_norm(a, g), lambda: gradient_norm(a, g), *images):
         norm()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -84,18 +84,20 @@ def test_a_simulated_step_takes_the_memory_of_a_launch_and_launches_nothing(fake
     a, g = torch.empty(3, 130, 20, device="cuda"), torch.empty(3, 130, 70, device="cuda")
     with StorageLifetimes() as lifetimes:
         lifetimes.watch(a), lifetimes.watch(g)
-        for norm, programs in [(gram_norm, 6), (instantiated_norm, 2 + 5)]:  # 130 positions, 32 to a program of rows
+        for norm, numbers in (
+            (gram_norm, 4 * (6 + 1)),  # four of each pair of blocks, and their sum
+            (gradient_norm, 2 + 3 * 130 + 4),  # of two tiles, of what three of them read, and together
+        ):
             before = lifetimes.peak = lifetimes.alive
             found = norm(a, g)
             assert (found.shape, found.dtype, found.device.type) == ((3,), torch.float32, "cuda")
-            assert lifetimes.peak - before == 3 * 4 * 4 * (programs + 1)  # four numbers of each, and their sum
+            assert lifetimes.peak - before == 3 * 4 * numbers
             del found
     image = torch.empty(2, 4, 6, 6, device="cuda")
-    assert convolution_norm(image, image, [1, 1], [1, 1], [0, 0], [1, 1], 2).shape == (2,)
     with StorageLifetimes() as lifetimes:
         lifetimes.watch(image)
         before = lifetimes.peak = lifetimes.alive
-        found = fused.patch_norms(image, image, [[3, 3], [1, 1], [1, 1], [1, 1]], 2, (0.0, 0.0))
+        found = cuda.gram_norms(image, image, [[3, 3], [1, 1], [1, 1], [1, 1]], 2, (0.0, 0.0))
         assert found.shape == (4, 4) and lifetimes.peak - before == 2 * 2 * 4 * 4  # four numbers for each tile
     assert embedding_gram_norm(torch.empty(3, 130, dtype=torch.int64, device="cuda"), g).shape == (3,)
 
@@ -127,11 +129,11 @@ class Answers:
     def __init__(self, answer: float | Exception) -> None:
         self.answer, self.asked = answer, 0
 
-    def __call__(self, *given: Any, **named: Any) -> Tensor:
+    def __call__(self, program: str, each: int, tensors: Any, *given: Any, **named: Any) -> None:
         self.asked += 1
         if isinstance(self.answer, Exception):
             raise self.answer
-        return torch.tensor([[self.answer, 0.0, 0.0, 0.0]])
+        tensors[-1].fill_(self.answer)
 
 
 @pytest.fixture
@@ -140,7 +142,7 @@ def first_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float | 
 
     def answers(answer: float | Exception) -> Answers:
         played = Answers(answer)
-        monkeypatch.setattr(cuda, "_with_reach", played)
+        monkeypatch.setattr(cuda, "launch", played)
         cuda.trouble.cache_clear()
         return played
 

@@ -16,8 +16,8 @@ from marks import slow_unless
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
-from clipping.accel import cuda, fused
-from clipping.accel.ways import portion_of_rows, portions_of_images
+from clipping.accel import cuda
+from clipping.accel.ways import portion as portion_of
 from clipping.numerics.per_sample import added_at_once, of_one_size, weighted_at_once
 from clipping.numerics.rounding_bounds import portion
 from clipping.rules import linear
@@ -134,20 +134,20 @@ def large_sums(batch_size: int) -> tuple[linear.Bilinear, ...]:
     return LinearWeight(of_half(4096, 4096), of_half(batch_size, 16, 4096)), convolution
 
 
-@pytest.mark.parametrize(("which", "program"), [(0, "weighted"), (1, "weighted_patches")])
-def test_portions_that_a_kernel_sums_at_once_stay_within_the_room(which, program, monkeypatch):
-    formed, form = [], getattr(fused, program)
+@pytest.mark.parametrize("which", [0, 1])
+def test_portions_that_a_kernel_sums_at_once_stay_within_the_room(which, monkeypatch):
+    formed, form = [], cuda.weighted
 
     def formed_at_once(*given):
         formed.append(form(*given))
         return formed[-1]
 
-    monkeypatch.setattr(fused, program, formed_at_once)
+    monkeypatch.setattr(cuda, "weighted", formed_at_once)
     with as_on_a_gpu(Launches()) as launches:
         rule = large_sums(2**14)[which]
         g, room = rule.x if which else rule.a, rule.room()
         assert rule.weighted(g, torch.empty(2**14, device="meta")).shape == rule.parameter.shape
-    assert launches.found[program] == len(formed) > 2
+    assert launches.found["weighted"] == len(formed) > 2
     assert all(2 * each.nbytes <= room for each in formed)
     assert 3 * sum(each.nbytes for each in formed) > room * len(formed)  # and fill it
 
@@ -162,8 +162,8 @@ def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
             linear, convolution = large_sums(batch_size)
             vit = LinearWeight(of_half(768, 768), of_half(batch_size, 197, 768))
             small = ConvolutionWeight(of_half(64, 512, 3, 3), convolution.x, [4, 4], [1, 1], [1, 1], [1, 1], 1)
-            of_linear = [portion_of_rows(rule, rule.a) for rule in (linear, vit)]
-            sizes.append([*of_linear, *(portions_of_images(rule, rule.x)[0] for rule in (convolution, small))])
+            of_linear = [portion_of(rule, rule.a) for rule in (linear, vit)]
+            sizes.append([*of_linear, *(portion_of(rule, rule.x) for rule in (convolution, small))])
     assert sizes[0] == sizes[1]
 
 

@@ -118,7 +118,7 @@ def test_norms_and_sums_are_exact(padded, inputs, outputs, fold, transposed):
     weight = torch.empty((inputs, outputs) if transposed else (outputs, inputs))
     a, g = (torch.randn(4 * fold, 5, size).to(torch.bfloat16) for size in (inputs, outputs))
     rule, factors = LinearWeight(weight, a, transposed, fold), torch.rand(4)
-    at_arrival = rule.padded(g)
+    at_arrival = rule.laid_out(g, ghost=True)
     assert at_arrival.shape[-1] == (32 if outputs == 19 else 24)
     x, y = (each.double().unflatten(0, (4, fold)).flatten(1, 2) for each in (a, g))
     each = torch.einsum("nti,nto->nio" if transposed else "nti,nto->noi", x, y)
@@ -151,5 +151,5 @@ def test_cross_terms_of_a_tied_embedding_and_a_padded_head_are_exact(padded, hid
     weight = torch.empty(tokens, hidden)
     a, g, h = (torch.randn(4, 5, size).to(torch.bfloat16) for size in (hidden, hidden, tokens))
     rule, head = EmbeddingWeight(weight, torch.randint(tokens, (4, 5))), LinearWeight(weight, a)
-    for at_arrival in (h, head.padded(h)):
+    for at_arrival in (h, head.laid_out(h, ghost=True)):
         of_two_uses(rule, g, head, at_arrival)

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipping import load_backend
-from clipping.accel import cuda, fused
+from clipping.accel import cuda
 from clipping.numerics import per_sample
 from clipping.rules import linear
+from clipping.rules.pixel_gram import LINEAR
 from dpbench.experiment import load_experiment
 from dpbench.measure.launches import Launches, as_on_a_gpu, counted, run
 from dpbench.records.store import read_records
@@ -74,24 +75,22 @@ def test_views_launch_nothing_and_what_is_read_and_written_is_counted():
 
 def test_triton_programs_are_counted_with_the_operations_of_their_products():
     with as_on_a_gpu(Launches()) as launches:
-        cuda.gram_norm_and_reach(meta(2, 7, 3), meta(2, 7, 5), (0.0, 0.0))
+        rows, lost = [meta(2, 7, size).mT for size in (3, 5)], (0.0, 0.0)
+        cuda.gram_norms(*rows, LINEAR, 1, lost)
         assert launches.flops == 2 * 7 * 7 * (3 + 5)
-        cuda.instantiated_norm_and_reach(meta(2, 7, 3), meta(2, 7, 5), (0.0, 0.0))
+        cuda.gradient_norms(*rows, LINEAR, 1, lost)
         assert launches.flops == 2 * 7 * 7 * (3 + 5) + 2 * 2 * 7 * 3 * 5
-        before = launches.flops
-        cuda.convolution_norm(meta(2, 4, 6, 6), meta(2, 8, 6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 2)
-        assert launches.flops - before == 2 * 2 * 36 * 8 * 2 * 9
-        before, geometry = launches.flops, ((3, 3), (1, 1), (1, 1), (1, 1))
-        fused.patch_norms(meta(2, 4, 6, 6), meta(2, 8, 6, 6), geometry, 2, (0.0, 0.0))
-        assert launches.flops - before == 2 * 2 * 36 * 36 * (2 * 9 + 4) and launches.found["convolution_gram"] == 1
-        before = launches.flops
-        fused.weighted_patches(meta(2, 4, 6, 6), meta(2, 8, 6, 6), meta(2), geometry, 1)
-        assert launches.flops - before == 2 * 2 * 36 * 8 * 4 * 9
-    assert {name: launches.found[name] for name in ("gram", "instantiated", "convolution")} == {
-        "gram": 1,
-        "instantiated": 1,
-        "convolution": 1,
-    }
+        images, geometry = (meta(2, 4, 6, 6), meta(2, 8, 6, 6)), ((3, 3), (1, 1), (1, 1), (1, 1))
+        for program, flops in (
+            (lambda: cuda.gradient_norms(*images, geometry, 2, lost), 36 * 8 * 2 * 9),
+            (lambda: cuda.gram_norms(*images, geometry, 2, lost), 36 * 36 * (2 * 9 + 4)),
+            (lambda: cuda.weighted(*images, meta(2), 1, geometry), 36 * 8 * 4 * 9),
+        ):
+            before = launches.flops
+            program()
+            assert launches.flops - before == 2 * 2 * flops
+    counts = {"gram": 2, "gradient": 2, "collected": 2, "weighted": 1}
+    assert {name: launches.found[name] for name in counts} == counts
     assert not cuda.supported(meta(1))
 
 
@@ -142,7 +141,7 @@ def test_a_predicted_time_by_hand(kind):
         (lambda: x @ small, size * (4096**2 + 2 * 4096 * 8) / 3.0e12),
         (lambda: x + x, size * 2 * 4096**2 / 3.0e12),
         (lambda: F.conv2d(image, weight, padding=1), 2 * 64 * 1024 * 9 * 256**2 / of_convolution),
-        (lambda: cuda.gram_norm_and_reach(x[None], x[None], (0.0, 0.0)), 4096**3 * 2 / (rate / 2)),
+        (lambda: cuda.gram_norms(x[None], x[None], LINEAR, 1, (0.0, 0.0)), 4096**3 * 2 / (rate / 2)),
     ):
         with as_on_a_gpu(Launches()) as launches:
             operation()

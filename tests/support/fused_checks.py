@@ -36,6 +36,10 @@ CONVOLUTIONS: dict[str, tuple[Any, ...]] = {
     "in groups": (4, 6, (5, 6), (3, 2), (1, 2), (1, 0), (1, 1), 2),
     "of one dimension": (3, 4, (40,), (5,), (2,), (2,), (1,), 1),
     "of one dimension, wide padding": (3, 4, (5,), (3,), (1,), (4,), (1,), 1),
+    "more than a tile of outputs": (9, 70, (5, 5), (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "one pixel for each position": (20, 17, (4, 5), (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "kernel larger than the image": (2, 3, (3, 2), (5, 5), (1, 1), (2, 2), (1, 1), 1),
+    "padding larger than the kernel": (2, 3, (3, 3), (2, 2), (2, 2), (3, 3), (1, 1), 1),
     "one pixel": (3, 4, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1), 1),
     "nothing but padding": (3, 4, (1, 1), (1, 1), (2, 2), (1, 1), (1, 1), 1),
 }
@@ -85,7 +89,7 @@ def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
         least = rule.reach(g).lost  # by torch's operations, in the dtype that underflows
         close(alone.lost, least)
         expected = wide.squared_norms(g.double(), Route())
-        for way in ("pixels" if "pixels" in rule.ghosts else "patches", GRAM_KERNEL):
+        for way in ("pixels" if "pixels" in rule.ghosts else "patches", GRAM_KERNEL, NORM_KERNEL):
             route = Route(ghost=True, way=way)
             squares, reach = with_kernels(lambda rule=rule, g=g, route=route: rule.squares_and_reach(g, route))
             assert bool(reach) == (way != "patches")
@@ -117,7 +121,7 @@ def linear_layers(device: str) -> None:
             close(with_kernels(lambda rule=rule, g=g: rule.reach(g)).terms, terms.sum(1))
 
 
-def weighted_sums(device: str) -> None:
+def sums_of_rows(device: str) -> None:
     """Of linear layers in half precision: exact products in float32, in one portion and in several."""
     for dtype in (torch.bfloat16, torch.float16):
         for count, positions, inputs, outputs, turned in (
@@ -133,66 +137,15 @@ def weighted_sums(device: str) -> None:
             weight = torch.empty((inputs, outputs) if turned else (outputs, inputs), device=device)
             rule, factors = LinearWeight(weight, a, turned), torch.rand(count, device=device) * 2.0**-7
             expected = torch.einsum("n,nto,nti->oi", factors.double(), g.double(), a.double())
-            expected = expected.t() if turned else expected
-            programs = fused.PROGRAMS
-            for fused.PROGRAMS in (1, programs):
-                sizes = {with_kernels(lambda rule=rule, g=g: ways.portion_of_rows(rule, g))}
-                assert sizes == {1 if fused.PROGRAMS > 1 else 1 << max(0, count - 1).bit_length()}
-                for room in (2**30, 0):  # all portions at once, or one after the other
-                    rule.room = lambda room=room: room
-                    found = with_kernels(lambda rule=rule, g=g, factors=factors: rule.weighted(g, factors))
-                    close(found, expected, 2e-6 if device == "cpu" else 1e-5)  # tensor cores cut off what they add
-            fused.PROGRAMS = programs
-            if not count:  # of any strides
-                continue
-            several, turned_around = a.repeat(1, 1, 2)[..., :inputs], a.mT.contiguous().mT
-            for x, known in ((a, True), (several, True), (a[..., :15], False), (turned_around, False)):
-                assert with_kernels(lambda x=x, g=g: fused.weighs(x, g)) == known
+            summed(rule, g, factors, expected.t() if turned else expected)
+            if count:  # of any strides
+                several, turned_around = a.repeat(1, 1, 2)[..., :inputs], a.mT.contiguous().mT
+                for x, known in ((a, True), (several, True), (a[..., :15], False), (turned_around, False)):
+                    assert cuda.rows_at_once(x.mT, g.mT) == known
 
 
-def transposed(device: str) -> None:
-    for name in ("stride 2", "in groups"):
-        convolutions(name, device, transposed=True)
-
-
-def gram_tiles(device: str) -> None:
-    """Any number of blocks, each pair once; any strides, dtypes and groups; and more programs than one launch has."""
-    whole, narrow = (cuda.PROGRAMS, fused.GRAM_SIDE), torch.float16  # the interpreter rounds bfloat16 downwards
-    fused.GRAM_SIDE = 16
-    for count in (1, 2, 3, 4):
-        rule, wide, g = made((4, 3, (5, 3 * count), (2, 1), (1, 1), (1, 0), (1, 1), 1), device, torch.float32)
-        found = fused.patch_norms(rule.x[:1], g[:1], rule.geometry(), 1, (0.0, 0.0))
-        close(found[:, 0], wide.squared_norms(g.double(), Route())[:1])
-    rule, wide, g = made((4, 6, (5, 4), (2, 1), (1, 1), (1, 0), (1, 1), 2), device, torch.float32)
-    found = fused.patch_norms(rule.x, g, rule.geometry(), 2, (1.0, 2.0))
-    close(found[:, 0].view(3, 2).sum(1), wide.squared_norms(g.double(), Route()))
-    cuda.PROGRAMS = 8
-    last, turned = g.to(memory_format=torch.channels_last), rule.x.transpose(2, 3).contiguous().transpose(2, 3)
-    assert torch.equal(found, fused.patch_norms(turned, last, rule.geometry(), 2, (1.0, 2.0)))
-    cuda.PROGRAMS, fused.GRAM_SIDE = whole
-    both = [fused.patch_norms(x, g.to(narrow), rule.geometry(), 2, (0.0, 0.0)) for x in (rule.x, rule.x.to(narrow))]
-    assert torch.equal(*both)
-
-
-def turned(device: str) -> None:
-    """Half precision of other layouts is copied, channels last; the norms of pixels on the way are the reach."""
-    for dtype in (torch.float16, torch.bfloat16):
-        rule, wide, g = made((16, 32, (5, 4), (3, 2), (2, 1), (1, 0), (1, 1), 1), device, dtype)
-        for y in (rule.x, g, g.transpose(2, 3), g.contiguous(memory_format=torch.channels_last)):
-            last, norms = fused.turned(y)
-            assert torch.equal(last, y) and last.is_contiguous(memory_format=torch.channels_last)
-            close(norms, y.double().square().sum(1).sqrt())
-        for way in (GRAM_KERNEL, NORM_KERNEL):
-            squares, reach = rule.squares_and_reach(g, Route(True, way))
-            close(squares, wide.squared_norms(g.double(), Route()))
-            close(reach.terms, wide.reach(g.double()).terms)
-            close(reach.apart, wide.reach(g.double()).apart)
-            close(reach.lost, rule.reach(g).lost)
-            assert torch.equal(squares, rule.squared_norms(g, Route(True, way)))
-
-
-def weighted(device: str) -> None:
-    """Sums of half precision, in portions of several samples, one or a remainder; of a factor of 0, too."""
+def sums_over_images(device: str) -> None:
+    """Of a remainder, and of a factor of 0, too."""
     for dtype, case in (
         (torch.bfloat16, (16, 32, (5, 4), (3, 2), (2, 1), (1, 0), (1, 1), 1)),
         (torch.float16, (3, 5, (6, 5), (3, 3), (1, 2), (0, 1), (2, 1), 1)),
@@ -200,11 +153,59 @@ def weighted(device: str) -> None:
     ):
         rule, wide, g = made(case, device, dtype)
         factors = torch.tensor([0.5, 0.0, 3.0], device=device)
-        expected = wide.weighted(g.double(), factors.double())
-        for busy in (1, 2**23):
-            ways.BUSY = busy
-            close(with_kernels(lambda rule=rule, g=g, factors=factors: rule.weighted(g, factors)), expected)
-    ways.BUSY = 2**23
+        summed(rule, g, factors, wide.weighted(g.double(), factors.double()))
+
+
+def summed(rule: Any, g: Tensor, factors: Tensor, expected: Tensor) -> None:
+    """Σ_i c_i g_i as expected, in one portion and in as many as there are samples; all at once, or in turn."""
+    busy, count = cuda.BUSY, len(factors)
+    for cuda.BUSY in (1, busy):
+        size = with_kernels(lambda: ways.portion(rule, g))
+        assert size == (1 if cuda.BUSY > 1 else 1 << max(0, count - 1).bit_length()), size
+        for room in (2**30, 0):
+            rule.room = lambda room=room: room
+            found = with_kernels(lambda: rule.weighted(g, factors))
+            close(found, expected, 2e-6 if g.device.type == "cpu" else 1e-5)  # tensor cores cut off what they add
+    cuda.BUSY = busy
+
+
+def transposed(device: str) -> None:
+    for name in ("stride 2", "in groups"):
+        convolutions(name, device, transposed=True)
+
+
+def any_strides(device: str) -> None:
+    """The same results to the bit of images of any strides, in several launches, and of a wider input."""
+    narrow, lost = torch.float16, (1.0, 2.0)  # the interpreter rounds bfloat16 downwards
+    rule, wide, g = made((4, 6, (5, 4), (2, 1), (1, 1), (1, 0), (1, 1), 2), device, torch.float32)
+    last, turned = g.to(memory_format=torch.channels_last), rule.x.transpose(2, 3).contiguous().transpose(2, 3)
+    whole = cuda.PROGRAMS
+    for norms in (cuda.gram_norms, cuda.gradient_norms):
+        found = norms(rule.x, g, rule.geometry(), 2, lost)
+        close(found[:, 0].view(3, 2).sum(1), wide.squared_norms(g.double(), Route()))
+        cuda.PROGRAMS = 8
+        assert torch.equal(found, norms(turned, last, rule.geometry(), 2, lost))
+        cuda.PROGRAMS = whole
+        both = [norms(x, g.to(narrow), rule.geometry(), 2, lost) for x in (rule.x, rule.x.to(narrow))]
+        assert torch.equal(*both)
+
+
+def turned(device: str) -> None:
+    """Half precision is copied, channels last: the output's gradient once for norm and sum, which stay the same."""
+    rule, wide, g = made((16, 32, (5, 4), (3, 2), (2, 1), (1, 0), (1, 1), 1), device, torch.float16)
+    factors = torch.rand(3, device=device)
+    for y in (g, g.mT.contiguous().mT, g.contiguous(memory_format=torch.channels_last)):
+        assert with_kernels(lambda y=y: rule.laid_out(y, ghost=False)) is y
+        last = with_kernels(lambda y=y: rule.laid_out(y, ghost=True))
+        for x, of in zip(with_kernels(lambda: rule.images(g, slice(0, 3))), (rule.x, g), strict=True):
+            assert torch.equal(x, of) and x.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(last, y) and with_kernels(lambda last=last: rule.laid_out(last, ghost=True)) is last
+        for way in (GRAM_KERNEL, NORM_KERNEL):
+            squares, reach = with_kernels(lambda last=last, way=way: rule.squares_and_reach(last, Route(True, way)))
+            close(squares, wide.squared_norms(g.double(), Route()))
+            close(reach.terms, wide.reach(g.double()).terms)
+        found = with_kernels(lambda last=last: rule.weighted(last, factors))
+        close(found, wide.weighted(g.double(), factors.double()))
 
 
 def rows(device: str) -> None:
@@ -283,12 +284,12 @@ def whole_steps_in_half_precision(device: str) -> None:
 CHECKS: dict[str, Callable[[str], None]] = {
     **{name: lambda device, name=name: convolutions(name, device) for name in CONVOLUTIONS},
     "transposed convolutions": transposed,
-    "tiles of a convolution's Gram matrices": gram_tiles,
+    "images of any strides": any_strides,
     "images turned": turned,
-    "sums over images": weighted,
+    "sums over images": sums_over_images,
     "rows": rows,
     "linear layers": linear_layers,
-    "weighted sums": weighted_sums,
+    "sums of rows": sums_of_rows,
     "scales of layer norm": scales_of_layer_norm,
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,
@@ -298,19 +299,10 @@ CHECKS: dict[str, Callable[[str], None]] = {
 
 # program, and the kernel's sides (or depth)
 COMPILED = {
-    **{f"weighted, {depth} at a time": ("weighted", depth) for depth in fused.DEPTHS},
     **{program: (program, 3) for program in ("shifted", "reach")},
     **{program: (program, 1) for program in ("scale", "turned", "added")},
     "reach of rows": ("reach", 1),
 }
-#: positions and whether channels lie last
-GRAMS = {"one tile": (64, True), "several tiles": (256, True), "several tiles of channels first": (256, False)}
-COMPILED |= {
-    f"convolution_gram, {name}, {dtype}": ("convolution_gram", 3) for name in GRAMS for dtype in ("float32", "bfloat16")
-}
-#: outputs and whether channels lie last
-SUMS = {"channels last": (128, True), "few outputs": (64, True), "channels first": (128, False)}
-COMPILED |= {f"weighted_patches, {name}, bfloat16": ("weighted_patches", 3) for name in SUMS}
 
 
 def compile_(name: str, capability: int) -> None:
@@ -318,33 +310,12 @@ def compile_(name: str, capability: int) -> None:
     from clipping.accel import fused_programs  # needs Triton
 
     program, kernel = COMPILED[name]
-    if program == "weighted" and kernel > 64 and capability < 90:
-        return  # it has not the shared memory
     geometry = {"KERNEL": kernel, "STRIDE": 2, "PADDING": 1, "DILATION": 1, "PHASES": min(2, kernel)}
     values = {f"{key}_{axis}": value for key, value in geometry.items() for axis in "HW"} | {"COUNT": 27, "RESTS": 1}
     values |= dict.fromkeys(("BLOCK_T", "BLOCK_N", "BLOCK_C"), fused.TILE)
-    values["BLOCK"] = fused.TILE if program == "shifted" else fused.LINE
-    pointer, shared, options, aligned = "*fp32", 48, {"num_warps": cuda.WARPS}, tuple[str, ...]()
-    if program == "weighted":
-        values |= {"BLOCK_T": kernel, "BLOCK_D": fused.SIDE, "BLOCK_P": fused.SIDE}
-        pointer, shared = "*bf16", 0
-        aligned = tuple(set(fused_programs.weighted.arg_names) - {"count", "each", "positions"})
-    if program in ("convolution_gram", "weighted_patches"):
-        _, case, dtype = name.split(", ")
-        number, last = (GRAMS if program == "convolution_gram" else SUMS)[case]
-        tiles = fused.gram_tiles(number, 256, getattr(torch, dtype), capability // 10, last)
-        values |= {"ALONE": number <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth}
-        if program == "weighted_patches":
-            tiles = cuda._patch_tiles(1024, 1152, number, torch.bfloat16, capability // 10 if last else 0)
-            values |= {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
-        values |= dict.fromkeys(["groups", "x_channel", "g_channel"] if last else ["groups", "x_column", "g_column"], 1)
-        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        pointer, shared = "*fp32" if dtype == "float32" else "*bf16", 0
-        aligned = ("x_", "g_", "channels", "outputs") if last else ()
-    others = ("factors", "parts", "rest", "mean", "rstd", "norms", "out")
-    kinds = dict.fromkeys("xag", pointer) | dict.fromkeys(others, "*fp32")
-    function = getattr(fused_programs, program)
-    compiled(function, capability, kinds, values, aligned=aligned, shared=shared, **options)
+    values["BLOCK"] = fused.TILE if program == "shifted" else cuda.LINE
+    kinds = dict.fromkeys(("x", "g", "parts", "rest", "mean", "rstd", "out"), "*fp32")
+    compiled(getattr(fused_programs, program), capability, kinds, values, shared=48, num_warps=cuda.WARPS)
 
 
 def main(arguments: list[str]) -> dict[str, str | None]:

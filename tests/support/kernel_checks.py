@@ -18,21 +18,34 @@ from interpreter import compiled, interpreted, outcome
 from torch import Tensor
 
 from clipping.accel import cuda
-from clipping.accel.cuda import convolution_norm
-from clipping.rules.base import Route
-from clipping.rules.convolution import ConvolutionWeight
+from clipping.core.dtypes import HALF
+from clipping.numerics.per_sample import POINT
+from clipping.rules.pixel_gram import LINEAR
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def squares(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The squared norms [n] of a function that also returns reaches."""
-    return lambda x, g: norm(x, g, (0.0, 0.0))[:, 0]
+NORMS = (cuda.gram_norms, cuda.gradient_norms)
 
 
-gram_norm, embedding_gram_norm = squares(cuda.gram_norm_and_reach), squares(cuda.embedding_gram_norm_and_reach)
-instantiated_norm = squares(cuda.instantiated_norm_and_reach)
-BOTH = (gram_norm, instantiated_norm)
+def of_rows(norms: Callable[..., Tensor], a: Tensor, g: Tensor, lost: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    """Squared norms and reaches [n, 4] of a linear layer."""
+    return norms(a.mT, g.mT, LINEAR, 1, lost)
+
+
+def gram_norm(a: Tensor, g: Tensor) -> Tensor:
+    return of_rows(cuda.gram_norms, a, g)[:, 0]
+
+
+def gradient_norm(a: Tensor, g: Tensor) -> Tensor:
+    return of_rows(cuda.gradient_norms, a, g)[:, 0]
+
+
+def embedding_gram_norm(ids: Tensor, g: Tensor) -> Tensor:
+    return cuda.embedding_gram_norms(ids, g, (0.0, 0.0))[:, 0]
+
+
+BOTH = (gram_norm, gradient_norm)
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
@@ -70,13 +83,12 @@ def reaches(dtype: torch.dtype, device: str) -> None:
         reach = torch.stack([terms.sum(1), (of_a * lost[0] + of_g * lost[1]).sum(1), terms.square().sum(1)], 1)
         for found in (
             cuda.row_reach(a, g, lost),
-            cuda.gram_norm_and_reach(a, g, lost),
-            cuda.instantiated_norm_and_reach(a, g, lost),
+            *(of_rows(norms, a, g, lost) for norms in NORMS),
         ):
             close(found[:, 1:], reach)
         ids = torch.randint(0, 4, (n, t), device=device)
         ones = torch.stack([of_g.sum(1), (lost[0] + of_g * lost[1]).sum(1), of_g.square().sum(1)], 1)
-        close(cuda.embedding_gram_norm_and_reach(ids, g, lost)[:, 1:], ones)
+        close(cuda.embedding_gram_norms(ids, g, lost)[:, 1:], ones)
         assert cuda.row_reach(a, g, lost)[:, 0].tolist() == [0.0] * n
 
 
@@ -93,14 +105,12 @@ def nothing(device: str) -> None:
     """Sizes of zero: no samples or positions, or an empty gradient."""
     for n, t, d, p in [(0, 3, 2, 2), (2, 0, 2, 2), (2, 3, 0, 2), (2, 3, 2, 0)]:
         a, g = draw(device, torch.float32, n, t, d), draw(device, torch.float32, n, t, p)
-        for found in (gram_norm(a, g), instantiated_norm(a, g)):
+        for found in (norm(a, g) for norm in BOTH):
             assert found.tolist() == [0.0] * n and found.dtype == torch.float32
         close(
             embedding_gram_norm(torch.zeros(n, t, dtype=torch.int64, device=device), g),
             g.double().sum(1).square().sum(1),
         )
-    x = draw(device, torch.float32, 0, 2, 5, 5)
-    assert convolution_norm(x, x, [1, 1], [1, 1], [0, 0], [1, 1], 1).tolist() == []
 
 
 def views(device: str) -> None:
@@ -127,8 +137,9 @@ def autocast(device: str) -> None:
         assert torch.equal(norm(a, g), norm(a.to(narrow), g))
         assert not torch.equal(norm(a, g), norm(a, g.float()))
     x, y = draw(device, torch.float32, 2, 3, 6, 6), draw(device, narrow, 2, 4, 4, 4)
-    options: Any = ([3, 3], [1, 1], [0, 0], [1, 1], 1)
-    assert torch.equal(convolution_norm(x, y, *options), convolution_norm(x.to(narrow), y, *options))
+    options: Any = (([3, 3], [1, 1], [0, 0], [1, 1]), 1, (0.0, 0.0))
+    for norms in NORMS:
+        assert torch.equal(norms(x, y, *options), norms(x.to(narrow), y, *options))
 
 
 def large(dtype: torch.dtype, device: str) -> None:
@@ -138,11 +149,9 @@ def large(dtype: torch.dtype, device: str) -> None:
         close(norm(a, g), squared(a, g))
     ids = torch.zeros(2, 300, dtype=torch.int64, device=device)
     close(embedding_gram_norm(ids, a), a.double().sum(1).square().sum(1))
-    x = a.reshape(2, 2, 15, 20)
-    close(
-        convolution_norm(x, x, [1, 1], [1, 1], [0, 0], [1, 1], 2),
-        squared(x.reshape(4, 300, 1), x.reshape(4, 300, 1)).view(2, 2).sum(1),
-    )
+    x, rows = a.reshape(2, 2, 15, 20), a.reshape(4, 300, 1)
+    for norms in NORMS:
+        close(norms(x, x, POINT, 2, (0.0, 0.0))[:, 0], squared(rows, rows))
 
 
 def ieee(device: str) -> None:
@@ -178,7 +187,6 @@ def beyond_32_bits(device: str) -> None:
     by_sample, by_feature = storage.as_strided((3, 2, 4), (far, 4, 1)), storage.as_strided((2, 4, 3), (4, 1, far))
     ids = torch.zeros(2, 4, dtype=torch.int64, device=device)
     image = storage.as_strided((2, 2, 3, 2), (4, 2, far, 1))
-    options: Any = ([1, 1], [1, 1], [0, 0], [1, 1], 1)
     for view in (a, by_sample, by_feature):
         view.copy_(draw(device, torch.float16, *view.shape))
         for norm in BOTH:
@@ -187,61 +195,17 @@ def beyond_32_bits(device: str) -> None:
     for view in (image, image.transpose(2, 3), image.transpose(1, 2), image.transpose(0, 2)):
         view.copy_(draw(device, torch.float16, *view.shape))
         rows = view.flatten(2).transpose(1, 2)
-        close(convolution_norm(view, view, *options), squared(rows, rows))
-
-
-CONVOLUTIONS: dict[str, tuple[Any, ...]] = {  # C, P, size, kernel, stride, padding, dilation, groups
-    "plain": (3, 5, (7, 6), (3, 3), (1, 1), (0, 0), (1, 1), 1),
-    "same": (4, 6, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1),
-    "strided with a remainder": (4, 6, (8, 7), (2, 2), (3, 2), (0, 0), (1, 1), 1),
-    "everything": (6, 8, (9, 11), (3, 2), (2, 1), (1, 2), (1, 2), 2),
-    "depthwise": (6, 12, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), 6),
-    "pointwise": (20, 17, (4, 5), (1, 1), (1, 1), (0, 0), (1, 1), 1),
-    "one of each": (1, 1, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1), 1),
-    "kernel larger than the image": (2, 3, (3, 2), (5, 5), (1, 1), (2, 2), (1, 1), 1),
-    "padding larger than the kernel": (2, 3, (3, 3), (2, 2), (2, 2), (3, 3), (1, 1), 1),
-    "more than a tile": (9, 70, (5, 5), (3, 3), (1, 1), (1, 1), (1, 1), 1),
-    "one dimension": (4, 6, (11,), (3,), (2,), (1,), (2,), 2),
-}
-
-
-def convolutions(name: str, device: str) -> None:
-    inputs, outputs, size, kernel, stride, padding, dilation, groups = CONVOLUTIONS[name]
-    weight = draw(device, torch.float64, outputs, inputs // groups, *kernel)
-    function = F.conv1d if len(size) == 1 else F.conv2d
-    for dtype in DTYPES if name == "everything" else DTYPES[:1]:
-        x = draw(device, dtype, 2, inputs, *size)
-        shape = function(x.double(), weight, None, stride, padding, dilation, groups).shape
-        g = draw(device, dtype, *shape)
-        options = (list(stride), list(padding), list(dilation), groups)
-        rule = ConvolutionWeight(weight, x.double(), shape[2:], *options)
-        expected = rule.squared_norms(g.double(), Route())
-        close(convolution_norm(x, g, kernel, *options), expected)
-        if len(size) == 2:
-            last, turned = x.to(memory_format=torch.channels_last), g.transpose(2, 3).contiguous().transpose(2, 3)
-            assert torch.equal(
-                convolution_norm(last, turned, kernel, *options), convolution_norm(x, g, kernel, *options)
-            )
+        for norms in NORMS:
+            close(norms(view, view, POINT, 1, (0.0, 0.0))[:, 0], squared(rows, rows))
 
 
 def unread(device: str) -> None:
     """Pixels in no patch, where the stride leaves a remainder, do not affect the norm."""
     x, g = draw(device, torch.float32, 2, 3, 10, 10), draw(device, torch.float32, 2, 4, 3, 3)
-    options: Any = ([2, 2], [3, 3], [0, 0], [1, 1], 1)
-    found = convolution_norm(x, g, *options)
+    options: Any = (([2, 2], [3, 3], [0, 0], [1, 1]), 1, (0.0, 0.0))
+    found = [norms(x, g, *options) for norms in NORMS]
     x[:, :, 9], x[:, :, :, 9] = torch.inf, torch.nan
-    assert torch.equal(convolution_norm(x, g, *options), found)
-
-
-def transposed(device: str) -> None:
-    """A transposed convolution has the weight gradient of a convolution with input and output gradient swapped."""
-    x = draw(device, torch.float64, 2, 4, 5, 5)
-    weight = draw(device, torch.float64, 4, 3, 3, 2).requires_grad_()
-    y = F.conv_transpose2d(x, weight, None, 2, 1, 0, 2)
-    g = draw(device, torch.float64, *y.shape)
-    each = [torch.autograd.grad(y[i], weight, g[i], retain_graph=True)[0].square().sum() for i in range(2)]
-    found = convolution_norm(g.float(), x.float(), [3, 2], [2, 2], [1, 1], [1, 1], 2)
-    close(found, torch.stack(each))
+    assert all(torch.equal(norms(x, g, *options), each) for norms, each in zip(NORMS, found, strict=True))
 
 
 def embeddings(ids_dtype: torch.dtype, device: str) -> None:
@@ -266,60 +230,54 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "every number of blocks": every_number_of_blocks,
     "launched in turn": launched_in_turn,
     "beyond 32 bits": beyond_32_bits,
-    **{f"convolution: {name}": partial(convolutions, name) for name in CONVOLUTIONS},
-    "convolution: what no patch reads": unread,
-    "transposed convolution": transposed,
+    "what no patch reads": unread,
     **{f"embedding, ids of {dtype}": partial(embeddings, dtype) for dtype in (torch.int32, torch.int64)},
 }
 
 
-OPTIONS = {"KERNEL": 3, "STRIDE": 1, "PADDING": 1, "DILATION": 1}
-CONVOLUTION = {f"{name}_{axis}": value for name, value in OPTIONS.items() for axis in "HW"}
+OPTIONS = {"STRIDE": 1, "PADDING": 1, "DILATION": 1, "KERNEL": 3}
+GEOMETRY = {f"{name}_{axis}": value for name, value in OPTIONS.items() for axis in "HW"}
+#: Images of rows of a linear layer, and the arguments that are 1 (which Triton turns into constants)
+ROWS = {name: int("PADDING" not in name) for name in GEOMETRY} | {"height": 1, "out_height": 1}
+LAST, FIRST = ("x_channel", "g_channel"), ("x_column", "g_column")
+Tiled = Callable[..., cuda.Tiles]
 
-
-FEATURES_LAST = ("a_input", "g_output", "ids_position")
-POSITIONS_LAST = ("a_position", "g_position", "ids_position")
-
-# program, dtype, tiles, constants, the arguments that are 1 (which Triton turns into constants), and whether sizes and
-# strides are known to be multiples of 16
-COMPILED: dict[str, tuple[str, torch.dtype, Callable[[int], cuda.Tiles], dict[str, int], tuple[str, ...], bool]] = {}
+# program, dtype, its tiles for a generation, constants, and whether sizes and strides are multiples of 16
+COMPILED: dict[str, tuple[str, torch.dtype, Tiled, dict[str, int], bool]] = {}
 for _dtype in DTYPES:
-    for _dense in (True, False) if _dtype != torch.float32 else (False,):
-        _gram = partial(cuda._gram_tiles, 4096, 4096, _dtype, dense=_dense)
-        _gradient = partial(cuda._gradient_tiles, 4096, 4096, 4096, _dtype, dense=_dense)
-        _how = f"{'dense, ' if _dense else ''}{_dtype}"
-        COMPILED |= {
-            f"gram, {_how}": ("gram", _dtype, _gram, {}, FEATURES_LAST, _dense),
-            f"embedding, {_how}": ("embedding_gram", _dtype, _gram, {}, FEATURES_LAST, _dense),
-            f"instantiated, {_how}": ("instantiated", _dtype, _gradient, {}, FEATURES_LAST, _dense),
-        }
-    _patches = partial(cuda._patch_tiles, 4096, 4096, 4096, _dtype)
-    COMPILED |= {
-        f"gram, positions last, {_dtype}": ("gram", _dtype, _gram, {}, POSITIONS_LAST, False),
-        f"rows, {_dtype}": ("rows", _dtype, lambda _: cuda.BY_ROWS, {}, FEATURES_LAST, False),
-        f"convolution, {_dtype}": ("convolution", _dtype, _gradient, CONVOLUTION, ("x_column", "g_column"), False),
-        f"channels last, {_dtype}": ("convolution", _dtype, _patches, CONVOLUTION, ("x_channel", "g_channel"), False),
-    }
+    for _case, _geometry, _constants in (("linear", LINEAR, ROWS), ("convolution", ((3, 3),), GEOMETRY)):
+        for _layout in ("dense", "channels last", "channels first"):
+            _ones, _dense = dict.fromkeys(FIRST if _layout == "channels first" else LAST, 1), _layout == "dense"
+            for _program, _tiles in (
+                ("gram", partial(cuda._gram_tiles, 4096, 4096)),
+                ("gradient", partial(cuda._gradient_tiles, 4096, 4096, 4096)),
+                ("weighted", partial(cuda._sum_tiles, 4096, 4096, 4096)),
+            ):
+                _tiled = partial(_tiles, _dtype, at_once=_dense, geometry=_geometry)
+                if _dtype in HALF or (not _dense and _program != "weighted"):
+                    _name = f"{_program}, {_case}, {_layout}, {_dtype}"
+                    COMPILED[_name] = (_program, _dtype, _tiled, {**_constants, **_ones}, _dense)
+    for _dense in (True, False) if _dtype in HALF else (False,):
+        _tiled = partial(cuda._gram_tiles, 4096, 4096, _dtype, at_once=_dense)
+        _name = f"embedding, {'dense, ' if _dense else ''}{_dtype}"
+        COMPILED[_name] = ("embedding_gram", _dtype, _tiled, {"g_output": 1, "ids_position": 1}, _dense)
+    COMPILED[f"rows, {_dtype}"] = ("rows", _dtype, lambda **_: cuda.BY_ROWS, {"a_input": 1, "g_output": 1}, False)
+    COMPILED[f"collected, {_dtype}"] = ("collected", _dtype, lambda **_: cuda.BY_ROWS, {}, False)
 
 
 def compile_(name: str, capability: int) -> None:
     """Compile for a GPU of this capability, present or not; no register may spill."""
     from clipping.accel import cuda_programs  # needs Triton
 
-    program, dtype, tiled, constants, ones, dense = COMPILED[name]
-    tiles = tiled(capability // 10)
-    blocks = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
-    if program in ("instantiated", "convolution"):
-        blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
-    values = {**constants, **blocks, "ROWS": cuda.ROWS, "COLUMNS": cuda.COLUMNS * tiles.warps}
-    values |= dict.fromkeys(ones, 1)
+    program, dtype, tiled, constants, dense = COMPILED[name]
+    tiles = tiled(generation=capability // 10)
+    blocks = {"ALONE": 0, "BLOCK": cuda.LINE if program == "collected" else tiles.rows, "BLOCK_K": tiles.depth}
+    values = {**constants, **blocks, **tiles.sides(), "ROWS": cuda.ROWS, "COLUMNS": cuda.COLUMNS * tiles.warps}
     element = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
-    kinds = {"out": "*fp32", "ids": "*i64"} | dict.fromkeys("agx", element)
-    aligned = ("inputs", "outputs", "a_", "g_") if dense else ()  # `cuda._is_dense`, `cuda.rows_at_once`
-    if "x_channel" in ones:
-        aligned = ("x_", "g_", "channels", "outputs")
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    compiled(getattr(cuda_programs, program), capability, kinds, values, aligned=aligned, **options)
+    others = ("out", "squares", "parts", "factors")
+    kinds = {"ids": "*i64"} | dict.fromkeys("agx", element) | dict.fromkeys(others, "*fp32")
+    aligned = ("x_", "g_", "channels", "outputs") if dense else ()  # `cuda.rows_at_once`
+    compiled(getattr(cuda_programs, program), capability, kinds, values, aligned=aligned, **tiles.options())
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
