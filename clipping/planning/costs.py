@@ -42,6 +42,8 @@ MOST_SAMPLES = 64
 SHORTLIST = 3
 CACHES = 32 * 2**20
 """Bytes beyond the caches of any one core."""
+CACHED = 2**17
+"""Bytes of a block that is not halved: it stays in any core's cache."""
 REPEATS = 2
 TURNS = 4
 """Repetitions of the timing of the best ways, so that a disturbance does not stay on record."""
@@ -116,7 +118,7 @@ def measured(rule: Rule, output: Spec) -> Costs:
     formulas = predicted(rule, output, kernels=1.0).norms
     for ghost, way, _ in sorted(formulas, key=formulas.__getitem__):
         if not single or formulas[ghost, way, 0] <= HOPELESS * min(single.values()):
-            single |= _descend(rule, g, ghost, way, clock)
+            single |= _descend(rule, g, ghost, way, clock, whole=count == rule.samples(output))
     # a repeated block stays in cache, so time the best ways again as they will run, in turns
     keys = [key for ghost in (True, False) for key in sorted(_of(single, ghost), key=single.__getitem__)[:SHORTLIST]]
     cold = _clock(device, emptied=True)
@@ -162,17 +164,21 @@ def _run(rule: Rule, g: Tensor, key: Key) -> object:
     return made
 
 
-def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock) -> dict[Key, float]:
-    """Seconds of one sample, from the largest block that fits the workspace, halved while that helps."""
+def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock, *, whole: bool) -> dict[Key, float]:
+    """Seconds of one sample, from the largest block that fits the workspace, halved while that helps.
+
+    If a `whole` batch fits, its block is 0, for no limit: Poisson batches may be a little larger.
+    """
     block = rule.blocks(g, way)[0].stop
+    whole = whole and block == rule.samples(g)
     found: dict[Key, float] = {}
     best = float("inf")
     while True:
         seconds = clock(lambda block=block: rule.norms(g, slice(0, block), way)) / block  # type: ignore[misc]
-        found[ghost, way, block] = seconds
-        if seconds > 1.1 * best or block == 1:
+        found[ghost, way, 0 if whole else block] = seconds
+        if seconds > 1.1 * best or block == 1 or block * rule.work(g, way).workspace <= CACHED:
             return found
-        best = min(best, seconds)
+        best, whole = min(best, seconds), False
         block //= 2
 
 

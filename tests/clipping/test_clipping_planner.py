@@ -320,10 +320,16 @@ def test_measured_costs_have_a_route_of_each_kind():
     rule, output = conv()
     costs = measured(rule, output)
     assert {key[0] for key in costs.norms} == {True, False}
-    assert all(1 <= block <= 4 and seconds > 0 for (_, _, block), seconds in costs.norms.items())
+    assert all(0 <= block < 4 and seconds > 0 for (_, _, block), seconds in costs.norms.items())  # 0: of any size
     assert costs.weight_gradient > 0 and costs.reach > 0 and costs.kept is not None and costs.kept > 0
     assert {way for ghost, way, _ in costs.norms if ghost} <= set(rule.ghosts)
     assert {way for ghost, way, _ in costs.norms if not ghost} <= set(rule.instantiations)
+
+
+def test_a_small_batch_is_one_block_also_if_a_poisson_sample_is_larger():
+    rule, output = LinearWeight(torch.randn(8, 8), torch.randn(16, 3, 8)), Spec(torch.Size((16, 3, 8)), torch.float32)
+    assert {block for _, _, block in measured(rule, output).norms} == {0}
+    assert rule.blocks(torch.randn(23, 3, 8), "gram", 0) == [slice(0, 23)]
 
 
 def test_what_the_formulas_call_hopeless_is_not_timed(monkeypatch):
