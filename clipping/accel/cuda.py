@@ -357,7 +357,7 @@ def _gram_tiles(
         return Tiles(128, 128, _power(features, depth if is_point else 32), 8, 4)
     rows = _power(positions, 64)  # two Gram tiles are in registers at once
     warps = max(rows * dtype.itemsize // 32, _warps(rows, rows, dtype))
-    depth = 16 if dtype == torch.float32 and rows < 64 else depth
+    depth = 16 if dtype == torch.float32 and (is_point or rows < 64) else depth
     return Tiles(rows, rows, _power(features, depth), warps, 4 if large else 3)
 
 
@@ -380,7 +380,8 @@ def _gradient_tiles(
         return Tiles(128, 128, depth, 8, 3 if at_once else 4)
     most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 or not (at_once or is_point) else 128
     rows, columns = _power(outputs, most), _power(inputs, most)
-    return Tiles(rows, columns, depth, _warps(rows, columns, dtype))
+    stages = 2 if dtype == torch.float32 else 3  # addresses of a third would spill
+    return Tiles(rows, columns, depth, _warps(rows, columns, dtype), stages)
 
 
 def _sum_tiles(
@@ -394,7 +395,8 @@ def _sum_tiles(
 ) -> Tiles:
     """For rows that are read at once, as deep as adds little padding: each depth costs a multiplication by a factor."""
     if not at_once or not _is_point(geometry):
-        return _gradient_tiles(positions, inputs, outputs, dtype, generation, at_once, geometry)
+        tiles = _gradient_tiles(positions, inputs, outputs, dtype, generation, at_once, geometry)
+        return tiles if at_once else tiles._replace(warps=8)  # two sums are in registers
     padded = {depth: -(-positions // depth) * depth for depth in DEPTHS}
     depth = next((depth for depth in DEPTHS if padded[depth] <= 1.15 * positions), DEPTHS[-1])
     return Tiles(SIDE, SIDE, depth if _has_room(dtype, generation) else min(depth, 64), 8)
