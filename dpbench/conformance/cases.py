@@ -9,36 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from dpbench.conformance.modules import (
-    Attention,
-    Encoder,
-    FlatBags,
-    HeadFirst,
-    LowRank,
-    ParameterZoo,
-    Penalised,
-    Positions,
-    Recurrent,
-    Residual,
-    Reused,
-    SequenceFirst,
-    Shared,
-    Tied,
-    TwoInputs,
-    Windows,
-)
-from dpbench.conformance.oddities import (
-    ChangedBias,
-    ChangedProduct,
-    ExpandedLike,
-    HiddenLeaf,
-    InTraining,
-    PowerMean,
-    Spectrum,
-)
+from dpbench.conformance import modules as nets
+from dpbench.conformance import oddities
 
 BATCH = 5
-
 
 Setup = tuple[nn.Module, Any, Any, Callable[[Any, Any], Tensor]]
 """(model, inputs, targets, loss_fn)."""
@@ -123,7 +97,7 @@ def _two_inputs(as_dict: bool) -> Any:
     """A model that takes two arguments, by keyword or as a tuple."""
     left, right = torch.randn(BATCH, 3).double(), torch.randn(BATCH, 2).double()
     inputs: Any = {"left": left, "right": right} if as_dict else (left, right)
-    return TwoInputs().double(), inputs, torch.randn(BATCH, 4).double(), squared_error
+    return nets.two_inputs().double(), inputs, torch.randn(BATCH, 4).double(), squared_error
 
 
 def _linear(*shape: int, bias: bool = True) -> Callable[[], Any]:
@@ -148,7 +122,7 @@ def _embedding(padding_idx: int | None) -> Any:
 
 def _as_many_positions() -> Any:
     """T = B: shapes alone do not tell the two dimensions apart."""
-    model, _, _, loss = tokens(nn.Sequential(Positions(), nn.Linear(4, 5)), 5)
+    model, _, _, loss = tokens(nn.Sequential(nets.positions(), nn.Linear(4, 5)), 5)
     return model, torch.randint(0, 7, (BATCH, BATCH)), torch.randint(0, 5, (BATCH, BATCH)), loss
 
 
@@ -162,7 +136,7 @@ def _bags() -> Any:
     """EmbeddingBag over concatenated ids, with offsets; one bag is empty, and the mean ignores padding."""
     ids = torch.randint(0, 7, (BATCH, 4))
     ids[1, 2:], ids[3] = -1, -1
-    return FlatBags().double(), ids, torch.randn(BATCH, 3).double(), squared_error
+    return nets.flat_bags().double(), ids, torch.randn(BATCH, 3).double(), squared_error
 
 
 def _ragged() -> Any:
@@ -203,8 +177,8 @@ CASES = [
     ),
     Case("group norm", lambda: images(nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3), nn.GroupNorm(4, 4), nn.Tanh())),
     Case("group norm 2-D", lambda: images(nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.Tanh(), size=(4,))),
-    Case("residual in place", lambda: images(Residual(), Residual())),
-    Case("reused", lambda: images(Reused(), size=(4,))),
+    Case("residual in place", lambda: images(nets.residual(), nets.residual())),
+    Case("reused", lambda: images(nets.reused(), size=(4,))),
     Case("embedding", lambda: _embedding(None)),
     Case("bag of words", lambda: _bag("sum")),
     Case("bag of words mean", lambda: _bag("mean")),
@@ -212,7 +186,7 @@ CASES = [
     Case("embedding of one id", _one_id),
     Case("embedding padding_idx", lambda: _embedding(3)),
     Case("embedding negative padding_idx", lambda: _embedding(-1)),
-    Case("tied head", lambda: tokens(Tied(), 7)),
+    Case("tied head", lambda: tokens(nets.tied(), 7)),
     Case("keyword inputs", lambda: _two_inputs(True)),
     Case("positional inputs", lambda: _two_inputs(False)),
     Case("frozen first layer", lambda: _frozen(False)),
@@ -229,34 +203,36 @@ CASES = [
     Case("prelu by the fallback", lambda: images(nn.Linear(4, 6), nn.PReLU(6), nn.Linear(6, 2), size=(4,))),
     Case("batch norm in eval mode", lambda: images(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.Tanh())),
     Case("weight norm", lambda: images(weight_norm(nn.Linear(4, 3)), nn.Tanh(), size=(4,))),
-    Case("vision transformer's parameters", lambda: images(ParameterZoo())),
-    Case("positions added in place", lambda: images(ParameterZoo(in_place=True))),
-    Case("positions", lambda: tokens(nn.Sequential(Positions(), nn.Linear(4, 5)), 5)),
-    Case("types without a batch", lambda: tokens(nn.Sequential(Positions(batched=False), nn.Linear(4, 5)), 5)),
+    Case("vision transformer's parameters", lambda: images(nets.ParameterZoo())),
+    Case("positions added in place", lambda: images(nets.ParameterZoo(in_place=True))),
+    Case("positions", lambda: tokens(nn.Sequential(nets.positions(), nn.Linear(4, 5)), 5)),
+    Case("types without a batch", lambda: tokens(nn.Sequential(nets.positions(batched=False), nn.Linear(4, 5)), 5)),
     Case("as many positions as samples", _as_many_positions),
-    Case("windows", lambda: images(Windows(), size=(2, 2, 4))),
-    Case("self attention", lambda: images(Attention(batch_first=True), nn.Tanh(), size=(3, 4))),
-    Case("sequence first attention", lambda: images(Attention(), nn.Tanh(), size=(3, 4))),
-    Case("cross attention", lambda: images(Attention(batch_first=True, kdim=8, vdim=8), nn.Tanh(), size=(3, 4))),
-    Case("lstm", lambda: images(Recurrent(nn.LSTM, num_layers=2, bidirectional=True, batch_first=True), size=(3, 4))),
-    Case("gru", lambda: images(Recurrent(nn.GRU, batch_first=True, bias=False), size=(3, 4))),
-    Case("rnn", lambda: images(Recurrent(nn.RNN, batch_first=True), size=(3, 4))),
-    Case("shared across depth", lambda: images(Shared(), size=(4,))),
-    Case("low rank", lambda: images(LowRank(), nn.Tanh(), size=(3, 4))),
-    Case("penalised", lambda: images(Penalised(), nn.Tanh(), size=(4,))),
-    Case("sequence first", lambda: images(SequenceFirst(), size=(3, 4))),
-    Case("as many steps as samples", lambda: images(SequenceFirst(BATCH), size=(BATCH, 4))),
-    Case("encoder, sequence first", lambda: images(Encoder(), size=(3, 4))),
+    Case("windows", lambda: images(nets.windows(), size=(2, 2, 4))),
+    Case("self attention", lambda: images(nets.attention(batch_first=True), nn.Tanh(), size=(3, 4))),
+    Case("sequence first attention", lambda: images(nets.attention(), nn.Tanh(), size=(3, 4))),
+    Case("cross attention", lambda: images(nets.attention(batch_first=True, kdim=8, vdim=8), nn.Tanh(), size=(3, 4))),
+    Case(
+        "lstm", lambda: images(nets.recurrent(nn.LSTM, num_layers=2, bidirectional=True, batch_first=True), size=(3, 4))
+    ),
+    Case("gru", lambda: images(nets.recurrent(nn.GRU, batch_first=True, bias=False), size=(3, 4))),
+    Case("rnn", lambda: images(nets.recurrent(nn.RNN, batch_first=True), size=(3, 4))),
+    Case("shared across depth", lambda: images(nets.shared(), size=(4,))),
+    Case("low rank", lambda: images(nets.low_rank(), nn.Tanh(), size=(3, 4))),
+    Case("penalised", lambda: images(nets.penalised(), nn.Tanh(), size=(4,))),
+    Case("sequence first", lambda: images(nets.sequence_first(), size=(3, 4))),
+    Case("as many steps as samples", lambda: images(nets.sequence_first(BATCH), size=(BATCH, 4))),
+    Case("encoder, sequence first", lambda: images(nets.encoder(), size=(3, 4))),
     Case("bags of different sizes", _bags),
-    Case("head registered first", lambda: images(HeadFirst(), size=(6,))),
+    Case("head registered first", lambda: images(nets.head_first(), size=(6,))),
     Case("ragged sequences", _ragged),
-    Case("hidden state with a gradient", lambda: images(HiddenLeaf(), size=(4,))),
-    Case("hidden state above a frozen layer", lambda: images(HiddenLeaf(frozen=True), size=(4,))),
-    Case("a layer of training alone", lambda: images(InTraining(), size=(4,))),
-    Case("expanded like the data", lambda: images(ExpandedLike(), nn.Tanh(), size=(4,))),
-    Case("expanded like longer data", lambda: images(ExpandedLike(), nn.Tanh(), size=(3, 4))),
-    Case("a bias changed in place", lambda: images(ChangedBias(), nn.Tanh(), size=(3, 4))),
-    Case("a product changed in place", lambda: images(ChangedProduct(), nn.Tanh(), size=(3, 4))),
-    Case("a spectrum of a parameter", lambda: images(Spectrum(), nn.Tanh(), size=(5, 4))),
-    Case("a power that is a parameter", lambda: images(PowerMean())),
+    Case("hidden state with a gradient", lambda: images(oddities.hidden_leaf(), size=(4,))),
+    Case("hidden state above a frozen layer", lambda: images(oddities.hidden_leaf(frozen=True), size=(4,))),
+    Case("a layer of training alone", lambda: images(oddities.in_training(), size=(4,))),
+    Case("expanded like the data", lambda: images(oddities.expanded_like(), nn.Tanh(), size=(4,))),
+    Case("expanded like longer data", lambda: images(oddities.expanded_like(), nn.Tanh(), size=(3, 4))),
+    Case("a bias changed in place", lambda: images(oddities.changed_bias(), nn.Tanh(), size=(3, 4))),
+    Case("a product changed in place", lambda: images(oddities.changed_product(), nn.Tanh(), size=(3, 4))),
+    Case("a spectrum of a parameter", lambda: images(oddities.spectrum(), nn.Tanh(), size=(5, 4))),
+    Case("a power that is a parameter", lambda: images(oddities.power_mean())),
 ]

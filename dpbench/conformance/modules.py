@@ -1,5 +1,6 @@
 """Small models for the conformance cases, each with a trait of real models that breaks clipping libraries."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,55 +8,56 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Residual(nn.Module):
+class Net(nn.Module):
+    """Named parts, and a forward pass over them.
+
+    Args:
+        forward: (this module, *inputs) -> outputs.
+        parts: name -> a layer, or the values of a parameter.
+    """
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = forward
+        for name, part in parts.items():
+            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.run(self, *inputs, **named)
+
+
+def residual() -> Net:
     """In-place ReLU and in-place residual addition, as in real models."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.norm = nn.GroupNorm(2, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.b(F.relu(self.norm(self.a(x)), inplace=True))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        out = net.b(F.relu(net.norm(net.a(x)), inplace=True))
         out += x
         return F.relu_(out)
 
+    a, b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+    return Net(forward, a=a, b=b, norm=nn.GroupNorm(2, 4))
 
-class Reused(nn.Module):
+
+def reused() -> Net:
     """One layer applied twice: its two gradients add up before the norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(torch.tanh(self.layer(x)))
+    return Net(lambda net, x: net.layer(torch.tanh(net.layer(x))), layer=nn.Linear(4, 4))
 
 
-class Tied(nn.Module):
+def tied() -> Net:
     """A small language model with tied embedding and head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.norm(self.embedding(ids)))
+    embedding, norm, head = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7, bias=False)
+    head.weight = embedding.weight
+    return Net(lambda net, ids: net.head(net.norm(net.embedding(ids))), embedding=embedding, norm=norm, head=head)
 
 
-class TwoInputs(nn.Module):
+def two_inputs() -> Net:
     """Keyword inputs, and a parameter that the loss does not depend on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.unused = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(5, 5)
+    def forward(net: Any, left: Tensor, right: Tensor) -> Tensor:
+        net.unused(left.new_ones(left.shape[0], 5))
+        return net.left(left) * net.right(right)
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        self.unused(left.new_ones(left.shape[0], 5))
-        return self.left(left) * self.right(right)
+    return Net(forward, left=nn.Linear(3, 4), right=nn.Linear(2, 4), unused=nn.Linear(5, 5))
 
 
 class ParameterZoo(nn.Module):
@@ -93,115 +95,96 @@ class ParameterZoo(nn.Module):
         return x - self.token / (1 + self.scale.square().sum())
 
 
-class Positions(nn.Module):
-    """Positions from an embedding table by ids without a batch dimension; token types by ids with one."""
+def positions(batched: bool = True) -> Net:
+    """Positions from an embedding table by ids without a batch dimension; token types by ids with one.
 
-    def __init__(self, batched: bool = True) -> None:
-        super().__init__()
-        self.words, self.positions, self.types = nn.Embedding(7, 4), nn.Embedding(9, 4), nn.Embedding(2, 4)
-        self.norm, self.batched = nn.LayerNorm(4), batched
+    Args:
+        batched: whether the ids of token types have a batch dimension.
+    """
 
-    def forward(self, ids: Tensor) -> Tensor:
-        types = ids.new_zeros(ids.shape if self.batched else (1, ids.shape[1]))
-        x = self.words(ids) + self.types(types)
-        return self.norm(x + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+    def forward(net: Any, ids: Tensor) -> Tensor:
+        types = ids.new_zeros(ids.shape if batched else (1, ids.shape[1]))
+        x = net.words(ids) + net.types(types)
+        return net.norm(x + net.positions(torch.arange(ids.shape[1], device=ids.device)))
+
+    words, places, types = nn.Embedding(7, 4), nn.Embedding(9, 4), nn.Embedding(2, 4)
+    return Net(forward, words=words, positions=places, types=types, norm=nn.LayerNorm(4))
 
 
-class Windows(nn.Module):
+def windows() -> Net:
     """Windows folded into the batch and back, as in Swin; tokens folded into rows, as in GPT-2's Conv1D."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.inside, self.bias = nn.LayerNorm(4), nn.Linear(4, 4), nn.Parameter(torch.randn(2, 4))
-        self.weight, self.shift = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))
-        self.conv = nn.Conv1d(2, 2, 3, padding=1)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        folded = net.norm(torch.tanh(net.inside(x.view(-1, 2, 4))) + net.bias)
+        x = net.conv(folded).view(x.shape)
+        return torch.addmm(net.shift, x.view(-1, 4), net.weight).view(*x.shape[:-1], 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        windows = x.view(-1, 2, 4)
-        windows = self.norm(torch.tanh(self.inside(windows)) + self.bias)
-        x = self.conv(windows).view(x.shape)
-        return torch.addmm(self.shift, x.view(-1, 4), self.weight).view(*x.shape[:-1], 3)
+    inside = {"norm": nn.LayerNorm(4), "inside": nn.Linear(4, 4), "bias": torch.randn(2, 4)}
+    rows = {"weight": torch.randn(4, 3), "shift": torch.randn(3)}
+    return Net(forward, **inside, **rows, conv=nn.Conv1d(2, 2, 3, padding=1))
 
 
-class Attention(nn.Module):
-    """`nn.MultiheadAttention` as self-attention or cross-attention."""
+def attention(**options: Any) -> Net:
+    """`nn.MultiheadAttention` as self-attention or cross-attention.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, **options)
-        self.cross = options.get("kdim") is not None
+    Args:
+        options: of the layer; with `kdim` it is cross-attention.
+    """
+    cross = options.get("kdim") is not None
 
-    def forward(self, x: Tensor) -> Tensor:
-        other = torch.cat((x, x), -1)[:, :2] if self.cross else x
-        mask = torch.ones(x.shape[1], other.shape[1], dtype=torch.bool, device=x.device).triu(1)
-        if not self.attention.batch_first:
-            return self.attention(x.transpose(0, 1), other.transpose(0, 1), other.transpose(0, 1))[0].transpose(0, 1)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        other = torch.cat((x, x), -1)[:, :2] if cross else x
+        if not net.attention.batch_first:
+            return net.attention(x.transpose(0, 1), other.transpose(0, 1), other.transpose(0, 1))[0].transpose(0, 1)
         padding = torch.zeros(other.shape[:2], dtype=torch.bool, device=x.device)
         padding[:, -1] = True
-        need = not self.cross
-        return self.attention(
-            x, other, other, attn_mask=None if self.cross else mask, key_padding_mask=padding, need_weights=need
-        )[0]
+        mask = None if cross else torch.ones(x.shape[1], other.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        return net.attention(x, other, other, attn_mask=mask, key_padding_mask=padding, need_weights=not cross)[0]
+
+    return Net(forward, attention=nn.MultiheadAttention(4, 2, **options))
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer of torch with a head."""
+def recurrent(kind: Any, **options: Any) -> Net:
+    """A recurrent layer of torch with a head.
 
-    def __init__(self, kind: Any, **options: Any) -> None:
-        super().__init__()
-        self.rnn = kind(4, 3, **options)
+    Args:
+        kind: of the layer.
+        options: of the layer.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        out, last = self.rnn(x)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        out, last = net.rnn(x)
         return out if isinstance(last, tuple) else out + last[-1:].transpose(0, 1)[..., :1]
 
+    return Net(forward, rnn=kind(4, 3, **options))
 
-class Shared(nn.Module):
+
+def shared() -> Net:
     """One layer across depth, with its weight read directly, transposed, and by a slice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(F.linear(x, net.weight))
+        x = torch.tanh(x @ net.weight)
+        return F.linear(x, net.weight[:2]) + torch.einsum("bd,pd->bp", x, net.weight[2:])
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(F.linear(x, self.weight))
-        x = torch.tanh(x @ self.weight)
-        return F.linear(x, self.weight[:2]) + torch.einsum("bd,pd->bp", x, self.weight[2:])
+    return Net(forward, weight=torch.randn(4, 4))
 
 
-class LowRank(nn.Module):
+def low_rank() -> Net:
     """LoRA: a frozen layer and a trained product of two thin ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(4, 4).requires_grad_(False)
-        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
+    base = nn.Linear(4, 4).requires_grad_(False)
+    thin = {"down": nn.Linear(4, 2, bias=False), "up": nn.Linear(2, 4, bias=False)}
+    return Net(lambda net, x: net.base(x) + net.up(net.down(x)), base=base, **thin)
 
 
-class Penalised(nn.Module):
+def penalised() -> Net:
     """Adds a term that depends on parameters alone to the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.layer.weight.square().sum()
+    return Net(lambda net, x: net.layer(x) + net.layer.weight.square().sum(), layer=nn.Linear(4, 3))
 
 
-class HeadFirst(nn.Module):
+def head_first() -> Net:
     """Registered in another order than it runs: a backend must not stop at the first registered layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-        self.body = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(x)))
+    return Net(lambda net, x: net.head(torch.tanh(net.body(x))), head=nn.Linear(4, 3), body=nn.Linear(6, 4))
 
 
 class Skipping(nn.Module):
@@ -217,40 +200,35 @@ class Skipping(nn.Module):
         return self.last(torch.tanh(self.sometimes(x)) if self.all_of_it else x)
 
 
-class SequenceFirst(nn.Module):
-    """Time first inside: layers, positions, a token at the end, all on [T, B, d]."""
+def sequence_first(steps: int = 3) -> Net:
+    """Time first inside: layers, positions, a token at the end, all on [T, B, d].
 
-    def __init__(self, steps: int = 3) -> None:
-        super().__init__()
-        self.inside, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
-        self.positions, self.token = nn.Parameter(torch.randn(steps, 1, 4)), nn.Parameter(torch.randn(1, 1, 4))
+    Args:
+        steps: T.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
-        x = torch.cat([x, self.token.repeat(1, x.shape[1], 1)])[1:]
-        x = torch.relu(self.inside(x)) + self.positions
-        return self.head(self.norm(x) * self.positions - self.token).transpose(0, 1)
+        x = torch.cat([x, net.token.repeat(1, x.shape[1], 1)])[1:]
+        x = torch.relu(net.inside(x)) + net.positions
+        return net.head(net.norm(x) * net.positions - net.token).transpose(0, 1)
+
+    layers = {"inside": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 3)}
+    return Net(forward, **layers, positions=torch.randn(steps, 1, 4), token=torch.randn(1, 1, 4))
 
 
-class Encoder(nn.Module):
+def encoder() -> Net:
     """torch's own transformer encoder with its default layout, [T, B, d]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
-        self.embed, self.encoder = nn.Linear(4, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(self.embed(x.transpose(0, 1))).mean(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+    embed, layers = nn.Linear(4, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return Net(lambda net, x: net.encoder(net.embed(x.transpose(0, 1))).mean(0), embed=embed, encoder=layers)
 
 
-class FlatBags(nn.Module):
+def flat_bags() -> Net:
     """An embedding bag with all ids in one row, with offsets."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(7, 4, padding_idx=2), nn.Linear(4, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(net: Any, ids: Tensor) -> Tensor:
         lengths = (ids >= 0).sum(1)
-        return self.head(self.bag(ids[ids >= 0], lengths.cumsum(0) - lengths))
+        return net.head(net.bag(ids[ids >= 0], lengths.cumsum(0) - lengths))
+
+    return Net(forward, bag=nn.EmbeddingBag(7, 4, padding_idx=2), head=nn.Linear(4, 3))

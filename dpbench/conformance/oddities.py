@@ -13,95 +13,85 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpbench.conformance.modules import Net
 
-class HiddenLeaf(nn.Module):
-    """As in wav2vec2: in training, hidden states are set to require a gradient, whatever is trained below them."""
 
-    def __init__(self, frozen: bool = False) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.first.requires_grad_(not frozen)
+def hidden_leaf(frozen: bool = False) -> Net:
+    """As in wav2vec2: in training, hidden states are set to require a gradient, whatever is trained below them.
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+    Args:
+        frozen: whether nothing is.
+    """
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        if net.training:
             x = x.clone()
             x.requires_grad = True
-        return self.head(torch.tanh(self.first(x)))
+        return net.head(torch.tanh(net.first(x)))
+
+    return Net(forward, first=nn.Linear(4, 4).requires_grad_(not frozen), head=nn.Linear(4, 3))
 
 
-class InTraining(nn.Module):
+def in_training() -> Net:
     """A layer used only in training."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.extra, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(net.first(x))
+        return net.head(torch.tanh(net.extra(x)) if net.training else x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.head(torch.tanh(self.extra(x)) if self.training else x)
+    return Net(forward, first=nn.Linear(4, 4), extra=nn.Linear(4, 4), head=nn.Linear(4, 3))
 
 
-class ExpandedLike(nn.Module):
+def expanded_like() -> Net:
     """Parameters expanded to the shape of the data, as in XLM and FlauBERT."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.scale, self.shift = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.layer(x)
+        return x * net.scale.expand_as(x) + net.shift.expand_as(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        return x * self.scale.expand_as(x) + self.shift.expand_as(x)
+    return Net(forward, layer=nn.Linear(4, 3), scale=torch.randn(3), shift=torch.randn(3))
 
 
-class ChangedBias(nn.Module):
+def changed_bias() -> Net:
     """Sets a part of a copy of the bias to zero before its use, as in torchvision's Swin v2."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(4, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = self.qkv.bias.clone()
+    def forward(net: Any, x: Tensor) -> Tensor:
+        bias = net.qkv.bias.clone()
         bias[2:4].zero_()
-        return F.linear(x, self.qkv.weight, bias)
+        return F.linear(x, net.qkv.weight, bias)
+
+    return Net(forward, qkv=nn.Linear(4, 6))
 
 
-class ChangedProduct(nn.Module):
+def changed_product() -> Net:
     """Changes the result of an einsum of activations and a parameter in place, as in Funnel; [T, 4] to [T, 3]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(2, 2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.einsum("btnh,nhd->btd", self.layer(x).unflatten(-1, (2, 2)), self.weight)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = torch.einsum("btnh,nhd->btd", net.layer(x).unflatten(-1, (2, 2)), net.weight)
         x *= 2.0
         x[..., 0] += 1
         return x
 
+    return Net(forward, layer=nn.Linear(4, 4), weight=torch.randn(2, 2, 3))
 
-class Spectrum(nn.Module):
+
+def spectrum() -> Net:
     """A filter over positions by its Fourier transform (GFNet, Hyena): complex values of real parameters; [T, 4]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.filter = nn.Linear(4, 3), nn.Parameter(torch.randn(5, 3))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        product = torch.fft.rfft(net.layer(x), dim=1) * torch.fft.rfft(net.filter, dim=0)
+        return torch.fft.irfft(product, n=5, dim=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(self.layer(x), dim=1) * torch.fft.rfft(self.filter, dim=0)
-        return torch.fft.irfft(spectrum, n=5, dim=1)
+    return Net(forward, layer=nn.Linear(4, 3), filter=torch.randn(5, 3))
 
 
-class PowerMean(nn.Module):
+def power_mean() -> Net:
     """Generalised-mean pooling (GeM): the exponent is a parameter; [4, H, W] to [4]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.p = nn.Conv2d(4, 4, 3), nn.Parameter(torch.tensor([3.0]))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return (net.conv(x).clamp(min=0.1) ** net.p).mean((2, 3)) ** (1 / net.p)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.conv(x).clamp(min=0.1) ** self.p).mean((2, 3)) ** (1 / self.p)
+    return Net(forward, conv=nn.Conv2d(4, 4, 3), p=torch.tensor([3.0]))
 
 
 class Fused(torch.autograd.Function):
@@ -118,15 +108,9 @@ class Fused(torch.autograd.Function):
         return g @ w, g.t() @ x
 
 
-class FusedBeside(nn.Module):
+def fused_beside() -> Net:
     """A custom function beside an ordinary use of the same parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Fused.apply(x, self.layer.weight) + torch.tanh(self.layer(x))
+    return Net(lambda net, x: Fused.apply(x, net.layer.weight) + torch.tanh(net.layer(x)), layer=nn.Linear(4, 3))
 
 
 class FusedLater(nn.Module):
@@ -141,18 +125,16 @@ class FusedLater(nn.Module):
         return Fused.apply(x, self.layer.weight) + self.layer.bias if self.late else self.layer(x)
 
 
-class Forces(nn.Module):
+def forces() -> Net:
     """Outputs the derivative of an energy by the input, [4]: the loss's gradient is a second derivative."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().clone().requires_grad_(True)
-            energy = self.last(torch.tanh(self.first(x))).sum()
+            energy = net.last(torch.tanh(net.first(x))).sum()
             return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    return Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 1))
 
 
 class Mixing(nn.Module):
@@ -167,16 +149,14 @@ class Mixing(nn.Module):
         return self.last(self.how(x) if self.training and self.late else x)
 
 
-class Sorting(nn.Module):
+def sorting() -> Net:
     """Sorts samples by their first number and undoes it, as for packed sequences: a layer has rows in another order."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Tensor:
         order = x[:, 0].argsort(stable=True)
-        return self.last(torch.tanh(self.first(x))[order])[order.argsort()]
+        return net.last(torch.tanh(net.first(x))[order])[order.argsort()]
+
+    return Net(forward, first=nn.Linear(4, 4), last=nn.Linear(4, 3))
 
 
 def by_statistics(x: Tensor) -> Tensor:

@@ -14,19 +14,10 @@ from torch import nn
 
 from clipping import Backend, Flat, Problem, UnsupportedModel
 from clipping.checks.verification import WrongGradient
+from dpbench.conformance import oddities
 from dpbench.conformance.cases import BATCH, squared_error
 from dpbench.conformance.contract import median
 from dpbench.conformance.judging import TOLERANCE, Check, Measured, hold, oracle, placed, worse
-from dpbench.conformance.oddities import (
-    Forces,
-    FusedBeside,
-    FusedLater,
-    Mixing,
-    Sorting,
-    by_detached_mean,
-    by_rolling,
-    by_statistics,
-)
 
 
 def held(make: Callable[[], nn.Module], verify: bool, backend: type[Backend], device: str) -> Measured:
@@ -45,7 +36,7 @@ def held(make: Callable[[], nn.Module], verify: bool, backend: type[Backend], de
     try:
         with backend(model, loss, clip=clip, verify=verify) as b:
             agreement = hold(b(x, y), oracle(setup, clip), TOLERANCE)
-            if isinstance(model, (FusedLater, Mixing)) and not model.late:
+            if isinstance(model, (oddities.FusedLater, oddities.Mixing)) and not model.late:
                 model.late = True
                 agreement = worse(agreement, hold(b(x, y), oracle(setup, clip), TOLERANCE, " of the second step"))
             return Measured(agreement, dict(b.coverage))
@@ -55,16 +46,16 @@ def held(make: Callable[[], nn.Module], verify: bool, backend: type[Backend], de
 
 
 HIDDEN: dict[str, Callable[[], nn.Module]] = {
-    "a custom function beside another use": FusedBeside,
-    "a custom function from the second step on": FusedLater,
-    "a derivative of a derivative": Forces,
+    "a custom function beside another use": oddities.fused_beside,
+    "a custom function from the second step on": oddities.FusedLater,
+    "a derivative of a derivative": oddities.forces,
 }
 MIXING: dict[str, Callable[[], nn.Module]] = {
-    "statistics in training alone": partial(Mixing, by_statistics),
-    "a detached mean": partial(Mixing, by_detached_mean),
-    "rolled by two": partial(Mixing, by_rolling),
-    "rows in another order": Sorting,
-    "from the second step on": partial(Mixing, by_statistics, late=False),
+    "statistics in training alone": partial(oddities.Mixing, oddities.by_statistics),
+    "a detached mean": partial(oddities.Mixing, oddities.by_detached_mean),
+    "rolled by two": partial(oddities.Mixing, oddities.by_rolling),
+    "rows in another order": oddities.sorting,
+    "from the second step on": partial(oddities.Mixing, oddities.by_statistics, late=False),
 }
 REFUSALS: dict[str, Check] = {
     **{name: partial(held, make, False) for name, make in HIDDEN.items()},

@@ -14,7 +14,7 @@ from clipping.core.batches import map_tensors
 from clipping.explain.routes import Cost, Row, explain
 from clipping.planning.planner import Planner
 from dpbench.conformance.cases import CASES, Case, cross_entropy
-from dpbench.conformance.modules import Reused, Tied
+from dpbench.conformance.modules import reused, tied
 
 BACKENDS = {"ghost": "ghost", "instantiate": "fastgradclip", "mixed": "mixed_ghost", "plan": "bk_mixed"}
 BATCH = 3
@@ -105,7 +105,7 @@ def test_an_embedding_adds_up_the_rows_that_were_read():
 
 def test_a_tied_head_has_a_row_for_each_use_and_their_cross_term_in_the_first():
     ids = torch.randint(0, 7, (BATCH, 3))
-    found = explain(Tied(), lambda outputs, _: outputs.square().sum((1, 2)), ids, torch.zeros(BATCH))
+    found = explain(tied(), lambda outputs, _: outputs.square().sum((1, 2)), ids, torch.zeros(BATCH))
     embedding, head = (row for row in found if row.parameter == "embedding.weight")
     assert (embedding.operation, shape_of(embedding)) == ("embedding", (3, 7, 4, 1))
     assert (head.operation, shape_of(head)) == ("linear", (3, 4, 7, 1))
@@ -118,7 +118,7 @@ def test_a_tied_head_has_a_row_for_each_use_and_their_cross_term_in_the_first():
 
 
 def test_a_layer_used_twice_has_its_cross_term_with_the_first_use():
-    found = explain(Reused(), total, torch.randn(BATCH, 4), torch.zeros(BATCH))
+    found = explain(reused(), total, torch.randn(BATCH, 4), torch.zeros(BATCH))
     first, second = (row for row in found if row.parameter == "layer.weight")
     assert (first.operations.ghost, second.operations.ghost) == (2 * (4 + 4) * 2, 2 * (4 + 4))
     assert (first.bytes.ghost, second.bytes.ghost) == (4 * 4, 4 * 2)

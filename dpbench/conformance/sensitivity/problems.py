@@ -4,17 +4,20 @@ Every loss is Σ output·weight with weights from the record, so the record dete
 
 Functions take:
     shape: of the result.
+    d, p, ids: channels of the inputs, and of the outputs; the number of ids.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping import ClipFunction, Flat
+from dpbench.conformance.modules import Net
 from dpbench.conformance.sensitivity import DTYPES
 
 ORDINARY = 8
@@ -131,65 +134,46 @@ def as_image(rows: Tensor, *size: int) -> Tensor:
     return rows.transpose(1, 2).reshape(1, rows.shape[2], *size)
 
 
-class Twice(nn.Module):
+def twice(d: int, p: int) -> Net:
     """A layer with one weight, used once on each half of the positions."""
 
-    def __init__(self, d: int, p: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(d, p, bias=False)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return torch.cat([net.layer(half) for half in x.chunk(2, dim=1)], dim=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.layer(half) for half in x.chunk(2, dim=1)], dim=1)
+    return Net(forward, layer=nn.Linear(d, p, bias=False))
 
 
-class Tied(nn.Module):
+def tied(ids: int, d: int) -> Net:
     """An embedding with its table also as the head."""
-
-    def __init__(self, ids: int, d: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ids, d)
-        self.head = nn.Linear(d, ids, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        output: Tensor = self.head(self.table(ids))
-        return output
+    table, head = nn.Embedding(ids, d), nn.Linear(d, ids, bias=False)
+    head.weight = table.weight
+    return Net(lambda net, ids: net.head(net.table(ids)), table=table, head=head)
 
 
-class Attention(nn.Module):
+def attention(d: int) -> Net:
     """Four heads: the backward pass of a softmax takes a difference before it reaches the projection."""
 
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.projection = nn.Linear(d, 3 * d, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.projection(x).chunk(3, -1))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in net.projection(x).chunk(3, -1))
         return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
+    return Net(forward, projection=nn.Linear(d, 3 * d, bias=False))
 
-class Standardised(nn.Module):
+
+def standardised(d: int, p: int) -> Net:
     """A convolution with zero-mean weight: constant images give only rounding."""
 
-    def __init__(self, d: int, p: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(p, d, 3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = self.weight.flatten(1)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        own = net.weight.flatten(1)
         standard = (own - own.mean(1, keepdim=True)) / own.std(1, keepdim=True)
-        return F.conv2d(x, standard.view_as(self.weight).to(x.dtype))
+        return F.conv2d(x, standard.view_as(net.weight).to(x.dtype))
+
+    return Net(forward, weight=torch.randn(p, d, 3, 3))
 
 
-class Cast(nn.Module):
+def cast(d: int, p: int) -> Net:
     """A linear layer that always multiplies in bfloat16."""
-
-    def __init__(self, d: int, p: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(p, d))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
+    return Net(lambda net, x: F.linear(x.bfloat16(), net.weight.bfloat16()).to(x.dtype), weight=torch.randn(p, d))
 
 
 def power_of_two(numbers: torch.finfo, share: float) -> float:

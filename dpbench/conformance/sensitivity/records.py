@@ -16,23 +16,23 @@ from clipping import Automatic
 from dpbench.conformance.sensitivity import DTYPES
 from dpbench.conformance.sensitivity.problems import (
     ORDINARY,
-    Attention,
     Batch,
-    Cast,
     HardRecord,
     Problem,
     Record,
-    Standardised,
-    Tied,
-    Twice,
     as_image,
+    attention,
     cancelling,
+    cast,
     centred,
     drawn,
     nearly_alike,
     normal,
     ordinary,
     power_of_two,
+    standardised,
+    tied,
+    twice,
 )
 from dpbench.conformance.sensitivity.search import FOUND, KINDS
 
@@ -70,7 +70,7 @@ def _over_tokens(positions: int, layer: Callable[[], nn.Module], numbers: torch.
 
 def _behind_softmax(numbers: torch.finfo) -> Problem:
     """Nearly equal tokens: only rounding returns through the softmax."""
-    return Problem(Attention(16), [ordinary((8, 16), (8, 16), _rows(numbers, 8, 16, 16))])
+    return Problem(attention(16), [ordinary((8, 16), (8, 16), _rows(numbers, 8, 16, 16))])
 
 
 def _over_pixels(
@@ -96,7 +96,7 @@ def _over_uses(numbers: torch.finfo) -> Problem:
         inputs = size * torch.cat([once, once * nearly_alike(spread * little, 1, 1, D, seed=seed + 50)], dim=1)
         words = f"inputs {size:g}, and again but for {spread * little:.0e}, opposite weights of {weight:g}, {seed}"
         records.append(Record(words, inputs, weight * cancelling(2, P, seed)))
-    return Problem(Twice(D, P), [ordinary((2, D), (2, P), records)])
+    return Problem(twice(D, P), [ordinary((2, D), (2, P), records)])
 
 
 def _of_one_id(model: Callable[[], nn.Module], out: int, numbers: torch.finfo) -> Problem:
@@ -261,7 +261,7 @@ RECORDS = [
     HardRecord(
         "cancels in a standardised weight",
         "a gradient that comes to nothing is pulled back to the parameters",
-        partial(_over_pixels, lambda: Standardised(16, P), 16, 5, (P, 3, 3)),
+        partial(_over_pixels, lambda: standardised(16, P), 16, 5, (P, 3, 3)),
     ),
     HardRecord("cancels between uses", "two uses of one weight have opposite gradients", _over_uses),
     HardRecord(
@@ -272,7 +272,7 @@ RECORDS = [
     HardRecord(
         "cancels in a tied table",
         "the same in a table that is the head, too",
-        partial(_of_one_id, lambda: Tied(IDS, 16), IDS),
+        partial(_of_one_id, lambda: tied(IDS, 16), IDS),
     ),
     HardRecord("cancels in a bias", "a bias alone, whose positions cancel", _of_a_bias),
     *(
@@ -295,7 +295,7 @@ RECORDS = [
         lambda numbers: _alike(nn.Linear(16, 1, bias=False), numbers),
     ),
     HardRecord(
-        "alike through a cast", "the same of a weight that is cast", lambda numbers: _alike(Cast(16, 1), numbers)
+        "alike through a cast", "the same of a weight that is cast", lambda numbers: _alike(cast(16, 1), numbers)
     ),
     HardRecord("in common in thousands", "the same of records that are not alike", _in_common),
     HardRecord("one word in thousands", "the same of an embedding", _of_one_word),

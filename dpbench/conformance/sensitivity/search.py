@@ -13,12 +13,12 @@ from dpbench.conformance.sensitivity.problems import (
     HardRecord,
     Problem,
     Record,
-    Twice,
     as_image,
     cancelling,
     nearly_alike,
     normal,
     ordinary,
+    twice,
 )
 
 CHANNELS = 32
@@ -69,7 +69,7 @@ class Point:
     def layer(self) -> nn.Module:
         """The layer of its kind."""
         if self.kind == "twice":
-            return Twice(CHANNELS, CHANNELS)
+            return twice(CHANNELS, CHANNELS)
         if self.kind == "linear":
             return nn.Linear(CHANNELS, CHANNELS, bias=False)
         return nn.Conv2d(CHANNELS, CHANNELS, 3 if self.kind == "convolution" else 1, bias=False)
