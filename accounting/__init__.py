@@ -18,14 +18,7 @@ Functions take:
 """
 
 from accounting.base import Accountant, Guarantee, Kind
-from accounting.calibration import (
-    Calibration,
-    calibrate,
-    calibrate_epochs,
-    calibrate_noise_multiplier,
-    calibrate_sample_rate,
-    calibrate_steps,
-)
+from accounting.calibration import Calibration, calibrate, calibrate_noise_multiplier
 from accounting.composition import Composition, compose, risk
 from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian
 from accounting.registry import ACCOUNTANTS, OF_SCHEMES, VARIANTS, AccountantInfo, load_accountant
@@ -47,10 +40,7 @@ __all__ = [
     "NoAnswer",
     "SubsampledGaussian",
     "calibrate",
-    "calibrate_epochs",
     "calibrate_noise_multiplier",
-    "calibrate_sample_rate",
-    "calibrate_steps",
     "compose",
     "load_accountant",
     "risk",

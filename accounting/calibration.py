@@ -17,15 +17,7 @@ from accounting.inverse import UNKNOWNS, Calibration, Problem
 from accounting.mechanism import ArgumentError, SubsampledGaussian, real, within
 from accounting.registry import load_accountant
 
-__all__ = [
-    "UNKNOWNS",
-    "Calibration",
-    "calibrate",
-    "calibrate_epochs",
-    "calibrate_noise_multiplier",
-    "calibrate_sample_rate",
-    "calibrate_steps",
-]
+__all__ = ["UNKNOWNS", "Calibration", "calibrate", "calibrate_noise_multiplier"]
 
 
 def calibrate(
@@ -96,40 +88,3 @@ def calibrate_noise_multiplier(
     """The smallest noise multiplier whose ε is at most the target; `more` arguments as for `calibrate`."""
     given = {"target_epsilon": target_epsilon, "sample_rate": sample_rate, "steps": steps, "delta": delta}
     return calibrate(accountant, "noise_multiplier", **given, **more).value
-
-
-def calibrate_steps(
-    accountant: Accountant | str,
-    *,
-    target_epsilon: float,
-    noise_multiplier: float,
-    sample_rate: float,
-    delta: float,
-    **more: Any,
-) -> int:
-    """The largest number of steps whose ε is at most the target; `more` arguments as for `calibrate`."""
-    given = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "delta": delta}
-    return calibrate(accountant, "steps", target_epsilon=target_epsilon, **given, **more).steps
-
-
-def calibrate_epochs(accountant: Accountant | str, *, sample_rate: float, **settings: Any) -> float:
-    """`calibrate_steps` times the sample rate.
-
-    Args:
-        settings: the other arguments of `calibrate_steps`.
-    """
-    return calibrate_steps(accountant, sample_rate=sample_rate, **settings) * sample_rate
-
-
-def calibrate_sample_rate(
-    accountant: Accountant | str,
-    *,
-    target_epsilon: float,
-    noise_multiplier: float,
-    steps: float,
-    delta: float,
-    **more: Any,
-) -> float:
-    """The largest sample rate, at most 1, whose ε is at most the target; `more` arguments as for `calibrate`."""
-    given = {"noise_multiplier": noise_multiplier, "steps": steps, "delta": delta}
-    return calibrate(accountant, "sample_rate", target_epsilon=target_epsilon, **given, **more).value

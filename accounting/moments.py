@@ -5,8 +5,8 @@ With μ₀ = N(0, σ²), μ₁ = N(1, σ²), μ = (1 − q)μ₀ + qμ₁, the l
     α(λ) = ln max(E_{z~μ}[(μ/μ₀)^λ], E_{z~μ₀}[(μ₀/μ)^λ]).
 
 The first is the larger, and equals ln A_{λ+1} of `accounting.series`. They add up over adaptive steps (Theorem 2.1),
-and Markov's inequality gives ε = min_λ (Tα(λ) − ln δ)/λ (Theorem 2.2), for every λ > 0. With all λ allowed (`Extended`)
-this is Rényi differential privacy under the classic conversion (`accounting.rdp`).
+and Markov's inequality gives ε = min_λ (Tα(λ) − ln δ)/λ (Theorem 2.2), for every λ > 0. With all λ allowed this is
+Rényi differential privacy under the classic conversion (`rdp:classic`).
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from typing import Any
 
 from accounting.base import Accountant
 from accounting.mechanism import SubsampledGaussian, above
-from accounting.rdp import LARGEST, Rdp
+from accounting.rdp import Rdp
 
 
 class Moments(Accountant):
@@ -27,18 +27,12 @@ class Moments(Accountant):
         ArgumentError: no orders, or one that is not a finite number > 0.
     """
 
-    def __init__(self, orders: Iterable[float] | None = range(1, 33)) -> None:
-        self.orders = None if orders is None else above("orders", 0.0, orders)
-        self._rdp = Rdp("classic", None if self.orders is None else (order + 1 for order in self.orders))
+    def __init__(self, orders: Iterable[float] = range(1, 33)) -> None:
+        self.orders = above("orders", 0.0, orders)
+        self._rdp = Rdp("classic", (order + 1 for order in self.orders))
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         epsilon, found = self._rdp.best(mechanism, steps, delta)
-        order, largest = found - 1.0, found - 1.0 >= (LARGEST if self.orders is None else self.orders[-1])
+        order = found - 1.0
+        largest = order >= self.orders[-1]
         return epsilon, {"order": int(order) if order % 1 == 0 else order, "largest_order_is_best": largest}
-
-
-class Extended(Moments):
-    """ε by the best of all orders λ > 0, up to 2^50."""
-
-    def __init__(self) -> None:
-        super().__init__(orders=None)

@@ -95,10 +95,6 @@ VARIANTS: dict[str, AccountantInfo] = {
         "#882255",
         "x",
     ),
-    "strong:kov": AccountantInfo(
-        "accounting.optimal_composition:Optimal", "optimal composition (Kairouz, Oh and Viswanath 2015)"
-    ),
-    "moments:extended": AccountantInfo("accounting.moments:Extended", "with all orders, whole or not"),
     "rdp:classic": AccountantInfo(
         "accounting.rdp:Rdp", "with the conversion of 2017, as in older tools", arguments={"conversion": "classic"}
     ),

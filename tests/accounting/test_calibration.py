@@ -16,15 +16,13 @@ from accounting import (
     NoAnswer,
     SubsampledGaussian,
     calibrate,
-    calibrate_epochs,
     calibrate_noise_multiplier,
-    calibrate_sample_rate,
-    calibrate_steps,
 )
 
 NAMES = [*ACCOUNTANTS, *VARIANTS]
 QUICK = ["simple", "strong", "moments", "rdp", "gdp", "prv"]
 RUN = {"sample_rate": 0.01, "steps": 10_000, "delta": 1e-5}
+PRICE = {"target_epsilon": 1.26, "noise_multiplier": 4.0, "sample_rate": 0.01, "delta": 1e-5}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,29 +56,28 @@ def test_anywhere_it_is_safe_and_tight(name):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_steps_are_the_last_that_fit(name):
-    steps = calibrate_steps(name, target_epsilon=1.26, noise_multiplier=4.0, sample_rate=0.01, delta=1e-5, tolerance=0)
+    steps = calibrate(name, "steps", **PRICE, tolerance=0).steps
     assert isinstance(steps, int)
     assert epsilon(name, 4.0, 0.01, steps, 1e-5) <= 1.26 < epsilon(name, 4.0, 0.01, steps + 1, 1e-5)
-    rough = calibrate_steps(name, target_epsilon=1.26, noise_multiplier=4.0, sample_rate=0.01, delta=1e-5)
-    assert steps * (1 - 1e-3) - 1 <= rough <= steps
+    assert steps * (1 - 1e-3) - 1 <= calibrate(name, "steps", **PRICE).value <= steps
 
 
 def test_the_price_of_an_accountant():
-    at = {"target_epsilon": 1.26, "noise_multiplier": 4.0, "sample_rate": 0.01, "delta": 1e-5, "tolerance": 0}
-    assert calibrate_steps("moments", **at) == 10_021
-    assert calibrate_steps("pld", **at) == pytest.approx(16_841, abs=4)
-    assert calibrate_epochs("moments", **at) == pytest.approx(100.21)
+    assert calibrate("moments", "steps", **PRICE, tolerance=0).value == 10_021
+    assert calibrate("pld", "steps", **PRICE, tolerance=0).value == pytest.approx(16_841, abs=4)
+    assert calibrate("moments", "epochs", **PRICE, tolerance=0).value == pytest.approx(100.21)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_sample_rate(name):
     at = {"target_epsilon": 3.0, "noise_multiplier": 2.0, "steps": 1000, "delta": 1e-6}
-    q = calibrate_sample_rate(name, **at)
+    q = calibrate(name, "sample_rate", **at).value
     assert epsilon(name, 2.0, q, 1000, 1e-6) <= 3.0 < epsilon(name, 2.0, q * (1 + 1e-3), 1000, 1e-6)
 
 
 def test_the_most_generous_value_is_taken_where_it_meets_the_target():
-    assert calibrate_sample_rate("rdp", target_epsilon=50.0, noise_multiplier=20.0, steps=10, delta=1e-5) == 1.0
+    at = {"target_epsilon": 50.0, "noise_multiplier": 20.0, "steps": 10, "delta": 1e-5}
+    assert calibrate("rdp", "sample_rate", **at).value == 1.0
     for change in ({"sample_rate": 0.0}, {"steps": 0}, {"delta": 1.0}):
         assert calibrate_noise_multiplier("rdp", target_epsilon=1.0, **RUN | change) == 0.0
 
@@ -109,7 +106,7 @@ def test_a_target_out_of_reach_is_one_line(unknown, settings, message):
 
 def test_steps_without_end_are_said_to_be():
     with pytest.raises(NoAnswer, match=r"^1e\+15 steps and more meet ε = 1: ε is \S+ there$"):
-        calibrate_steps("gdp", target_epsilon=1.0, noise_multiplier=1e6, sample_rate=1e-6, delta=1e-5)
+        calibrate("gdp", "steps", target_epsilon=1.0, noise_multiplier=1e6, sample_rate=1e-6, delta=1e-5)
 
 
 def test_a_step_that_costs_nothing_and_ones_that_cost_too_much():
@@ -124,7 +121,7 @@ def test_a_step_that_costs_nothing_and_ones_that_cost_too_much():
 def test_a_flat_curve_is_searched_to_its_end():
     """ε of one step by the moments is 0.41519, and of 453 steps 0.41550."""
     given = {"target_epsilon": 0.4155, "noise_multiplier": 4.3, "sample_rate": 9e-4, "delta": 1.7e-6, "tolerance": 0}
-    steps = calibrate_steps("moments", **given)
+    steps = calibrate("moments", "steps", **given).steps
     assert epsilon("moments", 4.3, 9e-4, steps, 1.7e-6) <= 0.4155 < epsilon("moments", 4.3, 9e-4, steps + 1, 1.7e-6)
     assert steps > 400
 
