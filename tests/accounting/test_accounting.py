@@ -9,7 +9,7 @@ import mpmath
 import pytest
 from spent import answer, by_dp_accounting, epsilon
 
-from accounting import ACCOUNTANTS, VARIANTS, ArgumentError, SubsampledGaussian, load_accountant
+from accounting import ACCOUNTANTS, VARIANTS, SubsampledGaussian, load_accountant
 from accounting.moments import Moments
 from accounting.series import log_moments
 
@@ -172,10 +172,6 @@ def test_the_published_curve_lies_below_what_is_needed():
 
 def test_names():
     assert list(ACCOUNTANTS) == ["simple", "strong", "moments", "rdp", "gdp", "prv", "pld", "best"]
-    with pytest.raises(ValueError, match=r"^expected accountant to be one of simple, strong, .*, got 'nope'$"):
-        load_accountant("nope")
-    with pytest.raises(ArgumentError, match=r"to be 'moments', or another one of .*, got 'momets'$"):
-        load_accountant("momets")
 
 
 HEAVY = {"torch", "numpy", "scipy", "dp_accounting", "opacus", "jax", "pandas", "dpbench"}

@@ -12,7 +12,6 @@ from accounting import load_accountant
 from accounting.banded import coefficients, error
 from accounting.blt import Blt, best
 from accounting.gaussian import epsilon_of_shift
-from accounting.mechanism import ArgumentError
 
 
 def matrix(blt, steps):
@@ -133,17 +132,3 @@ def test_it_holds_for_the_whole_mechanism_with_adaptive_gradients():
     assert 0.1 * claimed < least <= claimed
     straight = c[:, ::3].sum(1) / sigma  # and gradients that do not turn attain it
     assert np.linalg.norm(straight) == pytest.approx(mu)
-
-
-@pytest.mark.parametrize(
-    ("omega", "theta", "apart", "message"),
-    [
-        ((0.6, 0.5), (0.1, 0.2), 1, "omega to be numbers >= 0 with a sum <= 1"),
-        ((math.nan,), (0.1,), 1, "omega to be numbers >= 0"),
-        ((0.5,), (1.0,), 1, r"theta to be 1 numbers in \[0, 1\)"),
-        ((0.5,), (0.1,), 0, "separation to be a whole number >= 1"),
-    ],
-)
-def test_what_the_proof_does_not_hold_for_is_refused(omega, theta, apart, message):
-    with pytest.raises(ArgumentError, match=message):
-        Blt(omega, theta, apart)

@@ -19,10 +19,16 @@ from accounting import (
     NoAnswer,
     SubsampledGaussian,
     audit,
+    calibrate,
+    compose,
+    load_accountant,
 )
+from accounting.blt import Blt
 from accounting.moments import Moments
 from accounting.rdp import Rdp
 from accounting.strong import Strong
+from accounting.tuned import Tuned
+from accounting.varying import guarantee_of_parts
 
 NAMES = [*ACCOUNTANTS, *VARIANTS]
 #: What composes numerically: it may have no answer, and is monotone up to what its grid adds.
@@ -134,25 +140,6 @@ def test_edges_say_why(name):
         assert (got.detail["sampling"], got.detail["adjacency"]) == ("poisson", "add_remove")
 
 
-def test_errors_name_the_argument_in_one_line():
-    for argument, value, expected in [
-        ("sample_rate", 1.5, "in [0, 1], got 1.5"),
-        ("sample_rate", math.nan, "in [0, 1], got nan"),
-        ("noise_multiplier", "4", "to be a number >= 0, got '4'"),
-        ("noise_multiplier", True, "to be a number >= 0, got True"),
-        ("steps", 2.5, "to be a whole number >= 0, got 2.5"),
-        ("steps", math.inf, "to be a whole number >= 0, got inf"),
-        ("delta", 1.1, "in [0, 1], got 1.1"),
-        ("delta", 2**1024, f"in [0, 1], got {2**1024}"),
-    ]:
-        good = {"noise_multiplier": 4.0, "sample_rate": 0.01, "steps": 10, "delta": 1e-5} | {argument: value}
-        with pytest.raises(ValueError) as error:
-            answer("moments", good["noise_multiplier"], good["sample_rate"], good["steps"], good["delta"])
-        assert str(error.value) == f"expected {argument} {expected}"
-        assert isinstance(error.value, ArgumentError)
-        assert error.value.argument == argument
-
-
 def test_numbers_of_any_make():
     plain = answer("moments", 4.0, 0.5, 100, 1e-5).epsilon
     assert answer("moments", np.float64(4), np.float32(0.5), np.int64(100), np.float64(1e-5)).epsilon == plain
@@ -169,21 +156,80 @@ def test_what_is_no_epsilon_is_not_given_out(wrong):
         Broken().epsilon(SubsampledGaussian(4.0, 0.01), steps=10, delta=1e-5)
 
 
-def test_what_an_accountant_is_made_with_is_looked_at():
-    for make, message in [
-        (lambda: Moments([-1, 2]), r"^expected orders to be finite numbers > 0, at least one, got \[-1.0, 2.0\]$"),
-        (lambda: Moments([]), r"^expected orders to be finite numbers > 0, at least one, got \[\]$"),
-        (lambda: Rdp(orders=[1.0, 2.0]), r"^expected orders to be finite numbers > 1, at least one, got"),
-        (lambda: Rdp(orders=["2"]), "^expected orders .* got '2'$"),
-        (lambda: Rdp("classical"), "^expected conversion to be one of improved, classic, got 'classical'$"),
-        (lambda: Strong("exactt"), "^expected step to be one of classical, exact, got 'exactt'$"),
-        (lambda: audit.epsilon_lower_bound(10, 5, 5, -1), r"^expected delta in \[0, 1\], got -1$"),
-        (lambda: audit.epsilon_lower_bound(10, 5, 5, 1e-5, 2), r"^expected confidence in \(0, 1\), got 2$"),
-        (lambda: audit.epsilon_lower_bound(10, 5, 2.5, 1e-5), "^expected correct to be a whole number >= 0, got 2.5$"),
-        (lambda: audit.p_value(10, 5, 6, 1.0, 1e-5), "^expected 0 <= correct <= guesses <= canaries, got 6, 5, 10$"),
-        (lambda: audit.p_value(10, 5, 5, -1.0, 1e-5), r"^expected epsilon in \[0, inf\], got -1.0$"),
-        (lambda: audit.rate_upper_bound(1, 2, 1.0), r"^expected confidence in \(0, 1\), got 1.0$"),
-        (lambda: audit.epsilon_of_mu(math.nan, 0.1), "^expected mu"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            make()
+STEP = SubsampledGaussian(4.0, 0.01)
+RUN = {"delta": 1e-5, "sample_rate": 0.02, "steps": 50}
+
+
+def calibrated(unknown="noise_multiplier", name="rdp", **changes):
+    return calibrate(name, unknown, **RUN | changes)
+
+
+#: How an argument is given -> what is said of it.
+WRONG = [
+    (lambda: SubsampledGaussian(4.0, 1.5), r"sample_rate in \[0, 1\], got 1.5"),
+    (lambda: SubsampledGaussian(4.0, math.nan), r"sample_rate in \[0, 1\], got nan"),
+    (lambda: SubsampledGaussian("4", 0.1), "noise_multiplier to be a number >= 0, got '4'"),
+    (lambda: SubsampledGaussian(True, 0.1), "noise_multiplier to be a number >= 0, got True"),
+    (lambda: SubsampledGaussian(1.0, 0.1, "poison"), "sampling to be one of poisson, .*, got 'poison'"),
+    (lambda: SubsampledGaussian(1.0, 0.1, "truncated_poisson"), "dataset_size under truncated Poisson .*, got None"),
+    (
+        lambda: SubsampledGaussian(1.0, 0.1, max_batch_size=5),
+        "max_batch_size with truncated Poisson sampling only, not with poisson, got 5",
+    ),
+    (lambda: SubsampledGaussian(1.0, 0.1, dataset_size=2.5), "dataset_size to be a whole number >= 1, got 2.5"),
+    (lambda: SubsampledGaussian(1.0, 0.1, group_size=0), "group_size to be a whole number >= 1, got 0"),
+    (lambda: answer("moments", 4.0, 0.01, 2.5, 1e-5), "steps to be a whole number >= 0, got 2.5"),
+    (lambda: answer("moments", 4.0, 0.01, math.inf, 1e-5), "steps to be a whole number >= 0, got inf"),
+    (lambda: answer("moments", 4.0, 0.01, 10, 1.1), r"delta in \[0, 1\], got 1.1"),
+    (lambda: answer("moments", 4.0, 0.01, 10, 2**1024), rf"delta in \[0, 1\], got {2**1024}"),
+    (lambda: load_accountant("nope"), "accountant to be one of simple, strong, .*, got 'nope'"),
+    (lambda: load_accountant("momets"), "accountant to be 'moments', or another one of .*, got 'momets'"),
+    (lambda: Moments([-1, 2]), r"orders to be finite numbers > 0, at least one, got \[-1.0, 2.0\]"),
+    (lambda: Moments([]), r"orders to be finite numbers > 0, at least one, got \[\]"),
+    (lambda: Rdp(orders=[1.0, 2.0]), "orders to be finite numbers > 1, at least one, got .*"),
+    (lambda: Rdp(orders=["2"]), "orders .* got '2'"),
+    (lambda: Rdp("classical"), "conversion to be one of improved, classic, got 'classical'"),
+    (lambda: Strong("exactt"), "step to be one of classical, exact, got 'exactt'"),
+    (lambda: Tuned(0.5), "runs to be a finite number >= 1, got 0.5"),
+    (lambda: Tuned(math.inf), "runs to be a finite number >= 1, got inf"),
+    (lambda: Tuned(True), "runs to be a finite number >= 1, got True"),
+    (lambda: Tuned(3, "fixed"), "distribution to be one of .*, got 'fixed'"),
+    (lambda: Blt((0.6, 0.5), (0.1, 0.2), 1), "omega to be numbers >= 0 with a sum <= 1, got .*"),
+    (lambda: Blt((math.nan,), (0.1,), 1), "omega to be numbers >= 0 .*"),
+    (lambda: Blt((0.5,), (1.0,), 1), r"theta to be 1 numbers in \[0, 1\), got .*"),
+    (lambda: Blt((0.5,), (0.1,), 0), "separation to be a whole number >= 1, got 0"),
+    (lambda: compose("pld", []), r"parts to be at least one, got \(\)"),
+    (lambda: compose("pld", [(STEP, 2.5)]), "steps to be a whole number >= 0, got 2.5"),
+    (lambda: compose("pld", [STEP]), "parts to be pairs of a mechanism and its number of steps, got .*"),
+    (lambda: guarantee_of_parts(Rdp(), [], delta=1e-5), r"parts to be at least one, got \[\]"),
+    (lambda: calibrated(target_epsilon=0), "target_epsilon to be a finite number > 0, got 0"),
+    (lambda: calibrated(target_epsilon=1, sample_rate=2.0), r"sample_rate in \[0, 1\], got 2.0"),
+    (lambda: calibrated(target_epsilon=1, steps=2.5), "steps to be a whole number >= 0, got 2.5"),
+    (lambda: calibrated(target_epsilon=1, tolerance=-1), r"tolerance in \[0, 1\), got -1"),
+    (lambda: calibrated(target_epsilon=1, sampling="poison"), "sampling to be one of .*, got 'poison'"),
+    (lambda: calibrated(target_epsilon=1, name="rpd"), "accountant .* got 'rpd'"),
+    (lambda: calibrated("sigma", target_epsilon=1), "unknown to be one of noise_multiplier, .*, got 'sigma'"),
+    (calibrated, "one target out of target_epsilon, target_advantage, target_tpr, got .*"),
+    (lambda: calibrated(target_epsilon=1, target_tpr=0.5), "one target out of .*"),
+    (lambda: calibrated(target_tpr=0.01), "target_tpr to be above the false positive rate 0.01, got 0.01"),
+    (lambda: calibrated(target_tpr=0.1, fpr=0), r"false_positives in \(0, 1\), got 0"),
+    (lambda: calibrated(target_advantage=1), r"target_advantage in \(0, 1\), got 1.*"),
+    (lambda: audit.epsilon_lower_bound(10, 5, 5, -1), r"delta in \[0, 1\], got -1"),
+    (lambda: audit.epsilon_lower_bound(10, 5, 5, 1e-5, 2), r"confidence in \(0, 1\), got 2"),
+    (lambda: audit.epsilon_lower_bound(10, 5, 2.5, 1e-5), "correct to be a whole number >= 0, got 2.5"),
+    (lambda: audit.p_value(10, 5, 5, -1.0, 1e-5), r"epsilon in \[0, inf\], got -1.0"),
+    (lambda: audit.rate_upper_bound(1, 2, 1.0), r"confidence in \(0, 1\), got 1.0"),
+    (lambda: audit.epsilon_of_mu(math.nan, 0.1), "mu .*"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG, ids=[said[:40] for _, said in WRONG])
+def test_errors_name_the_argument_in_one_line(given, said):
+    with pytest.raises(ArgumentError, match=f"^expected {said}$") as error:
+        given()
+    assert said.startswith(error.value.argument)
+
+
+def test_counts_that_do_not_fit_each_other():
+    with pytest.raises(ValueError, match=r"^expected 0 <= correct <= guesses <= canaries, got 6, 5, 10$"):
+        audit.p_value(10, 5, 6, 1.0, 1e-5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from processor import quick
 from scipy.special import ndtr
 
-from accounting import ACCOUNTANTS, SAMPLINGS, ArgumentError, NoAnswer, SubsampledGaussian, load_accountant
+from accounting import ACCOUNTANTS, SAMPLINGS, NoAnswer, SubsampledGaussian, load_accountant
 from accounting.convolution import Losses, epsilon_of
 from accounting.reductions import epochs_begun, log_truncation
 from accounting.sampling import PROVED, SCHEMES
@@ -326,23 +326,6 @@ def test_more_for_more(sigma, q, steps, delta, scheme, more, change):
         "delta": {"sigma": sigma, "steps": steps, "delta": delta / more},
     }[change]
     assert spent("prv", *scheme, q=q, sizes=sizes, **worse) >= base * (1 - 1e-3) - 1e-12  # the grid's share of ε
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sampling": "poison"}, r"^expected sampling to be one of poisson, truncated_poisson, .*, got 'poison'$"),
-        ({"sampling": "truncated_poisson"}, r"^expected dataset_size under truncated Poisson sampling, got None$"),
-        (
-            {"max_batch_size": 5},
-            r"^expected max_batch_size with truncated Poisson sampling only, not with poisson, got 5$",
-        ),
-        ({"dataset_size": 2.5}, r"^expected dataset_size to be a whole number >= 1, got 2.5$"),
-    ],
-)
-def test_errors_name_the_argument(fields, message):
-    with pytest.raises(ArgumentError, match=message):
-        SubsampledGaussian(1.0, 0.1, **fields)
 
 
 def test_edges_hold_under_every_scheme():

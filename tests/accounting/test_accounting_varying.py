@@ -7,7 +7,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
 from opacus.accountants import RDPAccountant
 
-from accounting import ArgumentError, NoAnswer, SubsampledGaussian, compose, load_accountant, risk, varying
+from accounting import NoAnswer, SubsampledGaussian, compose, load_accountant, risk, varying
 from accounting.audit import epsilon_of_mu
 from accounting.prv import bracket
 from accounting.varying import guarantee_of_parts
@@ -124,19 +124,6 @@ def test_phases_under_other_schemes_and_of_several_samplings():
     assert (found.detail["sampling"], found.detail["adjacency"]) == ("poisson, without_replacement", "replace_one")
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ([], r"^expected parts to be at least one, got \(\)$"),
-        ([(ONE, 2.5)], "^expected steps to be a whole number >= 0, got 2.5$"),
-        ([ONE], "^expected parts to be pairs of a mechanism and its number of steps, got"),
-    ],
-)
-def test_parts_that_are_none(parts, message):
-    with pytest.raises(ArgumentError, match=message):
-        compose("pld", parts)
-
-
 def test_no_noise_in_some_steps_is_no_privacy_and_endless_noise_costs_nothing():
     accountant = load_accountant("prv")
     none, endless = SubsampledGaussian(0.0, 0.02), SubsampledGaussian(math.inf, 0.02)
@@ -153,5 +140,3 @@ def test_what_has_no_bound_says_so():
         guarantee_of_parts(
             load_accountant("prv"), [(ONE, 3), (SubsampledGaussian(1.0, 0.02, sampling="shuffled"), 3)], delta=1e-5
         )
-    with pytest.raises(ArgumentError, match="parts"):
-        guarantee_of_parts(load_accountant("prv"), [], delta=1e-5)
