@@ -3,20 +3,15 @@
 import argparse
 from typing import Any
 
-from accounting import ArgumentError, Calibration, calibrate
+from accounting import Accountant, calibrate
 from accounting.calibration import UNKNOWNS
 from dpbench.cli import privacy
 from dpbench.cli.privacy import Row, number
 from dpbench.errors import UsageError, one_of
 from dpbench.trials.json_text import to_json
 
-#: Unknown -> the settings that it requires.
-_GIVEN = {
-    "noise_multiplier": ("sample_rate", "steps"),
-    "steps": ("sample_rate", "noise_multiplier"),
-    "epochs": ("sample_rate", "noise_multiplier"),
-    "sample_rate": ("noise_multiplier", "steps"),
-}
+#: Two of these are given, for the third.
+_SETTINGS = ("sample_rate", "noise_multiplier", "steps")
 #: Unknown -> the safe direction to round it (True for up, None for none).
 _UP = {"noise_multiplier": True, "steps": None, "epochs": False, "sample_rate": False}
 
@@ -36,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     privacy.add_arguments(parser)
 
 
+@privacy.of_options()
 def run(args: argparse.Namespace) -> int:
     """Print a row for each accountant; 0, or 1 if none has an answer."""
     unknown = one_of("what to solve for", args.solve.replace("-", "_"), UNKNOWNS)
@@ -46,11 +42,21 @@ def run(args: argparse.Namespace) -> int:
     if args.delta is None:
         raise UsageError("--delta", "none")
     delta = number("delta", args.delta)
-    try:
-        settings = {**target, **given, "delta": delta, **scheme}
-        rows = [_row(name, args, unknown, settings) for name in privacy.in_turn(names)]
-    except ArgumentError as error:
-        raise privacy.usage(error) from error
+
+    def answer(accountant: Accountant) -> Row:
+        found = calibrate(accountant, unknown, **target, **given, delta=delta, **scheme)
+        return {
+            "noise_multiplier": found.mechanism.noise_multiplier,
+            "sample_rate": found.mechanism.sample_rate,
+            "steps": found.steps,
+            "epochs": found.epochs,
+            "epsilon": found.guarantee.epsilon,
+            "kind": found.guarantee.kind,
+            "detail": {**found.guarantee.detail, "seconds": found.seconds, "evaluations": found.evaluations},
+        }
+
+    known = {name: given.get(name) for name in ("noise_multiplier", "sample_rate", "steps", "epochs")}
+    rows = privacy.rows(names, args, answer, **known)
     table = _table(rows, unknown, words, delta, given, scheme, privacy.more(args))
     print(to_json(rows) if args.format == "json" else table)
     return int(all(row["epsilon"] is None for row in rows))
@@ -76,37 +82,16 @@ def _target(args: argparse.Namespace) -> tuple[dict[str, float], str]:
 
 def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
     """The settings other than the unknown."""
+    needed = [name for name in _SETTINGS if name != unknown and (name, unknown) != ("steps", "epochs")]
     texts = {**privacy.length(args), "noise_multiplier": args.noise_multiplier, "epochs": None}
     if args.epochs is not None and unknown != "noise_multiplier":
         raise UsageError(f"no --epochs when solving for {unknown.replace('_', '-')}", args.epochs)
     for name, text in texts.items():
         option = f"--{name.replace('_', '-')}"
-        if (text is None) == (name in _GIVEN[unknown]):
+        if (text is None) == (name in needed):
             what = "" if text is None else "no "
             raise UsageError(f"{what}{option} when solving for {unknown.replace('_', '-')}", text or "none")
-    return {name: number(name, texts[name]) for name in _GIVEN[unknown]}
-
-
-def _row(name: str, args: argparse.Namespace, unknown: str, given: dict[str, Any]) -> Row:
-    """One accountant's answer; without one, the unknown and `epsilon` are None, and `detail` has the reason."""
-    known = {field: given.get(field) for field in ("noise_multiplier", "sample_rate", "steps")}
-    row: Row = {"accountant": name, **known, "epochs": None, "epsilon": None, "kind": None}
-    try:
-        with privacy.answering(name):
-            accountant = privacy.asked(name, args)
-            row["kind"] = accountant.kind
-            found: Calibration = calibrate(accountant, unknown, **given)
-    except privacy.CANNOT as error:
-        return row | {"detail": privacy.failed(error)}
-    return row | {
-        "noise_multiplier": found.mechanism.noise_multiplier,
-        "sample_rate": found.mechanism.sample_rate,
-        "steps": found.steps,
-        "epochs": found.epochs,
-        "epsilon": found.guarantee.epsilon,
-        "kind": found.guarantee.kind,
-        "detail": {**found.guarantee.detail, "seconds": found.seconds, "evaluations": found.evaluations},
-    }
+    return {name: number(name, texts[name]) for name in needed}
 
 
 def _table(

@@ -87,24 +87,18 @@ def run(args: argparse.Namespace) -> int:
     failed = [row for row in rows if _fails(row, limits)]
     for line in _said(differ, told, only_a, only_b, left_out):
         streams.say(line)
-    if args.format == "json":
-        print(
-            to_json(
-                {
-                    "a": str(paths[0]),
-                    "b": str(paths[1]),
-                    "differences": [dict(zip(("fact", "a", "b"), item, strict=True)) for item in differ],
-                    "warnings": told,
-                    "cells": [asdict(row) for row in rows],
-                    "only_in_a": only_a,
-                    "only_in_b": only_b,
-                    "left_out": {reason: count for reason, count in left_out.items() if count},
-                    "failed": len(failed),
-                }
-            )
-        )
-    else:
-        print("\n".join(_table(rows, paths, failed)))
+    answer = {
+        "a": str(paths[0]),
+        "b": str(paths[1]),
+        "differences": [dict(zip(("fact", "a", "b"), item, strict=True)) for item in differ],
+        "warnings": told,
+        "cells": [asdict(row) for row in rows],
+        "only_in_a": only_a,
+        "only_in_b": only_b,
+        "left_out": {reason: count for reason, count in left_out.items() if count},
+        "failed": len(failed),
+    }
+    print(to_json(answer) if args.format == "json" else "\n".join(_table(rows, paths, failed)))
     return 1 if failed else 0
 
 

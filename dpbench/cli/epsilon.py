@@ -21,7 +21,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from accounting import ArgumentError, compose
+from accounting import Accountant, compose
 from accounting.varying import Part
 from dpbench.cli import privacy
 from dpbench.cli.privacy import Row, number
@@ -57,18 +57,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     privacy.add_arguments(parser)
 
 
+@privacy.of_options()
 def run(args: argparse.Namespace) -> int:
     """Print a row for each accountant; 0, or 1 if none has an answer."""
     suffix = _suffix(args)
-    try:
-        parts, delta_text = _read_phases(args) if args.phases else ([privacy.part(args)], args.delta)
-        if delta_text is None:
-            raise UsageError("--delta", "nothing")
-        delta = number("delta", delta_text)
-        names = privacy.accountants(args.accountant, *parts[0][0].scheme)
-        rows = [_row(name, args, parts, delta) for name in privacy.in_turn(names)]
-    except ArgumentError as error:
-        raise privacy.usage(error) from error
+    parts, delta_text = _read_phases(args) if args.phases else ([privacy.part(args)], args.delta)
+    if delta_text is None:
+        raise UsageError("--delta", "nothing")
+    delta = number("delta", delta_text)
+
+    def answer(accountant: Accountant) -> Row:
+        composition = compose(accountant, parts)
+        found = composition.guarantee(delta=delta)
+        row: Row = {"epsilon": found.epsilon, "kind": found.kind, "detail": dict(found.detail)}
+        if args.risk and found.kind == "upper_bound":
+            row["risk"] = composition.risk(delta=delta)
+        return row
+
+    rows = privacy.rows(privacy.accountants(args.accountant, *parts[0][0].scheme), args, answer)
     print(to_json(rows) if args.format == "json" else _table(rows, parts, delta, privacy.more(args)))
     if suffix:
         _draw(Path(args.output), suffix, parts, rows, delta)
@@ -81,23 +87,6 @@ def _suffix(args: argparse.Namespace) -> str:
     if not args.risk or args.tuned is not None:
         raise UsageError("--output with --risk, and of one run", args.output)
     return one_of("a suffix of --output", Path(args.output).suffix.removeprefix("."), _PICTURES)
-
-
-def _row(name: str, args: argparse.Namespace, parts: list[Part], delta: float) -> Row:
-    """One accountant's answer; without one, `epsilon` is None and `detail` has the reason."""
-    kind = None
-    try:
-        with privacy.answering(name):
-            accountant = privacy.asked(name, args)
-            kind = accountant.kind
-            composition = compose(accountant, parts)
-            answer = composition.guarantee(delta=delta)
-            row = {"accountant": name, "epsilon": answer.epsilon, "kind": answer.kind, "detail": dict(answer.detail)}
-            if args.risk and answer.kind == "upper_bound":
-                row["risk"] = composition.risk(delta=delta)
-            return row
-    except privacy.CANNOT as error:
-        return {"accountant": name, "epsilon": None, "kind": kind, "detail": privacy.failed(error)}
 
 
 def _table(rows: list[Row], parts: list[Part], delta: float, more: list[str]) -> str:

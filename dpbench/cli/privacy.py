@@ -14,7 +14,7 @@ import decimal
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accounting import (
@@ -158,13 +158,6 @@ def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> l
     return [*made, *ACCOUNTANTS]
 
 
-def in_turn(names: Sequence[str]) -> Iterator[str]:
-    """Yield the names, and show the current one on the terminal's last line, since some take many seconds."""
-    for index, name in enumerate(names, start=1):
-        streams.tell(f"{name}, {index} of {len(names)} accountants")
-        yield name
-
-
 def _load(name: str) -> Accountant:
     """An accountant by its name, or the user's own, ``path/file.py:Class``."""
     if ".py:" not in name:
@@ -177,19 +170,39 @@ def _load(name: str) -> Accountant:
     return found
 
 
-def answering(name: str) -> contextlib.AbstractContextManager[None]:
-    """Run an accountant: whatever one of the user's own raises, but for the errors of accountants, is one line."""
-    if ".py:" not in name:
-        return contextlib.nullcontext()
-    return their_code(f"an answer of {name}", but=(*CANNOT, ArgumentError, UsageError))
+def rows(
+    names: Sequence[str], args: argparse.Namespace, answer: Callable[[Accountant], Row], **known: Any
+) -> list[Row]:
+    """Each accountant's row; without an answer, `epsilon` is None and `detail` has the reason.
+
+    The terminal's last line names the current accountant, since some take many seconds. Whatever one of the user's own
+    raises, but for the errors of accountants, is one line.
+
+    Args:
+        answer: returns an accountant's fields of its row.
+        known: fields of every row.
+    """
+    found: list[Row] = []
+    for index, name in enumerate(names, start=1):
+        streams.tell(f"{name}, {index} of {len(names)} accountants")
+        own = their_code(f"an answer of {name}", but=(*CANNOT, ArgumentError, UsageError))
+        row: Row = {"accountant": name, **known, "epsilon": None, "kind": None}
+        try:
+            with own if ".py:" in name else contextlib.nullcontext():
+                accountant = _asked(name, args)
+                row["kind"] = accountant.kind
+                row |= answer(accountant)
+        except CANNOT as error:
+            row["detail"] = _failed(error)
+        found.append(row)
+    return found
 
 
-def asked(name: str, args: argparse.Namespace) -> Accountant:
+def _asked(name: str, args: argparse.Namespace) -> Accountant:
     """The accountant of a row: by its name, or, if requested, for the best of several runs.
 
     Raises:
-        UsageError: of `_load`, or --tuned-by without --tuned.
-        ArgumentError: an invalid number of runs.
+        UsageError: of `_load`, --tuned-by without --tuned, or an invalid number of runs.
         NoAnswer: tuned runs, and an accountant without a bound for them.
     """
     if args.tuned is None:
@@ -217,12 +230,16 @@ def number(name: str, text: str) -> float:
         raise UsageError(f"--{name.replace('_', '-')} to be a number", text) from None
 
 
-def usage(error: ArgumentError) -> UsageError:
-    """The same error, with the option's name in place of the argument's."""
-    return UsageError(f"--{error.argument.replace('_', '-')} {error.expected}", error.came)
+@contextlib.contextmanager
+def of_options() -> Iterator[None]:
+    """Name the option in an error of an argument."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise UsageError(f"--{error.argument.replace('_', '-')} {error.expected}", error.came) from error
 
 
-def failed(error: BaseException) -> dict[str, str]:
+def _failed(error: BaseException) -> dict[str, str]:
     """The detail of a row without a number."""
     text = " ".join(str(error).split()) or type(error).__name__
     return {"reason": text if isinstance(error, NoAnswer) else f"{type(error).__name__}: {text}"}

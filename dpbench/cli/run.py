@@ -29,21 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="local: processes of this machine; ray: tasks of a Ray cluster (extra [ray]); slurm: a job array "
         "(extra [slurm])",
     )
-    group.add_argument(
-        "--address", metavar="HOST:PORT", help="ray: the cluster to join, or auto (default: start one here)"
-    )
-    group.add_argument("--cpus", metavar="N", type=int, help="CPUs of a trial that runs alone (default: all of a node)")
-    group.add_argument(
-        "--gpu-type",
-        metavar="TYPE",
-        help="on CUDA: the cluster's name for the GPU type (A100); with slurm, --device auto is then cuda",
-    )
-    group.add_argument("--partition", metavar="NAME", help="slurm: the partition")
-    group.add_argument(
-        "--time", metavar="MINUTES", type=int, help="slurm: time limit of a job, which is then submitted again"
-    )
-    group.add_argument("--jobs", metavar="N", type=int, help="slurm: number of jobs at once (16)")
-    group.add_argument("--cluster", metavar="NAME", help="slurm: `local` runs the jobs on this machine, by submitit")
+    for name, option in OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, metavar=option.metavar, type=option.kind, help=option.help)
     parser.add_argument(
         "--wait", action="store_true", help="for another run with the same folder to end, instead of refusing"
     )

@@ -5,21 +5,35 @@ Plan, records and resume are the same on all. Ray or SLURM schedules, queues and
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dpbench.errors import UsageError, one_of
 
 EXECUTORS = ("local", "ray", "slurm")
-#: Option of a cluster -> the executors that take it.
-_TAKEN_BY = {
-    "address": ("ray",),
-    "cpus": ("ray", "slurm"),
-    "gpu_type": ("ray", "slurm"),
-    "partition": ("slurm",),
-    "time": ("slurm",),
-    "jobs": ("slurm",),
-    "cluster": ("slurm",),
+
+
+class Option(NamedTuple):
+    """An option of a cluster: the executors that take it, a name for its value, help, and the type of its value."""
+
+    executors: tuple[str, ...]
+    metavar: str
+    help: str
+    kind: type = str
+
+
+OPTIONS = {
+    "address": Option(("ray",), "HOST:PORT", "ray: the cluster to join, or auto (default: start one here)"),
+    "cpus": Option(("ray", "slurm"), "N", "CPUs of a trial that runs alone (default: all of a node)", int),
+    "gpu_type": Option(
+        ("ray", "slurm"),
+        "TYPE",
+        "on CUDA: the cluster's name for the GPU type (A100); with slurm, --device auto is then cuda",
+    ),
+    "partition": Option(("slurm",), "NAME", "slurm: the partition"),
+    "time": Option(("slurm",), "MINUTES", "slurm: time limit of a job, which is then submitted again", int),
+    "jobs": Option(("slurm",), "N", "slurm: number of jobs at once (16)", int),
+    "cluster": Option(("slurm",), "NAME", "slurm: `local` runs the jobs on this machine, by submitit"),
 }
-OPTIONS = tuple(_TAKEN_BY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +61,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         one_of("an executor", self.name, EXECUTORS)
-        for option, takers in _TAKEN_BY.items():
-            if getattr(self, option) is not None and self.name not in takers:
-                flag = option.replace("_", "-")
-                raise UsageError(f"--{flag} with --executor {' or '.join(takers)}", f"--executor {self.name}")
-        for option in ("cpus", "time", "jobs"):
-            value = getattr(self, option)
-            if value is not None and value < 1:
-                raise UsageError(f"at least 1 for --{option}", value)
-        for option in ("address", "gpu_type", "partition", "cluster"):
-            if getattr(self, option) == "":
-                raise UsageError(f"a name after --{option.replace('_', '-')}", "")
+        for name, option in OPTIONS.items():
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            if value is not None and self.name not in option.executors:
+                raise UsageError(f"{flag} with --executor {' or '.join(option.executors)}", f"--executor {self.name}")
+            if isinstance(value, int) and value < 1:
+                raise UsageError(f"at least 1 for {flag}", value)
+            if value == "":
+                raise UsageError(f"a name after {flag}", "")
         if self.cluster is not None:
             one_of("a --cluster of --executor slurm", self.cluster, ("slurm", "local"))
