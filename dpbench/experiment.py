@@ -19,6 +19,7 @@ import itertools
 import json
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,6 +154,18 @@ class Experiment:
             if (why := _flaw_of(cell)) is not None:
                 raise UsageError(f"trials that can be recorded in {name} of {self.name}", why)
         return cells
+
+
+def experiment_of(module: str, **settings: Any) -> Experiment:
+    """The experiment of a module with `cells`, `smoke` and a docstring, with the module's name.
+
+    Args:
+        module: its ``__name__``.
+        settings: other arguments of `Experiment`.
+    """
+    given = sys.modules[module]
+    name = module.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    return Experiment(name=name, doc=given.__doc__ or "", cells=given.cells, smoke=given.smoke, **settings)
 
 
 def check_rounds(rounds: Any, what: str) -> None:

@@ -3,7 +3,7 @@
 One trial a model, in which all variants take turns in one process. Most of these optimisations run on a CPU only.
 """
 
-from dpbench.experiment import CONVNEXT, GPT2, VIT, Excerpt, Experiment, grid
+from dpbench.experiment import CONVNEXT, GPT2, VIT, Excerpt, experiment_of, grid
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OWN_VARIANTS
 
@@ -23,11 +23,8 @@ def smoke(device: str) -> list[OverheadTrial]:
     return grid(OverheadTrial, model="cnn", **few)
 
 
-EXPERIMENT = Experiment(
-    name="ablation",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("overhead",),
     excerpts={

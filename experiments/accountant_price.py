@@ -3,7 +3,7 @@
 Steps at σ = 4, noise at T = 10⁴, δ = 1e-5, as in Abadi et al. 2016, where ε is 1.26.
 """
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.trials import CalibrationTrial
 
 ACCOUNTANTS = ["simple", "strong", "moments", "rdp", "gdp", "pld", "prv"]
@@ -26,6 +26,4 @@ def smoke(device: str) -> list[CalibrationTrial]:
     return _price([1.26, 5.0])
 
 
-EXPERIMENT = Experiment(
-    name="accountant_price", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("accountant_price",)
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("accountant_price",))

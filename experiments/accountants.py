@@ -5,7 +5,7 @@ valid bounds are `strong` and `simple` with exact amplification, `strong:exact` 
 the later accountants. The Gaussian limit is an estimate, and the lower bound is certified.
 """
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.trials import EpsilonTrial
 
 SAMPLE_RATE = 0.01
@@ -26,6 +26,4 @@ def smoke(device: str) -> list[EpsilonTrial]:
     return _curves([1, 100, 400])
 
 
-EXPERIMENT = Experiment(
-    name="accountants", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("epsilon_epochs",)
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("epsilon_epochs",))

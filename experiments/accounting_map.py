@@ -1,6 +1,6 @@
 """Every accountant over a grid of (q, σ, T, δ): time, failures, distance from the lower bound."""
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.trials import MapTrial
 
 ACCOUNTANTS = ["simple", "strong", "moments", "rdp", "gdp", "pld", "prv", "prv:lower"]
@@ -22,6 +22,4 @@ def smoke(device: str) -> list[MapTrial]:
     return _over([0.01, 1.0], [1.0, 5.0], [10_000], [1e-5])
 
 
-EXPERIMENT = Experiment(
-    name="accounting_map", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("accounting_map",)
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("accounting_map",))

@@ -1,6 +1,6 @@
 """ε along each of σ, q and δ, with the rest as in Abadi et al. 2016: q = 0.01, σ = 4, T = 10⁴, δ = 1e-5."""
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.trials import SweepTrial
 
 BASE = {"sample_rate": 0.01, "noise_multiplier": 4.0, "delta": 1e-5, "steps": 10_000}
@@ -30,6 +30,4 @@ def smoke(device: str) -> list[SweepTrial]:
     return _sweep({name: values[::6] for name, values in AXES.items()})
 
 
-EXPERIMENT = Experiment(
-    name="accounting_sweeps", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("epsilon_sweeps",)
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("epsilon_sweeps",))

@@ -6,7 +6,7 @@ a momentum of 0.9. Every optimizer has five learning rates, a factor of two apar
 is not accounted. AdamBC has its own floor, and for the linear models also two fixed ones, as in the paper.
 """
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.training import AdamTrial
 
 EPSILONS, SEEDS = [8.0, 2.0], [0, 1, 2, 3, 4]
@@ -34,4 +34,4 @@ def smoke(device: str) -> list[AdamTrial]:
     return grid(AdamTrial, network="linear", target_epsilon=8.0, optimizer=optimizers, lr=0.03, epochs=2, seed=0)
 
 
-EXPERIMENT = Experiment(name="adam_bias", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("adam_bias",))
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("adam_bias",))

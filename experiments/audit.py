@@ -11,7 +11,7 @@ say little.
 
 from typing import Any
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.training import FAULTS, FORMS, AuditTrial
 
 BACKENDS = ["microbatch", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
@@ -33,4 +33,4 @@ def smoke(device: str) -> list[AuditTrial]:
     return grid(AuditTrial, fault=["", "no_noise"], device="cpu")
 
 
-EXPERIMENT = Experiment(name="audit", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("audit",))
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("audit",))

@@ -7,7 +7,7 @@ Sequences have 100 tokens, the padded length of E2E; the figure does not give it
 
 from typing import Any
 
-from dpbench.experiment import Cell, Experiment, MaxBatch, grid
+from dpbench.experiment import Cell, MaxBatch, experiment_of, grid
 from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
 
 BUDGET = 40 * 2**30
@@ -52,6 +52,4 @@ def smoke(device: str) -> list[Cell]:
     return [*few, _search(device, "vgg11", "bk_mixed", 2**30, 16, image_size=224, data="synthetic")]
 
 
-EXPERIMENT = Experiment(
-    name="book_keeping", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("beside_papers", "claims")
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("beside_papers", "claims"))

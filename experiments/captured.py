@@ -7,7 +7,7 @@ that `torch.compile` takes. A loop over the experts that have tokens is no progr
 """
 
 from dpbench.conformance.coverage import COMPILED, LOOP, CoverageTrial, models
-from dpbench.experiment import Excerpt, Experiment
+from dpbench.experiment import Excerpt, experiment_of
 
 BACKENDS = (f"bk_mixed{COMPILED}",)
 
@@ -25,11 +25,8 @@ def smoke(device: str) -> list[CoverageTrial]:
     return [cell for cell in cells(device) if cell.model in ("timm:test_vit", "tiny:causal/gpt2")]
 
 
-EXPERIMENT = Experiment(
-    name="captured",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("coverage", "coverage_reasons"),
     excerpts={

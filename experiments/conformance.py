@@ -6,7 +6,7 @@ sum. A peer that cannot be imported is left out, with its reason.
 
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
-from dpbench.experiment import Excerpt, Experiment, grid
+from dpbench.experiment import Excerpt, experiment_of, grid
 from dpbench.trials.backends import OURS, PEERS
 
 CLIPPING = [name for name in (*OURS, *PEERS) if name != "nonprivate"]
@@ -26,11 +26,8 @@ def smoke(device: str) -> list[ConformanceTrial | SensitivityTrial]:
     ]
 
 
-EXPERIMENT = Experiment(
-    name="conformance",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("scorecard",),
     excerpts={

@@ -6,7 +6,7 @@ kind of noise; this choice is not accounted. A BLT takes batches in the same ord
 DP-SGD baseline does too: there is no amplification, and the adjacency differs.
 """
 
-from dpbench.experiment import Excerpt, Experiment, grid
+from dpbench.experiment import Excerpt, experiment_of, grid
 from dpbench.training import CorrelatedTrial
 
 EPSILONS, SEEDS = [1.0, 2.0, 8.0], [0, 1, 2, 3, 4]
@@ -29,11 +29,8 @@ def smoke(device: str) -> list[CorrelatedTrial]:
     return grid(CorrelatedTrial, network="linear", target_epsilon=8.0, noise=noise, batch_size=64, epochs=2, seed=0)
 
 
-EXPERIMENT = Experiment(
-    name="correlated_noise",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("correlated",),
     excerpts={

@@ -5,7 +5,7 @@ lists the models.
 """
 
 from dpbench.conformance.coverage import CoverageTrial, models
-from dpbench.experiment import Excerpt, Experiment
+from dpbench.experiment import Excerpt, experiment_of
 
 BACKENDS = ("bk_mixed", "ghost", "opacus_hooks", "opacus_ghost")
 
@@ -23,11 +23,8 @@ def smoke(device: str) -> list[CoverageTrial]:
     ]
 
 
-EXPERIMENT = Experiment(
-    name="coverage",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("coverage", "coverage_reasons"),
     excerpts={

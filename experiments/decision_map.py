@@ -4,7 +4,7 @@ By the papers' rule and by ours. Nothing is computed: the step runs under fake t
 T, d and p. arXiv:2205.10683 has such a table for VGG11 at 224 pixels.
 """
 
-from dpbench.experiment import VIT, Experiment
+from dpbench.experiment import VIT, experiment_of
 from dpbench.trials import ExplainTrial
 
 #: (model, pixels, batch size)
@@ -28,4 +28,4 @@ def smoke(device: str) -> list[ExplainTrial]:
     return [ExplainTrial(model="cnn", image_size=32, batch_size=4), ExplainTrial(model="vgg11", batch_size=4)]
 
 
-EXPERIMENT = Experiment(name="decision_map", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("decision_map",))
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("decision_map",))

@@ -4,7 +4,7 @@ Weak scaling: the samples of a process stay the same. On a CPU a process has one
 processes than CPUs are marked as oversubscribed. On CUDA a process has a GPU; more processes than GPUs are an error.
 """
 
-from dpbench.experiment import GPT2, VIT, Excerpt, Experiment, grid
+from dpbench.experiment import GPT2, VIT, Excerpt, experiment_of, grid
 from dpbench.training import DistributedTrial
 
 #: Model -> (samples of a process on a CPU, on CUDA).
@@ -29,11 +29,8 @@ def smoke(device: str) -> list[DistributedTrial]:
     return grid(DistributedTrial, processes=[1, 2] if device == "cpu" else 1, spread=["ddp", "fsdp"], **few)
 
 
-EXPERIMENT = Experiment(
-    name="distributed",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("distributed",),
     excerpts={

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpbench.experiment import BERT, CONVNEXT, TINY_GPT2, UNTIED, UNTIED_GPT2, VIT, Cell, Experiment, grid, ratios
+from dpbench.experiment import BERT, CONVNEXT, TINY_GPT2, UNTIED, UNTIED_GPT2, VIT, Cell, experiment_of, grid, ratios
 from dpbench.trials import OverheadTrial, PeakTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.max_batch import searches
@@ -169,11 +169,8 @@ def _is_brief(row: Mapping[str, str]) -> bool:
     return row["Backend"] in ("BK mixed", "Opacus hooks") and row.get("Precision") == "bfloat16-autocast"
 
 
-EXPERIMENT = Experiment(
-    name="evidence",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=(
         "training_step",

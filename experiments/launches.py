@@ -4,7 +4,7 @@ The models and batches are those of the experiment `evidence`, which times them 
 launches is not counted; `evidence` and `overhead` measure it.
 """
 
-from dpbench.experiment import TINY_GPT2, Excerpt, Experiment
+from dpbench.experiment import TINY_GPT2, Excerpt, experiment_of
 from dpbench.trials.evidence import LaunchesTrial
 
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost")
@@ -37,11 +37,8 @@ def smoke(device: str) -> list[LaunchesTrial]:
     ]
 
 
-EXPERIMENT = Experiment(
-    name="launches",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("launches",),
     excerpts={

@@ -5,7 +5,7 @@ A small GPT-2 that was trained on public prose is adapted to private code by LoR
 ordinary fine-tuning and at each ε. The code is `dpbench/integrations/tutorials/memorisation.py`.
 """
 
-from dpbench.experiment import Excerpt, Experiment, grid
+from dpbench.experiment import Excerpt, experiment_of, grid
 from dpbench.training import MemorisationTrial
 
 
@@ -18,11 +18,8 @@ def smoke(device: str) -> list[MemorisationTrial]:
     return grid(MemorisationTrial, target_epsilon=[None, 8.0], seed=0, device="cpu", **small)
 
 
-EXPERIMENT = Experiment(
-    name="memorisation",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("memorisation",),
     excerpts={"table": Excerpt(figure="memorisation", rows=("times",), across="fine-tuning", cells=("exposure",))},

@@ -4,7 +4,7 @@ The stress test shows simulated peaks where there is no device, and searches for
 their accuracy matters. Batches are small, so that activations do not hide an error and all ends in minutes.
 """
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.trials import PeakTrial
 from dpbench.trials.backends import OURS, PEERS
 
@@ -32,6 +32,4 @@ def smoke(device: str) -> list[PeakTrial]:
     return grid(PeakTrial, model="cnn", backend=some, simulated=[True, False], batch_size=4, device=device)
 
 
-EXPERIMENT = Experiment(
-    name="memory_accuracy", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("memory_accuracy",)
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("memory_accuracy",))

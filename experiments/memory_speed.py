@@ -4,7 +4,7 @@ At batch 256 on CUDA, as in the paper. On a CPU at a smaller batch, the same for
 the experiment ends within twenty minutes on two cores.
 """
 
-from dpbench.experiment import Excerpt, Experiment, grid
+from dpbench.experiment import Excerpt, experiment_of, grid
 from dpbench.trials import StepTrial
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed", "opacus_hooks"]
@@ -27,11 +27,8 @@ def smoke(device: str) -> list[StepTrial]:
     return grid(StepTrial, model="cnn", backend=BACKENDS, batch_size=4, steps=2, max_seconds=1.0, device=device)
 
 
-EXPERIMENT = Experiment(
-    name="memory_speed",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=2,
     figures=("memory_speed_table",),
     excerpts={

@@ -6,7 +6,7 @@ least three (see `OverheadTrial`). At 1024 tokens only backends that end in reas
 longer ones.
 """
 
-from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, UNTIED_GPT2, VIT, Experiment, grid, ratios
+from dpbench.experiment import BERT, CONVNEXT, GPT2, TINY_GPT2, UNTIED_GPT2, VIT, experiment_of, grid, ratios
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backends import OURS, PEERS
 
@@ -52,11 +52,8 @@ def smoke(device: str) -> list[OverheadTrial]:
     return images + grid(OverheadTrial, model=f"{TINY_GPT2}@16", image_size=None, data="synthetic", **few)
 
 
-EXPERIMENT = Experiment(
-    name="overhead",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("overhead", "claims"),
     excerpts={"table": ratios("overhead")},

@@ -6,7 +6,7 @@ grow with the fourth power of the edge in pixels: backends that always need them
 only those that end in reasonable time.
 """
 
-from dpbench.experiment import Experiment, grid, ratios
+from dpbench.experiment import experiment_of, grid, ratios
 from dpbench.trials import OverheadTrial
 
 VIT = "timm:vit_tiny_patch16_224"
@@ -41,11 +41,8 @@ def smoke(device: str) -> list[OverheadTrial]:
     return grid(OverheadTrial, model="cnn", image_size=[16, 32, 64], **few)
 
 
-EXPERIMENT = Experiment(
-    name="resolution",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("resolution", "beside_papers", "claims"),
     excerpts={"table": ratios("resolution", "Pixels")},

@@ -9,7 +9,7 @@ remove elsewhere. Under Poisson sampling both cost the same, so it can be compar
 
 from typing import Any
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.trials import SchemeTrial
 
 RECORDS, BATCH = 60_000, 256
@@ -63,6 +63,4 @@ def smoke(device: str) -> list[SchemeTrial]:
     return _trials([SIGMA, 4.5])
 
 
-EXPERIMENT = Experiment(
-    name="sampling_schemes", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("sampling_schemes",)
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("sampling_schemes",))

@@ -4,7 +4,7 @@ This does not measure speed: small models, one round. A peer that cannot be impo
 """
 
 from dpbench.conformance.sensitivity import DTYPES, SensitivityTrial
-from dpbench.experiment import Excerpt, Experiment, grid
+from dpbench.experiment import Excerpt, experiment_of, grid
 from dpbench.trials.backends import OURS, PEERS
 
 CLIPPING = [name for name in (*OURS, *PEERS) if name != "nonprivate"]
@@ -18,11 +18,8 @@ def smoke(device: str) -> list[SensitivityTrial]:
     return grid(SensitivityTrial, backend=["bk_mixed", "opacus_ghost"], dtype="float32", device=device)
 
 
-EXPERIMENT = Experiment(
-    name="sensitivity",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("sensitivity",),
     excerpts={"table": Excerpt(figure="sensitivity", rows=("Backend",), across="Dtype", cells=("Furthest",))},

@@ -5,7 +5,7 @@ that always form Gram matrices are left out, so that the experiment ends in a qu
 it is the model of the overhead experiment (6 layers, 384 wide).
 """
 
-from dpbench.experiment import TINY_GPT2, UNTIED, UNTIED_GPT2, Experiment, grid, ratios
+from dpbench.experiment import TINY_GPT2, UNTIED, UNTIED_GPT2, experiment_of, grid, ratios
 from dpbench.trials import OverheadTrial
 
 SMALL = f"transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024&{UNTIED}"
@@ -47,11 +47,8 @@ def smoke(device: str) -> list[OverheadTrial]:
     return grid(OverheadTrial, model=[_of_length(TINY_GPT2, tokens) for tokens in (16, 64, 256)], **some, **few)
 
 
-EXPERIMENT = Experiment(
-    name="sequence_length",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("sequence_length", "claims"),
     excerpts={"table": ratios("sequence_length", "Tokens")},

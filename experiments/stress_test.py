@@ -11,7 +11,7 @@ where a real step still takes seconds.
 
 from typing import Any
 
-from dpbench.experiment import Cell, Excerpt, Experiment, grid
+from dpbench.experiment import Cell, Excerpt, experiment_of, grid
 from dpbench.trials import OverheadTrial
 from dpbench.trials.max_batch import searches
 
@@ -47,11 +47,8 @@ def smoke(device: str) -> list[Cell]:
     return [*found, *_in_turns(device, ["cnn"], 16, rounds=2, max_seconds=0.3)]
 
 
-EXPERIMENT = Experiment(
-    name="stress_test",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("max_batch_throughput", "claims"),
     excerpts={

@@ -4,7 +4,7 @@ All backends run at each batch size in one process. In a small batch, reading th
 weigh more, so ratios to ordinary training hold for one batch size only.
 """
 
-from dpbench.experiment import Experiment, grid, ratios
+from dpbench.experiment import experiment_of, grid, ratios
 from dpbench.trials import OverheadTrial
 
 BACKENDS = ("nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_hooks", "opacus_ghost")
@@ -28,11 +28,8 @@ def smoke(device: str) -> list[OverheadTrial]:
     return grid(OverheadTrial, model="cnn", backends=some, batch_size=[2, 4, 8], **few)
 
 
-EXPERIMENT = Experiment(
-    name="throughput",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("throughput",),
     excerpts={"table": ratios("throughput")},

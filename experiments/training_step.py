@@ -27,7 +27,7 @@ from dpbench.experiment import (
     UNTIED_GPT2,
     VIT,
     Cell,
-    Experiment,
+    experiment_of,
     grid,
     ratios,
 )
@@ -108,11 +108,8 @@ def _is_usual(row: Mapping[str, str]) -> bool:
     return usual and row.get("Way", "eager") == "eager" and not row["Backend"].startswith("jax")
 
 
-EXPERIMENT = Experiment(
-    name="training_step",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
+EXPERIMENT = experiment_of(
+    __name__,
     rounds=1,
     figures=("training_step", "parts", "claims"),
     excerpts={

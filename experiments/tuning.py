@@ -5,7 +5,7 @@ first, from each of three distributions (`accounting.tuned`); its mean is along 
 tuning.
 """
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.trials import TunedTrial
 
 SETTING = {"accountant": "rdp", "sample_rate": 256 / 60_000, "steps": 60 * 234, "delta": 1e-5}
@@ -29,4 +29,4 @@ def smoke(device: str) -> list[TunedTrial]:
     return _tuned([2, 10])
 
 
-EXPERIMENT = Experiment(name="tuning", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("tuning",))
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("tuning",))

@@ -7,7 +7,7 @@ folder that holds cifar-10-batches-py, the same grid is also trained on CIFAR-10
 1024), with settings that were not tuned.
 """
 
-from dpbench.experiment import Experiment, grid
+from dpbench.experiment import experiment_of, grid
 from dpbench.training import UtilityTrial, cifar10_root
 
 SETTINGS = {"linear": {"epochs": 40, "lr": 0.2}, "cnn": {"epochs": 20, "lr": 0.3}}
@@ -39,11 +39,4 @@ def smoke(device: str) -> list[UtilityTrial]:
     return grid(UtilityTrial, network="linear", target_epsilon=[None, 8.0], seed=0, epochs=2, lr=0.2, device=device)
 
 
-EXPERIMENT = Experiment(
-    name="utility",
-    doc=__doc__,
-    cells=cells,
-    smoke=smoke,
-    rounds=1,
-    figures=("utility", "utility_curves", "time_to_accuracy"),
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("utility", "utility_curves", "time_to_accuracy"))

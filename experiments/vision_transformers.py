@@ -4,7 +4,7 @@ The paper's models, at 224 pixels (CrossViT at 240) with 100 classes. On a CPU m
 all, and time is measured for the four models that end within a few minutes on two cores; on CUDA both are measured.
 """
 
-from dpbench.experiment import Cell, Experiment, grid
+from dpbench.experiment import Cell, experiment_of, grid
 from dpbench.trials import OverheadTrial, PeakTrial
 
 BACKENDS = ["nonprivate", "mixed_ghost", "bk_mixed"]
@@ -47,6 +47,4 @@ def smoke(device: str) -> list[Cell]:
     return [*timed, *grid(PeakTrial, backend=BACKENDS, batch_size=2, simulated=True, device=device, **one)]
 
 
-EXPERIMENT = Experiment(
-    name="vision_transformers", doc=__doc__, cells=cells, smoke=smoke, rounds=1, figures=("beside_papers", "claims")
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("beside_papers", "claims"))
