@@ -30,13 +30,9 @@ _TICK = 0.2
 class Executor(Protocol):
     """Runs each trial in a process of its own. Every submitted trial is answered, once."""
 
-    @property
-    def blocks(self) -> int:
-        """How many blocks may be open at once."""
-
-    @property
-    def workers(self) -> int:
-        """How many trials of a block may run at once, if they may run beside each other."""
+    #: How many blocks may be open at once, and how many trials of a block, if they may run beside each other.
+    blocks: int
+    workers: int
 
     def submit(self, trial: Trial, block: Block) -> int:
         """Start a trial; returns the key of its answer."""

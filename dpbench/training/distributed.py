@@ -17,6 +17,7 @@ import os
 import random
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -233,15 +234,13 @@ def blocks(model: nn.Module) -> list[nn.Module]:
             else:
                 look(child)
 
+    def owners(module: nn.Module) -> Counter[int]:
+        """Each parameter, and how many modules have it."""
+        return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
     look(model)
-    owners: dict[int, int] = {}
-    for block in found:
-        for p in block.parameters():
-            owners[id(p)] = owners.get(id(p), 0) + 1
-    held = {id(p) for block in found for p in block.parameters()}
-    outside = [m for m in model.modules() if not any(m in set(block.modules()) for block in found)]
-    loose = {id(p) for m in outside for p in m.parameters(recurse=False)} & held
-    return [b for b in found if not any(id(p) in loose or owners[id(p)] > 1 for p in b.parameters())]
+    in_all = owners(model)
+    return [block for block in found if owners(block).items() <= in_all.items()]
 
 
 def _agreement(trial: DistributedTrial, rank: int) -> Agreement:

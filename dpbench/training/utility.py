@@ -112,10 +112,8 @@ def spread(optimizer: torch.optim.Optimizer) -> float:
             if group.get("floor") is not None:
                 least = group["floor"] * (1 - group["betas"][1] ** float(state["step"]))
             parts.append(state["exp_avg_sq"].clamp(min=least).sqrt().flatten())
-    low, high = (
-        torch.cat(parts).double().quantile(torch.tensor([0.1, 0.9], dtype=torch.float64, device=parts[0].device))
-    )
-    return float(high / low)
+    divisors = torch.cat(parts).double()
+    return float(divisors.quantile(0.9) / divisors.quantile(0.1))
 
 
 def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -132,15 +130,11 @@ def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
     """
     one_of("a model", name, MODELS)
     channels, height, width = shape
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    try:
-        if name == "linear":
-            return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, 10))
-        if name == "uneven":
-            return nn.Sequential(
-                nn.Flatten(), Scaled(channels * height * width), nn.Linear(channels * height * width, 10)
-            )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if name != "cnn":
+            scales = [Scaled(shape.numel())] if name == "uneven" else []
+            return nn.Sequential(nn.Flatten(), *scales, nn.Linear(shape.numel(), 10))
         return nn.Sequential(
             nn.Conv2d(channels, 16, 3, padding=1),
             nn.GroupNorm(4, 16),
@@ -153,8 +147,6 @@ def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
             nn.Flatten(),
             nn.Linear(32 * (height // 4) * (width // 4), 10),
         )
-    finally:
-        torch.random.set_rng_state(state)
 
 
 class Scaled(nn.Module):

@@ -15,41 +15,35 @@ KEYS = [
     *("bytes", "flops", "reason", "plan", "predicted_seconds", "measured_seconds"),
 ]
 MODELS = """
+import itertools
+
 import torch
 from torch import nn
 
-
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
-        self.head = nn.Linear(3, 10)
-
-    def forward(self, x):
-        return self.head(x.mean((2, 3))).fmod_(self.a).remainder_(self.b)
+from dpbench.conformance.modules import Net
 
 
-class AsksForAValue(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 10)
-
-    def forward(self, x):
-        x = x.mean((2, 3))
-        return self.head(x if x.sum() > 0 else -x)
+def net(forward, **parts):
+    return Net(lambda net, x: forward(net, x.mean((2, 3))), head=nn.Linear(3, 10), **parts)
 
 
-class Broken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 10)
-        self.calls = 0
+def in_place():
+    return net(lambda net, x: net.head(x).fmod_(net.a).remainder_(net.b), a=torch.ones(10), b=torch.ones(10))
 
-    def forward(self, x):
-        self.calls += 1
-        if self.calls > 1:
+
+def asks_for_a_value():
+    return net(lambda net, x: net.head(x if x.sum() > 0 else -x))
+
+
+def broken():
+    calls = itertools.count()
+
+    def forward(net, x):
+        if next(calls):
             raise RuntimeError("the second batch is too much")
-        return self.head(x.mean((2, 3)))
+        return net.head(x)
+
+    return net(forward)
 
 
 def small():
@@ -172,21 +166,21 @@ def test_what_shows_only_in_the_trial_is_one_line_too(dpbench, trials_here):
 
 
 def test_a_refused_model_is_a_line_for_each_problem(dpbench, models, trials_here):
-    code, out, err = dpbench("explain", f"{models}:InPlace")
+    code, out, err = dpbench("explain", f"{models}:in_place")
     assert (code, out) == (1, "")
     assert [line.split(":")[0] for line in err.splitlines()] == ["dpbench"] * 2
     for line, parameter in zip(err.splitlines(), ("a: fmod_", "b: remainder_"), strict=True):
-        assert f"{models}:InPlace is refused; {parameter}: no exact rule" in line and "(remedy: use its out" in line
+        assert f"{models}:in_place is refused; {parameter}: no exact rule" in line and "(remedy: use its out" in line
 
 
 def test_a_model_that_fails_is_one_line(dpbench, models, trials_here):
-    code, out, err = dpbench("explain", f"{models}:Broken")
+    code, out, err = dpbench("explain", f"{models}:broken")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.endswith("cannot be explained: error: RuntimeError: the second batch is too much\n")
 
 
 def test_a_model_that_asks_for_a_value_is_run_on_real_tensors(models):
-    found = run(ExplainTrial(model=f"{models}:AsksForAValue", batch_size=2))
+    found = run(ExplainTrial(model=f"{models}:asks_for_a_value", batch_size=2))
     assert [row["choice"] for row in found["rows"]] == ["ghost", "instantiate"]
     assert "DataDependent" in found["summary"]["real_tensors"]
 

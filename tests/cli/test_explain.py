@@ -14,7 +14,7 @@ from clipping.core.batches import map_tensors
 from clipping.explain.routes import Cost, Row, explain
 from clipping.planning.planner import Planner
 from dpbench.conformance.cases import CASES, Case, cross_entropy
-from dpbench.conformance.modules import reused, tied
+from dpbench.conformance.modules import Net, reused, tied
 
 BACKENDS = {"ghost": "ghost", "instantiate": "fastgradclip", "mixed": "mixed_ghost", "plan": "bk_mixed"}
 BATCH = 3
@@ -124,21 +124,9 @@ def test_a_layer_used_twice_has_its_cross_term_with_the_first_use():
     assert (first.bytes.ghost, second.bytes.ghost) == (4 * 4, 4 * 2)
 
 
-class Model(nn.Module):
-    """A module with one weight and the forward pass that it is given."""
-
-    def __init__(self, forward, *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(*shape))
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self.weight, x)
-
-
 def test_several_uses_share_a_route():
     """The first prefers its gradient (T = 8), the second Gram matrices (T = 1): the gradients must be added up."""
-    model = Model(lambda weight, x: torch.tanh(x @ weight).mean(1) @ weight, 6, 6)
+    model = Net(lambda net, x: torch.tanh(x @ net.weight).mean(1) @ net.weight, weight=torch.randn(6, 6))
     first, second = explain(model, total, torch.randn(BATCH, 8, 6), torch.zeros(BATCH))
     assert (first.paper, second.paper) == ("instantiate", "ghost")
     assert (first.routes["mixed"], second.routes["mixed"]) == ("instantiate", "instantiate")
@@ -148,23 +136,15 @@ def test_several_uses_share_a_route():
 
 
 def test_an_operation_without_a_formula_has_no_known_number_of_operations():
-    row = rows(Model(lambda weight, x: torch.maximum(x, weight), 6), 6)["weight"]
+    row = rows(Net(lambda net, x: torch.maximum(x, net.weight), weight=torch.randn(6)), 6)["weight"]
     assert set(row.routes.values()) == {"fallback"}
     assert (row.bytes, row.operations) == (Cost(None, 4 * 6), Cost(None, None))
     assert row.reason is not None and row.reason.startswith("maximum has no formula")
 
 
 def test_a_use_that_the_loss_does_not_depend_on_costs_nothing():
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.ignored = nn.Linear(4, 2, bias=False), nn.Linear(4, 3, bias=False)
-
-        def forward(self, x):
-            self.ignored(x)
-            return self.used(x)
-
-    row = rows(TwoHeads(), 4)["ignored.weight"]
+    heads = {"ignored": nn.Linear(4, 3, bias=False), "used": nn.Linear(4, 2, bias=False)}
+    row = rows(Net(lambda net, x: (net.ignored(x), net.used(x))[1], **heads), 4)["ignored.weight"]
     assert (shape_of(row), set(row.routes.values())) == ((1, 4, 3, 1), {None})
     assert (row.bytes, row.operations) == (Cost(None, None), Cost(None, None))
     assert row.reason == "the loss does not depend on this use"
@@ -178,15 +158,8 @@ def test_frozen_parameters_have_no_row():
 
 
 def test_a_recurrent_weight_is_one_use_over_all_steps():
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(8, 8, batch_first=True)
-
-        def forward(self, x):
-            return self.lstm(x)[0]
-
-    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH))
+    model = Net(lambda net, x: net.lstm(x)[0], lstm=nn.LSTM(8, 8, batch_first=True))
+    found = explain(model, total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH))
     (use,) = (row for row in found if row.parameter == "lstm.weight_hh_l0")
     assert (use.positions, use.inputs, use.outputs) == (200, 8, 32)
 
