@@ -138,7 +138,7 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
 
 
 class _Bracketed(Accountant):
-    """One side of the bracket. The detail has all, and whether the bounds are `accurate`."""
+    """One side of the bracket. The detail has both, what lies between, and whether the bounds are `accurate`."""
 
     side: ClassVar[str]
 
@@ -161,13 +161,6 @@ class Prv(_Bracketed):
         from accounting.schemes import epsilon as epsilon_elsewhere  # imports scipy, which is slow
 
         return epsilon_elsewhere(mechanism, steps, delta)
-
-
-class Estimate(_Bracketed):
-    """The point between the bounds where ε most likely lies."""
-
-    kind: Kind = "estimate"
-    side = "estimate"
 
 
 class Lower(_Bracketed):

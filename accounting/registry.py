@@ -99,9 +99,6 @@ VARIANTS: dict[str, AccountantInfo] = {
         "accounting.rdp:Rdp", "with the conversion of 2017, as in older tools", arguments={"conversion": "classic"}
     ),
     "rdp:whole": AccountantInfo("accounting.rdp:Whole", "with whole orders alone: of discrete Gaussian noise, too"),
-    "prv:estimate": AccountantInfo(
-        "accounting.prv:Estimate", "between its bounds, where the truth most likely is", "PRV", "#EE99AA", "p"
-    ),
     "prv:lower": AccountantInfo(
         "accounting.prv:Lower", "its certified lower bound", "certified lower bound", "#6B6B6B", "|"
     ),

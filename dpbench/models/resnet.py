@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dpbench.models.adapt import group_norm
+from dpbench.models.stacks import Averaged
 
 
 def _conv(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
@@ -113,24 +114,6 @@ class PreActivationBlock(nn.Module):
         return out + shortcut
 
 
-class WideResNet(nn.Module):
-    """WRN-depth-factor: images [B, 3, S, S] -> logits [B, num_classes]; stages of 16, 32, 64 times factor channels."""
-
-    def __init__(self, depth: int, factor: int, num_classes: int) -> None:
-        super().__init__()
-        blocks: list[nn.Module] = [_conv(3, 16, 3)]
-        channels = 16
-        for width, stride in ((16 * factor, 1), (32 * factor, 2), (64 * factor, 2)):
-            for i in range((depth - 4) // 6):
-                blocks.append(PreActivationBlock(channels, width, stride if i == 0 else 1))
-                channels = width
-        self.features = nn.Sequential(*blocks, group_norm(channels), nn.ReLU(inplace=True))
-        self.classifier = nn.Linear(channels, num_classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.features(images).mean((2, 3)))
-
-
 def _resnet(
     block: Callable[[int, int, int], BasicBlock | Bottleneck],
     depths: tuple[int, ...],
@@ -151,6 +134,11 @@ resnet152 = functools.partial(_resnet, Bottleneck, (3, 8, 36, 3))
 resnext = functools.partial(_resnet, functools.partial(Bottleneck, expansion=2, groups=32), (3, 3, 3), (128, 256, 512))
 
 
-def wide_resnet(*, num_classes: int = 10, image_size: int = 32) -> WideResNet:
-    """WRN-16-4."""
-    return WideResNet(16, 4, num_classes)
+def wide_resnet(*, num_classes: int = 10, image_size: int = 32) -> Averaged:
+    """WRN-16-4: stages of 64, 128, 256 channels, two blocks each."""
+    blocks: list[nn.Module] = [_conv(3, 16, 3)]
+    channels = 16
+    for width, stride in ((64, 1), (128, 2), (256, 2)):
+        blocks += [PreActivationBlock(channels, width, stride), PreActivationBlock(width, width, 1)]
+        channels = width
+    return Averaged([*blocks, group_norm(channels), nn.ReLU(inplace=True)], channels, num_classes)

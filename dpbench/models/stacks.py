@@ -51,34 +51,40 @@ def cnn(*, num_classes: int = 10, image_size: int = 32) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.Tanh(), nn.Linear(128, num_classes))
 
 
-class VGG(nn.Module):
-    """VGG in its CIFAR form: images [B, 3, S, S] with S >= 32 -> logits [B, num_classes].
+class Averaged(nn.Module):
+    """Images [B, 3, S, S] -> logits [B, num_classes]: features, averaged over pixels, and a linear layer.
 
-    Simonyan & Zisserman 2015, arXiv:1409.1556, as in the networks of arXiv:2205.10683: 3x3 convolutions with bias, a
-    norm after each (GroupNorm here), five max pools, which reduce 32x32 to 1x1 (larger final features are averaged),
-    and one Linear(512, num_classes) in place of VGG's three large ones. Every ReLU works in place, as in torchvision.
+    Args:
+        features: layers from images to `channels` of any size.
+        channels, num_classes: of the linear layer.
     """
 
-    def __init__(self, depths: tuple[int, ...], num_classes: int) -> None:
+    def __init__(self, features: list[nn.Module], channels: int, num_classes: int) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for width, depth in zip(_VGG_WIDTHS, depths, strict=True):
-            for _ in range(depth):
-                layers += [nn.Conv2d(channels, width, 3, padding=1), group_norm(width), nn.ReLU(inplace=True)]
-                channels = width
-            layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers)
+        self.features = nn.Sequential(*features)
         self.classifier = nn.Linear(channels, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.features(images).mean((2, 3)))
 
 
-def _vgg(name: str, depths: tuple[int, ...], *, num_classes: int = 10, image_size: int = 32) -> VGG:
+def _vgg(name: str, depths: tuple[int, ...], *, num_classes: int = 10, image_size: int = 32) -> Averaged:
+    """VGG in its CIFAR form: images [B, 3, S, S] with S >= 32 -> logits [B, num_classes].
+
+    Simonyan & Zisserman 2015, arXiv:1409.1556, as in the networks of arXiv:2205.10683: 3x3 convolutions with bias, a
+    norm after each (GroupNorm here), five max pools, which reduce 32x32 to 1x1 (larger final features are averaged),
+    and one Linear(512, num_classes) in place of VGG's three large ones. Every ReLU works in place, as in torchvision.
+    """
     if image_size < 32:
         raise ModelError(f"image_size of at least 32 for {name}", image_size)
-    return VGG(depths, num_classes)
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, depth in zip(_VGG_WIDTHS, depths, strict=True):
+        for _ in range(depth):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), group_norm(width), nn.ReLU(inplace=True)]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return Averaged(layers, channels, num_classes)
 
 
 #: Configurations A, B, D and E of the paper: 8, 10, 13 and 16 convolutions.
