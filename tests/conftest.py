@@ -1,6 +1,7 @@
 """Skips tests of backends that cannot run here, with the reason, and limits the time of every test."""
 
 import gc
+import json
 import os
 import signal
 import tempfile
@@ -91,6 +92,18 @@ def dpbench(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
     def run(*words: object) -> tuple[int, str, str]:
         code = main([str(word) for word in words])
         return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def rows(dpbench: Callable[..., tuple[int, str, str]]) -> Callable[..., dict[str, dict]]:
+    """Runs `epsilon` or `calibrate` in this process: accountant -> its row."""
+
+    def run(*words: object) -> dict[str, dict]:
+        code, out, err = dpbench(*words, "--format", "json")
+        assert (code, err) == (0, "")
+        return {row["accountant"]: row for row in json.loads(out, parse_constant=lambda name: pytest.fail(name))}
 
     return run
 

@@ -1,7 +1,5 @@
 """``dpbench calibrate``: rows, the contract's keys, what is safe when rounded, errors in one line."""
 
-import json
-
 import pytest
 
 import accounting
@@ -16,14 +14,8 @@ def words(*more, **changes):
     return ["calibrate", *given, *more]
 
 
-def rows(dpbench, *more, **changes):
-    code, out, err = dpbench(*words("--format", "json", *more, **changes))
-    assert (code, err) == (0, "")
-    return {row["accountant"]: row for row in json.loads(out)}
-
-
-def test_json_has_every_accountant_within_the_target(dpbench):
-    found = rows(dpbench)
+def test_json_has_every_accountant_within_the_target(rows):
+    found = rows(*words())
     assert list(found) == list(ACCOUNTANTS)
     for name, row in found.items():
         assert {"accountant", "noise_multiplier", "epsilon", "kind", "steps", "sample_rate", "detail"} <= set(row)
@@ -43,26 +35,26 @@ def test_json_has_every_accountant_within_the_target(dpbench):
         ("noise-multiplier", {"epochs": "100", "steps": None}, "noise_multiplier", 3.8, 5.0),
     ],
 )
-def test_each_unknown(unknown, given, key, low, high, dpbench):
-    found = rows(dpbench, "--solve", unknown, "--accountant", "moments", "--accountant", "rdp", **given)
+def test_each_unknown(unknown, given, key, low, high, rows):
+    found = rows(*words("--solve", unknown, "--accountant", "moments", "--accountant", "rdp", **given))
     for row in found.values():
         assert low < row[key] < high and row["epsilon"] <= 1.0
         assert row["epochs"] == pytest.approx(row["steps"] * row["sample_rate"])
 
 
-def test_the_table_rounds_to_the_safe_side(dpbench):
+def test_the_table_rounds_to_the_safe_side(dpbench, rows):
     code, out, _ = dpbench(*words("--accountant", "rdp"))
     assert code == 0
     assert "smallest noise multiplier with ε ≤ 1 at δ = 1e-05, sample rate 0.01, steps 10,000" in out
     name, sigma, epsilon, *kind = out.splitlines()[-1].split()
-    exact = rows(dpbench, "--accountant", "rdp")["rdp"]
+    exact = rows(*words("--accountant", "rdp"))["rdp"]
     assert (name, kind[:2]) == ("rdp", ["upper", "bound"])
     assert exact["noise_multiplier"] <= float(sigma) <= exact["noise_multiplier"] * (1 + 1e-5)
     assert exact["epsilon"] <= float(epsilon)
 
 
-def test_a_target_out_of_reach_is_a_row_and_the_others_answer(dpbench):
-    found = rows(dpbench, target_epsilon="0.3")
+def test_a_target_out_of_reach_is_a_row_and_the_others_answer(dpbench, rows):
+    found = rows(*words(target_epsilon="0.3"))
     assert found["moments"]["noise_multiplier"] is None and found["moments"]["epsilon"] is None
     assert "still 0.3598" in found["moments"]["detail"]["reason"]
     assert found["rdp"]["epsilon"] <= 0.3
@@ -70,9 +62,9 @@ def test_a_target_out_of_reach_is_a_row_and_the_others_answer(dpbench):
     assert out.splitlines()[-1].split()[:3] == ["moments", "-", "-"]
 
 
-def test_under_another_scheme(dpbench):
+def test_under_another_scheme(dpbench, rows):
     scheme = {"sampling": "shuffled", "steps": "400"}
-    found = rows(dpbench, **scheme)
+    found = rows(*words(**scheme))
     assert list(found) == ["shuffled", *ACCOUNTANTS]
     assert found["shuffled"]["kind"] == "lower_bound"
     assert found["shuffled"]["noise_multiplier"] < found["prv"]["noise_multiplier"]
@@ -82,12 +74,10 @@ def test_under_another_scheme(dpbench):
     assert "shuffled batches, making one record's gradient zero" in out
 
 
-def test_a_risk_may_be_the_target(dpbench):
-    given = ["--sample-rate", "0.02", "--steps", "50", "--delta", "1e-5", "--accountant", "rdp", "--format", "json"]
-    code, out, _ = dpbench("calibrate", "--target-advantage", "0.15", *given)
-    (row,) = json.loads(out)
+def test_a_risk_may_be_the_target(rows):
+    given = words("--accountant", "rdp", target_epsilon=None, sample_rate="0.02", steps="50")
+    row = rows(*given, "--target-advantage", "0.15")["rdp"]
     step = SubsampledGaussian(row["noise_multiplier"], 0.02)
-    assert code == 0 and 0.149 < accounting.risk("rdp", step, steps=50, delta=1e-5)["advantage"] <= 0.15
+    assert 0.149 < accounting.risk("rdp", step, steps=50, delta=1e-5)["advantage"] <= 0.15
     assert row["epsilon"] == load_accountant("rdp").epsilon(step, steps=50, delta=1e-5)
-    code, out, _ = dpbench("calibrate", "--target-tpr", "0.01", "--fpr", "0.001", *given)
-    assert code == 0 and json.loads(out)[0]["detail"]["tpr"] <= 0.01
+    assert rows(*given, "--target-tpr", "0.01", "--fpr", "0.001")["rdp"]["detail"]["tpr"] <= 0.01

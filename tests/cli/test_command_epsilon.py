@@ -17,35 +17,25 @@ def point(**changes):
     return [word for item in options.items() for word in item]
 
 
-def test_json_rows(dpbench):
-    code, out, err = dpbench("epsilon", *POINT, "--format", "json")
-    rows = json.loads(out)
-    assert (code, err) == (0, "")
-    assert [row["accountant"] for row in rows] == list(accounting.ACCOUNTANTS)
-    assert all(set(row) == {"accountant", "epsilon", "kind", "detail"} for row in rows)
-    assert {row["accountant"]: row["kind"] for row in rows if row["kind"] != "upper_bound"} == {"gdp": "estimate"}
-    assert rows[2]["epsilon"] == pytest.approx(1.2586, abs=5e-5)
-    assert rows[2]["detail"]["order"] == 19
-    assert (rows[2]["detail"]["sampling"], rows[2]["detail"]["adjacency"]) == ("poisson", "add_remove")
+def test_json_rows(rows):
+    found = rows("epsilon", *POINT)
+    assert list(found) == list(accounting.ACCOUNTANTS)
+    assert all(list(row) == ["accountant", "epsilon", "kind", "detail"] for row in found.values())
+    assert {name: row["kind"] for name, row in found.items() if row["kind"] != "upper_bound"} == {"gdp": "estimate"}
+    assert found["moments"]["epsilon"] == pytest.approx(1.2586, abs=5e-5)
+    assert {"order": 19, "sampling": "poisson", "adjacency": "add_remove"}.items() <= found["moments"]["detail"].items()
 
 
-def test_chosen_accountants_in_the_order_asked(dpbench):
+def test_chosen_accountants_in_the_order_asked(rows):
     chosen = ["--accountant", "strong:published", "--accountant", "moments", "--accountant", "moments"]
-    _, out, _ = dpbench("epsilon", *POINT, *chosen, "--format", "json")
-    rows = json.loads(out)
-    assert [(row["accountant"], row["kind"]) for row in rows] == [
-        ("strong:published", "heuristic"),
-        ("moments", "upper_bound"),
-    ]
+    kinds = {name: row["kind"] for name, row in rows("epsilon", *POINT, *chosen).items()}
+    assert list(kinds.items()) == [("strong:published", "heuristic"), ("moments", "upper_bound")]
 
 
-def test_an_infinite_epsilon_is_a_string(dpbench):
-    code, out, _ = dpbench("epsilon", *point(delta="0"), "--format", "json")
-    assert code == 0
-    assert [row["epsilon"] for row in json.loads(out)] == ["inf"] * len(accounting.ACCOUNTANTS)
-    code, out, _ = dpbench("epsilon", *point(noise_multiplier="1e-3"), "--format", "json")
-    assert code == 0
-    json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+def test_an_infinite_epsilon_is_a_string(rows):
+    found = rows("epsilon", *point(delta="0"))
+    assert [row["epsilon"] for row in found.values()] == ["inf"] * len(accounting.ACCOUNTANTS)
+    rows("epsilon", *point(noise_multiplier="1e-3"))
 
 
 def test_table_states_setting_scheme_adjacency_and_kind(dpbench):
@@ -60,7 +50,7 @@ def test_table_states_setting_scheme_adjacency_and_kind(dpbench):
     assert "order=19" in moments and "no upper bound" in published
 
 
-def test_an_accountant_without_an_answer_leaves_the_others_theirs(dpbench, monkeypatch):
+def test_an_accountant_without_an_answer_leaves_the_others_theirs(dpbench, rows, monkeypatch):
     class Broken(Accountant):
         def _inside(self, mechanism, steps, delta):
             return float("nan"), {}
@@ -69,23 +59,19 @@ def test_an_accountant_without_an_answer_leaves_the_others_theirs(dpbench, monke
     monkeypatch.setitem(
         accounting.ACCOUNTANTS, "simple", accounting.AccountantInfo("accounting:Broken", "never answers")
     )
-    code, out, _ = dpbench("epsilon", *POINT, "--format", "json")
-    simple, strong, moments, *_ = json.loads(out)
-    assert code == 0
+    simple, strong, moments, *_ = rows("epsilon", *POINT).values()
     assert simple["epsilon"] is None and "nan" in simple["detail"]["reason"]
     assert strong["epsilon"] > moments["epsilon"] > 0
     code, out, _ = dpbench("epsilon", *POINT)
     assert code == 0 and "1.25858" in out
 
 
-def test_a_scheme_has_its_own_accountants_and_says_where_there_is_no_bound(dpbench):
+def test_a_scheme_has_its_own_accountants_and_says_where_there_is_no_bound(dpbench, rows):
     scheme = ["--sampling", "shuffled", "--adjacency", "replace_one"]
-    code, out, _ = dpbench("epsilon", *point(steps="400"), *scheme, "--format", "json")
-    rows = {row["accountant"]: row for row in json.loads(out)}
-    assert code == 0
-    assert (rows["shuffled"]["kind"], rows["prv"]["kind"]) == ("lower_bound", "upper_bound")
-    assert 0 < rows["shuffled"]["epsilon"] < rows["prv"]["epsilon"]
-    assert rows["gdp"]["epsilon"] is None and "no valid bound" in rows["gdp"]["detail"]["reason"]
+    found = rows("epsilon", *point(steps="400"), *scheme)
+    assert (found["shuffled"]["kind"], found["prv"]["kind"]) == ("lower_bound", "upper_bound")
+    assert 0 < found["shuffled"]["epsilon"] < found["prv"]["epsilon"]
+    assert found["gdp"]["epsilon"] is None and "no valid bound" in found["gdp"]["detail"]["reason"]
     _, out, _ = dpbench("epsilon", *point(steps="400"), *scheme, "--accountant", "gdp")
     assert "shuffled batches, replacing one record" in out
     _, out, _ = dpbench("epsilon", *point(steps="400"), *scheme[:2], "--accountant", "prv")
@@ -109,15 +95,10 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize("command", ["epsilon", "calibrate"])
-def test_rate_and_steps_as_people_know_them(command, dpbench):
+def test_rate_and_steps_as_people_know_them(command, rows):
     other = {"epsilon": ["--noise-multiplier", "1.1"], "calibrate": ["--target-epsilon", "1"]}[command]
-    found = []
-    for length in LENGTHS:
-        given = [command, *length, *other, "--delta", "1e-5", "--accountant", "moments", "--format", "json"]
-        code, out, _ = dpbench(*given)
-        assert code == 0
-        found.append([row["epsilon"] for row in json.loads(out)])
-    assert found[0] == found[1] == found[2] == found[3]
+    given = [*other, "--delta", "1e-5", "--accountant", "moments"]
+    assert len({rows(command, *length, *given)["moments"]["epsilon"] for length in LENGTHS}) == 1
 
 
 def test_the_best_bound_is_first_and_what_bounds_nothing_is_last(dpbench):
@@ -134,7 +115,7 @@ def test_no_answer_of_the_only_one_is_exit_1(dpbench):
     assert dpbench("epsilon", *asked, "--accountant", "rdp")[0] == 0
 
 
-def test_an_accountant_of_ones_own(tmp_path, dpbench):
+def test_an_accountant_of_ones_own(tmp_path, dpbench, rows):
     file = tmp_path / "mine.py"
     file.write_text(
         "from accounting import Accountant, load_accountant\n"
@@ -143,12 +124,11 @@ def test_an_accountant_of_ones_own(tmp_path, dpbench):
         "        return super().guarantee(mechanism, steps=2 * steps, delta=delta)\n"
         "class Other:\n    pass\n"
     )
-    code, out, _ = dpbench("epsilon", *POINT, "--accountant", f"{file}:Twice", "--format", "json")
-    _, twice, _ = dpbench("epsilon", *point(steps="20000"), "--accountant", "rdp", "--format", "json")
-    assert code == 0 and json.loads(out)[0]["epsilon"] == json.loads(twice)[0]["epsilon"]
+    (row,) = rows("epsilon", *POINT, "--accountant", f"{file}:Twice").values()
+    assert row["epsilon"] == rows("epsilon", *point(steps="20000"), "--accountant", "rdp")["rdp"]["epsilon"]
     for name, words in ((f"{file}:Other", "expected an accounting.Accountant"), (f"{file}:Nobody", "to be made")):
         code, out, err = dpbench("epsilon", *POINT, "--accountant", name)
-        assert (code, err.count("\n")) == (2, 1) and words in err
+        assert (code, out, err.count("\n")) == (2, "", 1) and words in err
 
 
 OWN = "import sys\nfrom accounting import Accountant\nprint('loaded')\nclass A(Accountant):\n"
@@ -206,16 +186,13 @@ steps = 50
 """
 
 
-def test_risk_of_every_valid_row_is_in_the_json(dpbench):
-    code, out, err = dpbench("epsilon", *point(sample_rate="1", steps="4"), "--risk", "--format", "json")
-    assert (code, err) == (0, "")
-    for row in json.loads(out):
+def test_risk_of_every_valid_row_is_in_the_json(rows):
+    for row in rows("epsilon", *point(sample_rate="1", steps="4"), "--risk").values():
         assert row["kind"] == "upper_bound"  # all of them are at rate 1
         mu = 2 / 4
         assert row["risk"]["advantage"] == pytest.approx(math.erf(mu / 2 / math.sqrt(2)), rel=0.01)
         assert set(row["risk"]["tpr_at_fpr"]) == {"0.01", "0.001"}
-    _, out, _ = dpbench("epsilon", *point(steps="10"), "--risk", "--format", "json")
-    for row in json.loads(out):
+    for row in rows("epsilon", *point(steps="10"), "--risk").values():
         assert ("risk" in row) == (row["kind"] == "upper_bound")
 
 
@@ -233,15 +210,13 @@ def test_a_risk_that_no_grid_holds_is_drawn_by_epsilon_alone(tmp_path, dpbench):
     assert dpbench("epsilon", *asked)[0] == 0 and picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_phases_of_a_file(tmp_path, dpbench):
+def test_phases_of_a_file(tmp_path, dpbench, rows):
     file = tmp_path / "phases.toml"
     file.write_text(PHASES)
-    code, out, _ = dpbench("epsilon", str(file), "--accountant", "pld", "--risk", "--format", "json")
-    (row,) = json.loads(out)
+    row = rows("epsilon", file, "--accountant", "pld", "--risk")["pld"]
     parts = [(SubsampledGaussian(1.1, 256 / 60_000), 469), (SubsampledGaussian(2.0, 0.01), 50)]
-    assert code == 0 and row["epsilon"] == compose("pld", parts).epsilon(delta=1e-5) and row["risk"]["advantage"] > 0
-    _, out, _ = dpbench("epsilon", str(file), "--accountant", "pld", "--delta", "1e-7", "--format", "json")
-    assert json.loads(out)[0]["epsilon"] > row["epsilon"]
+    assert row["epsilon"] == compose("pld", parts).epsilon(delta=1e-5) and row["risk"]["advantage"] > 0
+    assert rows("epsilon", file, "--accountant", "pld", "--delta", "1e-7")["pld"]["epsilon"] > row["epsilon"]
     _, out, _ = dpbench("epsilon", str(file), "--accountant", "rdp")
     assert "519 steps in 2 phases" in out and "50 steps, sample rate 0.01, noise multiplier 2" in out
 
@@ -268,16 +243,11 @@ def test_phases_that_are_none(text, more, words, tmp_path, dpbench):
     assert (code, out, err.count("\n")) == (2, "", 1) and words in err
 
 
-def test_tuned_runs_and_groups(dpbench):
-    asked = ["--accountant", "rdp", "--accountant", "prv", "--format", "json"]
-    _, out, _ = dpbench("epsilon", *point(steps="100"), *asked)
-    one = {row["accountant"]: row["epsilon"] for row in json.loads(out)}
-    code, out, _ = dpbench("epsilon", *point(steps="100"), "--tuned", "8", *asked)
-    tuned = {row["accountant"]: row for row in json.loads(out)}
-    assert code == 0 and tuned["rdp"]["epsilon"] > one["rdp"] and tuned["rdp"]["detail"]["distribution"] == "geometric"
+def test_tuned_runs_and_groups(dpbench, rows):
+    asked = ["epsilon", *point(steps="100"), "--accountant", "rdp", "--accountant", "prv"]
+    one, tuned, group = rows(*asked), rows(*asked, "--tuned", "8"), rows(*asked, "--group-size", "3")
+    assert tuned["rdp"]["epsilon"] > one["rdp"]["epsilon"] and tuned["rdp"]["detail"]["distribution"] == "geometric"
     assert tuned["prv"]["epsilon"] is None and tuned["prv"]["detail"]["reason"].endswith("rdp has one")
-    code, out, _ = dpbench("epsilon", *point(steps="100"), "--group-size", "3", *asked)
-    group = {row["accountant"]: row for row in json.loads(out)}
-    assert code == 0 and group["prv"]["epsilon"] > one["prv"] and group["rdp"]["epsilon"] is None
-    _, out, _ = dpbench("epsilon", *point(steps="100"), "--tuned", "8", "--tuned-by", "poisson", *asked[:2])
+    assert group["prv"]["epsilon"] > one["prv"]["epsilon"] and group["rdp"]["epsilon"] is None
+    _, out, _ = dpbench(*asked, "--tuned", "8", "--tuned-by", "poisson")
     assert "of the best of 8 runs on average" in out and "poisson" in out
