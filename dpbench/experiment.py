@@ -156,16 +156,21 @@ class Experiment:
         return cells
 
 
-def experiment_of(module: str, **settings: Any) -> Experiment:
+def experiment_of(
+    module: str, *, table: Excerpt | None = None, brief: Excerpt | None = None, **more: Any
+) -> Experiment:
     """The experiment of a module with `cells`, `smoke` and a docstring, with the module's name.
 
     Args:
         module: its ``__name__``.
-        settings: other arguments of `Experiment`.
+        table, brief: its table in results/README.md, and that in README.md.
+        more: arguments of `Experiment`.
     """
     given = sys.modules[module]
     name = module.removesuffix(".py").replace("/", ".").rpartition(".")[2]
-    return Experiment(name=name, doc=given.__doc__ or "", cells=given.cells, smoke=given.smoke, **settings)
+    excerpts = {name: excerpt for name, excerpt in (("table", table), ("brief", brief)) if excerpt is not None}
+    declared = {"name": name, "doc": given.__doc__ or "", "cells": given.cells, "smoke": given.smoke}
+    return Experiment(**declared, excerpts=excerpts, **more)
 
 
 def check_rounds(rounds: Any, what: str) -> None:

@@ -27,13 +27,11 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("overhead",),
-    excerpts={
-        "table": Excerpt(
-            figure="overhead",
-            rows=("Backend",),
-            across="Model",
-            cells=("Time ratio", "Memory ratio"),
-            where=lambda row: row["Backend"] != "Non-private",
-        )
-    },
+    table=Excerpt(
+        figure="overhead",
+        rows=("Backend",),
+        across="Model",
+        cells=("Time ratio", "Memory ratio"),
+        where=lambda row: row["Backend"] != "Non-private",
+    ),
 )

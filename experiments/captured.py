@@ -29,11 +29,9 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("coverage", "coverage_reasons"),
-    excerpts={
-        "table": Excerpt(
-            figure="coverage",
-            rows=("Library", "Task"),
-            cells=("Models", "Built", "Exact", "Refused", "Wrong", "Crashed"),
-        )
-    },
+    table=Excerpt(
+        figure="coverage",
+        rows=("Library", "Task"),
+        cells=("Models", "Built", "Exact", "Refused", "Wrong", "Crashed"),
+    ),
 )

@@ -30,9 +30,7 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("scorecard",),
-    excerpts={
-        "table": Excerpt(
-            figure="scorecard", rows=("case",), cells=(), where=lambda row: row["case"] == "in all", turned="Backend"
-        )
-    },
+    table=Excerpt(
+        figure="scorecard", rows=("case",), cells=(), where=lambda row: row["case"] == "in all", turned="Backend"
+    ),
 )

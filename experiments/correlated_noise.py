@@ -33,7 +33,5 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("correlated",),
-    excerpts={
-        "table": Excerpt(figure="correlated", rows=("target_epsilon", "batch_size"), across="noise", cells=("loss",))
-    },
+    table=Excerpt(figure="correlated", rows=("target_epsilon", "batch_size"), across="noise", cells=("loss",)),
 )

@@ -27,12 +27,10 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("coverage", "coverage_reasons"),
-    excerpts={
-        "table": Excerpt(
-            figure="coverage",
-            rows=("Backend",),
-            cells=("Models", "Built", "Exact", "Refused", "Wrong", "Crashed"),
-            where=lambda row: row["Library"] == "all libraries",
-        )
-    },
+    table=Excerpt(
+        figure="coverage",
+        rows=("Backend",),
+        cells=("Models", "Built", "Exact", "Refused", "Wrong", "Crashed"),
+        where=lambda row: row["Library"] == "all libraries",
+    ),
 )

@@ -33,12 +33,10 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("distributed",),
-    excerpts={
-        "table": Excerpt(
-            figure="distributed",
-            rows=("model", "spread", "precision", "batch_size", "processes"),
-            cells=("throughput_ratio", "least", "greatest", "memory_ratio", "oversubscribed"),
-            where=lambda row: row["backend"] == "bk_mixed",
-        )
-    },
+    table=Excerpt(
+        figure="distributed",
+        rows=("model", "spread", "precision", "batch_size", "processes"),
+        cells=("throughput_ratio", "least", "greatest", "memory_ratio", "oversubscribed"),
+        where=lambda row: row["backend"] == "bk_mixed",
+    ),
 )

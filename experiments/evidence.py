@@ -182,9 +182,7 @@ EXPERIMENT = experiment_of(
         "parts",
         "profile",
     ),
-    excerpts={
-        "table": ratios("overhead", "Precision"),
-        "brief": replace(ratios("overhead", where=_is_brief), rows=("Model",)),
-    },
+    table=ratios("overhead", "Precision"),
+    brief=replace(ratios("overhead", where=_is_brief), rows=("Model",)),
     in_order=True,
 )

@@ -41,12 +41,10 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("launches",),
-    excerpts={
-        "table": Excerpt(
-            figure="launches",
-            rows=("Model", "B", "Dtype"),
-            cells=("Ratio of launches", "Ratio of bytes", "Ratio of operations", "Ratio of predicted"),
-            where=lambda row: row["Backend"] == "BK mixed",
-        )
-    },
+    table=Excerpt(
+        figure="launches",
+        rows=("Model", "B", "Dtype"),
+        cells=("Ratio of launches", "Ratio of bytes", "Ratio of operations", "Ratio of predicted"),
+        where=lambda row: row["Backend"] == "BK mixed",
+    ),
 )

@@ -22,5 +22,5 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("memorisation",),
-    excerpts={"table": Excerpt(figure="memorisation", rows=("times",), across="fine-tuning", cells=("exposure",))},
+    table=Excerpt(figure="memorisation", rows=("times",), across="fine-tuning", cells=("exposure",)),
 )

@@ -31,9 +31,7 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=2,
     figures=("memory_speed_table",),
-    excerpts={
-        "table": Excerpt(
-            figure="memory_speed_table", rows=("Model", "B"), across="Backend", cells=("Time/step", "Peak memory")
-        )
-    },
+    table=Excerpt(
+        figure="memory_speed_table", rows=("Model", "B"), across="Backend", cells=("Time/step", "Peak memory")
+    ),
 )

@@ -52,9 +52,4 @@ def smoke(device: str) -> list[OverheadTrial]:
     return images + grid(OverheadTrial, model=f"{TINY_GPT2}@16", image_size=None, data="synthetic", **few)
 
 
-EXPERIMENT = experiment_of(
-    __name__,
-    rounds=1,
-    figures=("overhead", "claims"),
-    excerpts={"table": ratios("overhead")},
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("overhead", "claims"), table=ratios("overhead"))

@@ -42,8 +42,5 @@ def smoke(device: str) -> list[OverheadTrial]:
 
 
 EXPERIMENT = experiment_of(
-    __name__,
-    rounds=1,
-    figures=("resolution", "beside_papers", "claims"),
-    excerpts={"table": ratios("resolution", "Pixels")},
+    __name__, rounds=1, figures=("resolution", "beside_papers", "claims"), table=ratios("resolution", "Pixels")
 )

@@ -22,5 +22,5 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("sensitivity",),
-    excerpts={"table": Excerpt(figure="sensitivity", rows=("Backend",), across="Dtype", cells=("Furthest",))},
+    table=Excerpt(figure="sensitivity", rows=("Backend",), across="Dtype", cells=("Furthest",)),
 )

@@ -48,8 +48,5 @@ def smoke(device: str) -> list[OverheadTrial]:
 
 
 EXPERIMENT = experiment_of(
-    __name__,
-    rounds=1,
-    figures=("sequence_length", "claims"),
-    excerpts={"table": ratios("sequence_length", "Tokens")},
+    __name__, rounds=1, figures=("sequence_length", "claims"), table=ratios("sequence_length", "Tokens")
 )

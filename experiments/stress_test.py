@@ -51,9 +51,5 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("max_batch_throughput", "claims"),
-    excerpts={
-        "table": Excerpt(
-            figure="max_batch_throughput", rows=("Model", "Memory"), across="Backend", cells=("Maximum batch",)
-        )
-    },
+    table=Excerpt(figure="max_batch_throughput", rows=("Model", "Memory"), across="Backend", cells=("Maximum batch",)),
 )

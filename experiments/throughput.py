@@ -28,9 +28,4 @@ def smoke(device: str) -> list[OverheadTrial]:
     return grid(OverheadTrial, model="cnn", backends=some, batch_size=[2, 4, 8], **few)
 
 
-EXPERIMENT = experiment_of(
-    __name__,
-    rounds=1,
-    figures=("throughput",),
-    excerpts={"table": ratios("throughput")},
-)
+EXPERIMENT = experiment_of(__name__, rounds=1, figures=("throughput",), table=ratios("throughput"))

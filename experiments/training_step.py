@@ -112,8 +112,6 @@ EXPERIMENT = experiment_of(
     __name__,
     rounds=1,
     figures=("training_step", "parts", "claims"),
-    excerpts={
-        "table": ratios("training_step", "Optimizer", "Way"),
-        "brief": replace(ratios("training_step", where=_is_usual), rows=("Model",)),
-    },
+    table=ratios("training_step", "Optimizer", "Way"),
+    brief=replace(ratios("training_step", where=_is_usual), rows=("Model",)),
 )
