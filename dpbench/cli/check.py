@@ -23,7 +23,7 @@ from dpbench.errors import UsageError, last_line
 from dpbench.experiment import grid
 from dpbench.models.references import BUILTIN, validate_reference
 from dpbench.process.linux import available_cpus, memory_total
-from dpbench.process.parent import Answer, Isolation
+from dpbench.process.parent import Answer, Isolation, answered
 from dpbench.process.variables import server_variables
 from dpbench.records.environment import resolve_device
 from dpbench.trials import CheckTrial, Trial
@@ -155,16 +155,11 @@ def _said(trial: CheckOf, rows: Sequence[Row]) -> str:
 
 def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
     """Each trial with its answer, in the order of completion."""
-    waiting, running = list(trials)[::-1], dict[int, AnyTrial]()
-    on_cuda = any(getattr(trial, "device", "cpu") == "cuda" for trial in waiting)
-    at_once = 1 if on_cuda else _room()
+    trials = list(trials)
+    on_cuda = any(getattr(trial, "device", "cpu") == "cuda" for trial in trials)
     with Isolation(server_variables("cuda" if on_cuda else "cpu")) as isolation:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                trial = waiting.pop()
-                running[isolation.submit(trial)] = trial
-            for answer in isolation.wait():
-                yield running.pop(answer.key), answer
+        for come in answered(isolation, trials, 1 if on_cuda else _room()):
+            yield from come
 
 
 def _room() -> int:

@@ -39,21 +39,11 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     does, gives that branch zero gradients, which no check could find wrong. A subclass that includes dropout and
     activation (timm's BatchNormAct2d) keeps both. A module used twice stays one module.
     """
-    replaced: dict[int, nn.Module] = {}
-
-    def visit(module: nn.Module) -> nn.Module:
-        if id(module) in replaced:
-            return replaced[id(module)]
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            replaced[id(module)] = new = _as_group_norm(module)
-            return new
-        replaced[id(module)] = module
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = visit(child)
-        return module
-
-    return visit(model)
+    modules = list(model.modules())
+    new = {id(old): _as_group_norm(old) for old in modules if isinstance(old, nn.modules.batchnorm._BatchNorm)}
+    for module in modules:
+        module._modules.update({name: new[id(old)] for name, old in module._modules.items() if id(old) in new})
+    return new.get(id(model), model)
 
 
 def _as_group_norm(old: nn.modules.batchnorm._BatchNorm) -> nn.Module:

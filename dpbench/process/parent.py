@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dpbench.trials import Trial
 from dpbench.trials.outcome import Outcome
 
+AnyTrial = TypeVar("AnyTrial", bound=Trial)
 _PATIENCE = 5.0
 #: Interval at which a wait for one trial checks the server (seconds).
 _LOOK_UP = 1.0
@@ -171,3 +173,28 @@ class Isolation:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
         evidence = f"the process that forks the trials went away ({how})"
         return [Answer(key, Outcome.CRASH, evidence, None, 0.0) for key in lost]
+
+
+def answered(
+    isolation: Isolation,
+    trials: Iterable[AnyTrial],
+    at_once: int,
+    until: float | None = None,
+    look: float | None = None,
+) -> Iterator[list[tuple[AnyTrial, Answer]]]:
+    """Run trials, and yield those that have ended with their answers, in the order in which they end.
+
+    Args:
+        isolation: runs them.
+        trials: taken one by one, when there is room.
+        at_once: how many run at a time.
+        until: when to end them at the latest, by `time.monotonic`.
+        look: seconds after which to yield even if none has ended; None: never.
+    """
+    waiting, running = iter(trials), dict[int, AnyTrial]()
+    while True:
+        for trial in itertools.islice(waiting, at_once - len(running)):
+            running[isolation.submit(trial, until)] = trial
+        if not running:
+            return
+        yield [(running.pop(answer.key), answer) for answer in isolation.wait(look)]

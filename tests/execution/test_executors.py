@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_run import Fake, sleepers
+from fake_run import BODIES, ROOT, Fake, sleepers
 from report_records import CPU, RunFile
 
 from dpbench.errors import UsageError
@@ -33,10 +33,7 @@ from dpbench.trials import EpsilonTrial, OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.outcome import Outcome
 from dpbench.trials.reference import load_module
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-
-bodies = load_module(str(SUPPORT / "bodies.py"))
-ROOT = Path(__file__).resolve().parents[2]
+bodies = load_module(str(BODIES))
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
 PROBE = PeakTrial(model="cnn", backend="ghost", batch_size=8, simulated=True, memory_budget=2**30)
 NO_CLUSTER = {"name": "ray", "cluster": "elsewhere", "driver": "a stranger", "versions": {}}

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pandas as pd
 import pytest
+from fake_run import BODIES, ROOT
 from report_records import RunFile
 from waiting import PATIENCE
 
@@ -19,9 +20,6 @@ from dpbench.experiment import Experiment, grid
 from dpbench.trials import EpsilonTrial, StepTrial, Trial
 from dpbench.trials.reference import load_module
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-
-ROOT = Path(__file__).resolve().parents[2]
 SETTING = {"sample_rate": 0.01, "noise_multiplier": 4.0, "delta": 1e-5}
 TRIALS = grid(EpsilonTrial, accountant=["simple", "strong"], steps=[100, 1000], **SETTING)
 
@@ -109,7 +107,7 @@ def test_an_experiment_object_or_reference_is_run_with_the_options_of_the_comman
 
 
 def test_what_its_time_is_too_short_for_is_no_row_and_the_same_call_goes_on(tmp_path, capsys):
-    trial = load_module(str(SUPPORT / "bodies.py")).Act(action="wait", folder=str(tmp_path))
+    trial = load_module(str(BODIES)).Act(action="wait", folder=str(tmp_path))
     for minutes in (0.02, 0.1, 0.5):  # a slow machine has not begun it within the first
         assert len(dpbench.run(trial, output=tmp_path, rounds=1, minutes=minutes)) == 0
         said = capsys.readouterr().err

@@ -13,16 +13,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_run import Fake, sleepers
+from fake_run import BODIES, ROOT, Fake, sleepers
 from waiting import PATIENCE, until
 
 from dpbench.execution.progress import Progress
 from dpbench.execution.schedule import Run
 from dpbench.trials import StepTrial
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-
-ROOT = Path(__file__).resolve().parents[2]
 FIRST = Run(StepTrial(model="resnet18", backend="ghost", batch_size=16), 0)
 SECOND = Run(StepTrial(model="resnet18", backend="vmap", batch_size=16), 1)
 OK = {"outcome": "ok", "seconds": 6.42, "evidence": None}
@@ -137,7 +134,7 @@ progress.ended(SECOND, ERROR, 2, 0, None)
 progress.close()
 print(sorted({"tqdm", "tqdm.std"} & set(sys.modules)))
 """
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}{os.pathsep}{SUPPORT}"}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}{os.pathsep}{BODIES.parent}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environ, timeout=PATIENCE)
     assert done.stdout == b"[]\n"
     assert done.stderr.decode() == (

@@ -9,6 +9,7 @@ others race again without that one; if its time is up, the results so far count.
 """
 
 import contextlib
+import itertools
 import json
 import tempfile
 import time
@@ -28,8 +29,8 @@ from dpbench.execution.recommend.findings import (
     take_race,
     take_search,
 )
-from dpbench.process.parent import Answer, Isolation
-from dpbench.trials import LargestTrial, RecommendTrial, Trial
+from dpbench.process.parent import Answer, AnyTrial, Isolation, answered
+from dpbench.trials import LargestTrial, RecommendTrial
 from dpbench.trials.outcome import Outcome
 
 #: Seconds reserved for the end.
@@ -129,7 +130,7 @@ class Agenda:
             **asked.workload(),
         )
         self._notes.unlink(missing_ok=True)
-        answers = [answer for _, answer in self._answers([trial], until=until + GRACE)]
+        answers = [answer for _, answer in self._answers([trial], until=min(self.until, until + GRACE))]
         if not answers:
             return None
         (answer,) = answers
@@ -161,7 +162,7 @@ class Agenda:
         due = [found for found in due if found.status in ("ok", NOT_KNOWN, "not measured")]
         trials = (self._search_of(found) for found in due)
         for trial, answer in self._answers(trials, self.question.workers):
-            found = self.findings[trial.backend]  # type: ignore[attr-defined]
+            found = self.findings[trial.backend]
             take_search(found, answer.outcome, answer.evidence, answer.result, self.question.batch_size)
 
     def _search_of(self, found: Finding) -> LargestTrial:
@@ -179,19 +180,11 @@ class Agenda:
         )
 
     def _answers(
-        self, trials: Iterable[Trial], at_once: int = 1, until: float | None = None
-    ) -> Iterator[tuple[Trial, Answer]]:
+        self, trials: Iterable[AnyTrial], at_once: int = 1, until: float | None = None
+    ) -> Iterator[tuple[AnyTrial, Answer]]:
         """Each trial with its answer, in the order in which they end; none starts without time left."""
-        waiting, running = iter(trials), dict[int, Trial]()
-        exhausted = False
-        while running or not exhausted:
-            while len(running) < at_once and not exhausted:
-                trial = next(waiting, None) if self.left() > _LEAST else None
-                if trial is None:
-                    exhausted = True
-                else:
-                    running[self.runner.submit(trial, min(self.until, until or self.until))] = trial
-            for answer in self.runner.wait(_LOOK) if running else ():
-                yield running.pop(answer.key), answer
+        startable = itertools.takewhile(lambda _: self.left() > _LEAST, trials)
+        for come in answered(self.runner, startable, at_once, self.until if until is None else until, _LOOK):
+            yield from come
             self._doing = self._read().get("doing") or self._doing
             self.say(self._doing)
