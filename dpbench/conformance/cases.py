@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from dpbench.conformance import modules as nets
-from dpbench.conformance import oddities
 
 BATCH = 5
 
@@ -226,13 +225,13 @@ CASES = [
     Case("bags of different sizes", _bags),
     Case("head registered first", lambda: images(nets.head_first(), size=(6,))),
     Case("ragged sequences", _ragged),
-    Case("hidden state with a gradient", lambda: images(oddities.hidden_leaf(), size=(4,))),
-    Case("hidden state above a frozen layer", lambda: images(oddities.hidden_leaf(frozen=True), size=(4,))),
-    Case("a layer of training alone", lambda: images(oddities.in_training(), size=(4,))),
-    Case("expanded like the data", lambda: images(oddities.expanded_like(), nn.Tanh(), size=(4,))),
-    Case("expanded like longer data", lambda: images(oddities.expanded_like(), nn.Tanh(), size=(3, 4))),
-    Case("a bias changed in place", lambda: images(oddities.changed_bias(), nn.Tanh(), size=(3, 4))),
-    Case("a product changed in place", lambda: images(oddities.changed_product(), nn.Tanh(), size=(3, 4))),
-    Case("a spectrum of a parameter", lambda: images(oddities.spectrum(), nn.Tanh(), size=(5, 4))),
-    Case("a power that is a parameter", lambda: images(oddities.power_mean())),
+    Case("hidden state with a gradient", lambda: images(nets.hidden_leaf(), size=(4,))),
+    Case("hidden state above a frozen layer", lambda: images(nets.hidden_leaf(frozen=True), size=(4,))),
+    Case("a layer of training alone", lambda: images(nets.in_training(), size=(4,))),
+    Case("expanded like the data", lambda: images(nets.expanded_like(), nn.Tanh(), size=(4,))),
+    Case("expanded like longer data", lambda: images(nets.expanded_like(), nn.Tanh(), size=(3, 4))),
+    Case("a bias changed in place", lambda: images(nets.changed_bias(), nn.Tanh(), size=(3, 4))),
+    Case("a product changed in place", lambda: images(nets.changed_product(), nn.Tanh(), size=(3, 4))),
+    Case("a spectrum of a parameter", lambda: images(nets.spectrum(), nn.Tanh(), size=(5, 4))),
+    Case("a power that is a parameter", lambda: images(nets.power_mean())),
 ]

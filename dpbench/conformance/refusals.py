@@ -14,7 +14,7 @@ from torch import nn
 
 from clipping import Backend, Flat, Problem, UnsupportedModel
 from clipping.checks.verification import WrongGradient
-from dpbench.conformance import oddities
+from dpbench.conformance import modules as nets
 from dpbench.conformance.cases import BATCH, squared_error
 from dpbench.conformance.contract import median
 from dpbench.conformance.judging import TOLERANCE, Check, Measured, hold, oracle, placed, worse
@@ -36,7 +36,7 @@ def held(make: Callable[[], nn.Module], verify: bool, backend: type[Backend], de
     try:
         with backend(model, loss, clip=clip, verify=verify) as b:
             agreement = hold(b(x, y), oracle(setup, clip), TOLERANCE)
-            if isinstance(model, (oddities.FusedLater, oddities.Mixing)) and not model.late:
+            if isinstance(model, (nets.FusedLater, nets.Mixing)) and not model.late:
                 model.late = True
                 agreement = worse(agreement, hold(b(x, y), oracle(setup, clip), TOLERANCE, " of the second step"))
             return Measured(agreement, dict(b.coverage))
@@ -46,16 +46,16 @@ def held(make: Callable[[], nn.Module], verify: bool, backend: type[Backend], de
 
 
 HIDDEN: dict[str, Callable[[], nn.Module]] = {
-    "a custom function beside another use": oddities.fused_beside,
-    "a custom function from the second step on": oddities.FusedLater,
-    "a derivative of a derivative": oddities.forces,
+    "a custom function beside another use": nets.fused_beside,
+    "a custom function from the second step on": nets.FusedLater,
+    "a derivative of a derivative": nets.forces,
 }
 MIXING: dict[str, Callable[[], nn.Module]] = {
-    "statistics in training alone": partial(oddities.Mixing, oddities.by_statistics),
-    "a detached mean": partial(oddities.Mixing, oddities.by_detached_mean),
-    "rolled by two": partial(oddities.Mixing, oddities.by_rolling),
-    "rows in another order": oddities.sorting,
-    "from the second step on": partial(oddities.Mixing, oddities.by_statistics, late=False),
+    "statistics in training alone": partial(nets.Mixing, nets.by_statistics),
+    "a detached mean": partial(nets.Mixing, nets.by_detached_mean),
+    "rolled by two": partial(nets.Mixing, nets.by_rolling),
+    "rows in another order": nets.sorting,
+    "from the second step on": partial(nets.Mixing, nets.by_statistics, late=False),
 }
 REFUSALS: dict[str, Check] = {
     **{name: partial(held, make, False) for name, make in HIDDEN.items()},
