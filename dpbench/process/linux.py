@@ -45,11 +45,7 @@ class CpuTime:
     @classmethod
     def now(cls) -> CpuTime:
         """The ticks since the machine started; zeros if not reported."""
-        try:
-            with open("/proc/stat") as file:
-                user, nice, system, _, _, interrupt, soft, stolen = map(int, file.readline().split()[1:9])
-        except (OSError, ValueError):
-            return cls()
+        user, nice, system, _, _, interrupt, soft, stolen = _ticks().get("cpu", [0] * 8)
         return cls(user + nice + system + interrupt + soft, stolen)
 
     def stolen_since(self, before: CpuTime) -> float | None:
@@ -76,19 +72,20 @@ def busy_cpus(seconds: float = 1.0) -> float:
     return sum(1 - rested / passed for rested, passed in zip(idle, ticks, strict=True) if passed)
 
 
+def _ticks() -> dict[str, list[int]]:
+    """Eight kinds of ticks of "cpu", all CPUs together, and of "cpu0", "cpu1", ...; {} if not reported."""
+    try:
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+        return {name: list(map(int, ticks[:8])) for name, *ticks in lines}
+    except (OSError, ValueError):
+        return {}
+
+
 def _idle_ticks() -> list[tuple[int, int]]:
     """Idle and other ticks of each CPU of this process; [] if not reported."""
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-        found = []
-        for name, *ticks in (line.split() for line in lines):
-            if name in mine:
-                user, nice, system, idle, waiting, interrupt, soft, stolen = map(int, ticks[:8])
-                found.append((idle + waiting, user + nice + system + interrupt + soft + stolen))
-        return found
-    except (OSError, ValueError, AttributeError):  # not Linux
-        return []
+    each = _ticks()
+    mine = [each[f"cpu{number}"] for number in os.sched_getaffinity(0)] if each else []
+    return [(ticks[3] + ticks[4], sum(ticks) - ticks[3] - ticks[4]) for ticks in mine]
 
 
 def offer_to_the_oom_killer() -> None:
