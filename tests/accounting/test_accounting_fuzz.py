@@ -100,10 +100,11 @@ ABSURD = [
     *[(1e-3, 0.01, 10_000, 1e-5), (1e6, 0.01, 10_000, 1e-5), (1.0, 0.01, 10**9, 1e-5), (1.0, 1.0, 1000, 1e-5)],
     *[(1.0, 1e-12, 1000, 1e-5), (1.0, 0.01, 1000, 1e-300), (1e-3, 1.0, 10**9, 1e-300)],
 ]
+USUAL = [(1.1, 256 / 60_000, 3000, 1e-5), (3.0, 0.1, 512, 1e-6), (2.0, 0.5, 20, 1e-3), (5.0, 1.0, 25, 1e-5)]
 
 
 def test_the_absurd_and_some_points():
-    for point in (*ABSURD, *random.Random(5).sample(GRID, 3)):
+    for point in (*ABSURD, *USUAL, (0.6, 0.2, 1, 1e-5), *random.Random(5).sample(GRID, 3)):
         answers(*point)
 
 
