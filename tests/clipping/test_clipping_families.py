@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import name_of
-from oddities import EXACT, REFUSED, B, Case, D, Odd, T
+from oddities import EXACT, REFUSED, B, Case, D, T
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clipping import Flat, PerLayer, UnsupportedModel, compare, load_backend
 from clipping.core.reference import definition
 from clipping.tape.record import Tape
+from dpbench.conformance.modules import Net
 
 P, E = 3, 3
 FAST = {"bk_mixed": {"timing": False}}
@@ -362,7 +363,7 @@ CASES = [*EXPERTS, *ROWS, *LAYOUTS]
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_exact(case: Case) -> None:
     """Each kind of route once: gradients that are discarded, Gram matrices, and the planner's, verified besides."""
-    model = Odd(case.forward, **case.parts()).double()
+    model = Net(case.forward, **case.parts()).double()
     x, y = batch()
     with Wide():
         for clip, backends in ((Flat(0.05), ("fastgradclip", "ghost", "bk_mixed")), (PerLayer(0.05), ("bk_mixed",))):
@@ -380,7 +381,7 @@ def test_exact(case: Case) -> None:
 @pytest.mark.parametrize("backend", ["fastgradclip", "ghost", "bk_mixed"])
 def test_the_grouped_product_of_torch_itself(backend: str) -> None:
     """In float32, which it has, for rows of sixteen bytes or more."""
-    model = Odd(experts_grouped, **moe(8, 4))
+    model = Net(experts_grouped, **moe(8, 4))
     x, y = torch.randn(B, T, 8), torch.randn(B)
     with load_backend("microbatch")(model, loss, clip=Flat(0.05)) as b:
         reference = b(x, y)
@@ -391,7 +392,7 @@ def test_the_grouped_product_of_torch_itself(backend: str) -> None:
 @pytest.mark.parametrize("case", EXPERTS[:-1], ids=name_of)
 def test_exact_by_timed_routes_in_batches_of_other_sizes(case: Case) -> None:
     """Each time other rows go to other experts; the second step is timed."""
-    model = Odd(case.forward, **case.parts()).double()
+    model = Net(case.forward, **case.parts()).double()
     clip = Flat(0.05)
     with (
         load_backend("microbatch")(model, loss, clip=clip) as oracle,
@@ -422,7 +423,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def made(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    model = Odd(case.forward, **case.parts()).double()
+    model = Net(case.forward, **case.parts()).double()
     return model, torch.randn(B, *case.shape, dtype=torch.float64), torch.randn(B, dtype=torch.float64)
 
 

@@ -12,19 +12,6 @@ B, T, D = 5, 4, 6
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Odd(nn.Module):
-    """A module of named parameters and layers, with a forward function."""
-
-    def __init__(self, forward: Forward, **parts: Any) -> None:
-        super().__init__()
-        self.does = forward
-        for name, part in parts.items():
-            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.does(self, x)
-
-
 class Case(NamedTuple):
     """`parts` creates parameters and layers by torch's generator; `shape` is a sample's."""
 
