@@ -72,32 +72,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of both commands."""
     # -1e-5 is a value to refuse, not an unknown option (as for argparse before 3.14).
     parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
-    parser.add_argument("--noise-multiplier", metavar="S", help="σ, in units of the clipping norm")
-    parser.add_argument(
-        "--sample-rate", metavar="Q", help="probability that a record is in a batch: a number, or 256/60000"
-    )
-    parser.add_argument("--batch-size", metavar="B", help="with --dataset-size, in place of --sample-rate: B/N")
-    parser.add_argument("--steps", metavar="T", help="number of steps")
-    parser.add_argument("--epochs", metavar="E", help="in place of --steps: passes over the data, rounded up to a step")
-    parser.add_argument("--delta", metavar="D", help="δ")
-    parser.add_argument("--sampling", metavar="NAME", default="poisson", help=f"{', '.join(SAMPLINGS)}")
     proved = "; ".join(f"{sampling}: {', '.join(names)}" for sampling, names in PROVED.items())
-    parser.add_argument(
-        "--adjacency", metavar="NAME", help=f"one with a bound under the sampling, by default the first ({proved})"
-    )
-    parser.add_argument("--dataset-size", metavar="N", help="number of records")
-    parser.add_argument("--max-batch-size", metavar="B", help="the size to which truncated_poisson cuts a batch")
-    parser.add_argument(
-        "--group-size",
-        metavar="K",
-        help="neighbours differ in K records at once, such as those of a person (default: 1)",
-    )
-    parser.add_argument("--tuned", metavar="N", help="for publishing only the best of N runs, on average (rdp, best)")
-    parser.add_argument(
-        "--tuned-by",
-        metavar="NAME",
-        help=f"with --tuned, how the number of runs is drawn: {', '.join(DISTRIBUTIONS)} (default: geometric)",
-    )
+    drawn = ", ".join(DISTRIBUTIONS)
+    options = {
+        "--noise-multiplier S": "σ, in units of the clipping norm",
+        "--sample-rate Q": "probability that a record is in a batch: a number, or 256/60000",
+        "--batch-size B": "with --dataset-size, in place of --sample-rate: B/N",
+        "--steps T": "number of steps",
+        "--epochs E": "in place of --steps: passes over the data, rounded up to a step",
+        "--delta D": "δ",
+        "--sampling NAME": ", ".join(SAMPLINGS),
+        "--adjacency NAME": f"one with a bound under the sampling, by default the first ({proved})",
+        "--dataset-size N": "number of records",
+        "--max-batch-size B": "the size to which truncated_poisson cuts a batch",
+        "--group-size K": "neighbours differ in K records at once, such as those of a person (default: 1)",
+        "--tuned N": "for publishing only the best of N runs, on average (rdp, best)",
+        "--tuned-by NAME": f"with --tuned, how the number of runs is drawn: {drawn} (default: geometric)",
+    }
+    for option, meaning in options.items():
+        name, metavar = option.split()
+        parser.add_argument(name, metavar=metavar, help=meaning)
+    parser.set_defaults(sampling="poisson")
     parser.add_argument(
         "--accountant",
         metavar="NAME",
