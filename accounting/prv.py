@@ -168,3 +168,10 @@ class Lower(_Bracketed):
 
     kind: Kind = "lower_bound"
     side = "lower"
+
+
+class Estimate(_Bracketed):
+    """The point between the bounds where ε most likely lies."""
+
+    kind: Kind = "estimate"
+    side = "estimate"

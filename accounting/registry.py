@@ -95,10 +95,16 @@ VARIANTS: dict[str, AccountantInfo] = {
         "#882255",
         "x",
     ),
+    "strong:kov": AccountantInfo(
+        "accounting.optimal_composition:Optimal", "optimal composition (Kairouz, Oh and Viswanath 2015)"
+    ),
     "rdp:classic": AccountantInfo(
         "accounting.rdp:Rdp", "with the conversion of 2017, as in older tools", arguments={"conversion": "classic"}
     ),
     "rdp:whole": AccountantInfo("accounting.rdp:Whole", "with whole orders alone: of discrete Gaussian noise, too"),
+    "prv:estimate": AccountantInfo(
+        "accounting.prv:Estimate", "between its bounds, where the truth most likely is", "PRV", "#EE99AA", "p"
+    ),
     "prv:lower": AccountantInfo(
         "accounting.prv:Lower", "its certified lower bound", "certified lower bound", "#6B6B6B", "|"
     ),

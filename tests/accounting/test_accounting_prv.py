@@ -109,10 +109,12 @@ def test_opacus_does_not_disagree(sigma, q, steps, delta):
 
 
 def test_the_bounds_and_what_they_are_worth():
-    lower, upper = (answer(name, 1.0, 0.01, 10_000, 1e-5) for name in ("prv:lower", "prv"))
-    assert (lower.kind, upper.kind) == ("lower_bound", "upper_bound")
+    names = ("prv:lower", "prv:estimate", "prv")
+    lower, between, upper = (answer(name, 1.0, 0.01, 10_000, 1e-5) for name in names)
+    assert (lower.kind, between.kind, upper.kind) == ("lower_bound", "estimate", "upper_bound")
+    assert lower.epsilon < between.epsilon < upper.epsilon
     detail = upper.detail
-    assert lower.epsilon == detail["lower"] < detail["estimate"] < detail["upper"] == upper.epsilon
+    assert [detail["lower"], detail["estimate"], detail["upper"]] == [lower.epsilon, between.epsilon, upper.epsilon]
     assert detail["accurate"] and 0 < detail["discretization"] < 1e-2
 
 

@@ -206,7 +206,7 @@ def test_epochs_of_one_pass():
     )
 
 
-NO_BOUNDS = ("gdp", "strong:published", "prv:lower")
+NO_BOUNDS = ("gdp", "strong:published", "prv:lower", "prv:estimate")
 ELSEWHERE = SCHEMES - {("poisson", "add_remove"), ("poisson", "zero_out")}
 
 
