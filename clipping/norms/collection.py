@@ -373,6 +373,9 @@ class Book(_WholeNorms):
 
     def _total(self) -> tuple[Tensor, Tensor]:
         if self._waiting:
+            for term in self._waiting:
+                if term.route.ghost:
+                    term.rule.lay_out_input(term.g)
             found = list(map(Term.squared_norms, self._waiting))
             self._squares += torch.stack([squares for squares, _ in found]).clamp_(min=0).sum(0)
             for term, (squares, reach) in zip(self._waiting, found, strict=True):

@@ -307,6 +307,12 @@ class Rule(ABC):
         """Return the output's gradient in the fastest layout for norm and sum: g, or one copy for both."""
         return g
 
+    def lay_out_input(self, g: Tensor) -> None:  # noqa: B027
+        """Replace the input by a copy in the fastest layout for norm and sum. Call it after the backward pass.
+
+        Then nothing else holds most inputs, and the copy takes the memory of the original.
+        """
+
     def shapes(self) -> tuple[object, ...]:
         """Return all shapes besides the output's that a sample's cost depends on."""
         return tuple(self.parameter.shape), self.positions, self.inputs, self.outputs, self.groups

@@ -35,6 +35,7 @@ class Bilinear(Rule):
         g: gradient of the output, [B·fold, ...]; together with x, of the same samples as from `operands`.
         samples: slice of the batch.
         count: number of portions.
+        found, squares: [b · groups, 1 + k] and [b · groups], results of each sample and group.
     """
 
     library = "cublas"

@@ -37,7 +37,7 @@ class OfPatches(Bilinear):
 
     Methods take:
         x, g: some samples' input, and their output's gradient (or its `Spec`).
-        found, squares: [b · groups, 1 + k] and [b · groups], results of each sample and group.
+        samples: slice of the batch.
         fold: factor by which the number of groups is multiplied.
     """
 
@@ -71,8 +71,12 @@ class OfPatches(Bilinear):
     def laid_out(self, g: Tensor, *, ghost: bool) -> Tensor:
         return _channels_last(g) if ghost and self.turns(g) else g  # instantiation folds images into channels
 
+    def lay_out_input(self, g: Tensor) -> None:
+        if self.turns(g):
+            self.x = _channels_last(self.x.to(g.dtype))
+
     def images(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """Return `operands` in the layout that GPU kernels read fast; a copy of x is freed between norm and sum."""
+        """Return `operands` in the layout that GPU kernels read fast, copied unless they were laid out before."""
         x, g = self.operands(g, samples)
         return (_channels_last(x), _channels_last(g)) if self.turns(g) else (x, g)
 

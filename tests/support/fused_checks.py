@@ -204,8 +204,11 @@ def turned(device: str) -> None:
             squares, reach = with_kernels(lambda last=last, way=way: rule.squares_and_reach(last, Route(True, way)))
             close(squares, wide.squared_norms(g.double(), Route()))
             close(reach.terms, wide.reach(g.double()).terms)
-        found = with_kernels(lambda last=last: rule.weighted(last, factors))
-        close(found, wide.weighted(g.double(), factors.double()))
+        for _ in range(2):
+            found = with_kernels(lambda last=last: rule.weighted(last, factors))
+            close(found, wide.weighted(g.double(), factors.double()))
+            with_kernels(lambda last=last: rule.lay_out_input(last))
+            assert rule.x.is_contiguous(memory_format=torch.channels_last)
 
 
 def rows(device: str) -> None:
