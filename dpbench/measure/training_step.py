@@ -13,6 +13,8 @@ The result is that of an `OverheadTrial`, and ``energy``: the name of the counte
 turn has ``joules_per_step``: all energy that the machine's processors, or the GPU, used meanwhile.
 """
 
+from __future__ import annotations
+
 import importlib
 import warnings
 from collections.abc import Callable
@@ -39,6 +41,7 @@ from dpbench.trials.whole_step import JAX_PRIVACY, TrainingStepTrial
 
 #: Steps in an epoch of the data set, which engines' accountants require.
 STEPS = 100
+_NOISY = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
 
 
 def run(trial: TrainingStepTrial) -> dict[str, Any]:
@@ -57,23 +60,63 @@ def run(trial: TrainingStepTrial) -> dict[str, Any]:
     return compared(trial, device, entries) | {"energy": by}
 
 
+class _Given(NamedTuple):
+    """What an engine is opened on: its name, model and data of its own, the optimizer of that model, and the batch."""
+
+    name: str
+    workload: Workload
+    optimizer: torch.optim.Optimizer
+    inputs: Any
+    targets: Any
+
+    def losses(self, model: nn.Module | None = None) -> Tensor:
+        """The losses [B] of the batch, by the model itself or by a library's wrapper of it."""
+        return self.workload.loss_fn(
+            forward(self.workload.model if model is None else model, self.inputs), self.targets
+        )
+
+    def by_backward(self, model: nn.Module, optimizer: Any) -> Callable[[], Tensor]:
+        """A step as in an ordinary training loop."""
+
+        def take() -> Tensor:
+            losses = self.losses(model)
+            losses.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return losses.detach()
+
+        return take
+
+    def by_step(self, close: Callable[[], None], before: Callable[[], object] = lambda: None) -> _TrainingStep:
+        """A step that hands its losses to the optimizer, to which an engine is attached."""
+        step: Any = self.optimizer.step
+
+        def take() -> Tensor:
+            before()
+            losses = self.losses()
+            step(loss=losses)
+            self.optimizer.zero_grad()
+            return losses.detach()
+
+        return _TrainingStep(self, take, close)
+
+
 @dataclass
 class _TrainingStep:
-    """One whole step, ready to run.
+    """One whole step of an engine, ready to run.
 
     Attributes:
-        model, optimizer: that it trains.
-        batch: (inputs, targets).
-        take, close, graphs: as in `_Opened`.
+        given: what the engine is opened on.
+        take: runs a step and returns the losses [B].
+        close: detaches the engine.
+        graphs: the graphs that run its steps; None if steps run eagerly.
         losses: of the last step.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    batch: tuple[Any, Any]
+    given: _Given
     take: Callable[[], Tensor]
-    close: Callable[[], None]
-    graphs: Graphs | None
+    close: Callable[[], None] = lambda: None
+    graphs: Graphs | None = None
     losses: Tensor | None = None
 
     def __call__(self) -> None:
@@ -81,8 +124,9 @@ class _TrainingStep:
 
     def holds(self) -> list[Tensor]:
         """Tensors that live before and after the step: parameters, buffers, the optimizer's state and the batch."""
-        state = list(self.optimizer.state.values())
-        return [*self.model.parameters(), *self.model.buffers(), *tensors_of((state, self.batch))]
+        given, model = self.given, self.given.workload.model
+        state = list(given.optimizer.state.values())
+        return [*model.parameters(), *model.buffers(), *tensors_of((state, given.inputs, given.targets))]
 
 
 @dataclass
@@ -103,9 +147,8 @@ class _Engine(Entry):
         optimizer = _optimizer(self.trial.optimizer, own.model)
         others, ours = (_COMPILED, _ours_compiled) if self.trial.compiled else (_OF_OTHERS, _ours)
         opened = others.get(self.name, ours)
-        found = opened(self.name, own, optimizer, inputs, targets)
-        self._step = _TrainingStep(own.model, optimizer, (inputs, targets), *found)
-        keep_to(self.trial.way, found.graphs)
+        self._step = opened(_Given(self.name, own, optimizer, inputs, targets))
+        keep_to(self.trial.way, self._step.graphs)
         self._batch_bytes = storage_bytes(tensors_of((inputs, targets)))
 
     def turn(self, number: int, position: int) -> None:
@@ -124,20 +167,6 @@ class _Engine(Entry):
         return torch.cuda.memory_allocated(self.device) - self._batch_bytes
 
 
-class _Opened(NamedTuple):
-    """An engine on a model.
-
-    Attributes:
-        take: runs a step and returns the losses [B].
-        close: detaches the engine.
-        graphs: the graphs that run its steps; None if steps run eagerly.
-    """
-
-    take: Callable[[], Tensor]
-    close: Callable[[], None] = lambda: None
-    graphs: Graphs | None = None
-
-
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if name == "SGD":
@@ -145,45 +174,26 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-4)
 
 
-def _losses(workload: Workload, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
-    return workload.loss_fn(forward(model, inputs), targets)
+def _plain(given: _Given) -> _TrainingStep:
+    return _TrainingStep(given, given.by_backward(given.workload.model, given.optimizer))
 
 
-def _by_backward(
-    workload: Workload, model: nn.Module, optimizer: Any, inputs: Any, targets: Any
-) -> Callable[[], Tensor]:
-    """A step as in an ordinary training loop."""
-
-    def take() -> Tensor:
-        losses = _losses(workload, model, inputs, targets)
-        losses.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return losses.detach()
-
-    return take
-
-
-def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
-    return _Opened(_by_backward(workload, workload.model, optimizer, inputs, targets))
-
-
-def _plain_compiled(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
+def _plain_compiled(given: _Given) -> _TrainingStep:
     """Ordinary training as a graph."""
-    size, named = len(targets), dict(workload.model.named_parameters())
-    backend = load_backend("nonprivate")(
-        workload.model, lambda outputs, targets: workload.loss_fn(outputs, targets) / size, compile=True
-    )
+    model, loss_fn = given.workload.model, given.workload.loss_fn
+    size, named = len(given.targets), dict(model.named_parameters())
+    mean = lambda outputs, targets: loss_fn(outputs, targets) / size  # noqa: E731
+    backend = load_backend("nonprivate")(model, mean, compile=True)
 
     def take() -> Tensor:
-        found = backend(inputs, targets)
+        found = backend(given.inputs, given.targets)
         for name, grad in found.grads.items():
             named[name].grad = grad
-        optimizer.step()
-        optimizer.zero_grad()
+        given.optimizer.step()
+        given.optimizer.zero_grad()
         return found.losses * size
 
-    return _Opened(take, backend.close, backend.graphs)
+    return _TrainingStep(given, take, backend.close, backend.graphs)
 
 
 def engine_for(backend: str, workload: Workload, batch_size: int) -> PrivacyEngine:
@@ -192,43 +202,32 @@ def engine_for(backend: str, workload: Workload, batch_size: int) -> PrivacyEngi
     Args:
         backend: its name.
     """
-    options: dict[str, Any] = {"batch_size": batch_size, "sample_size": STEPS * batch_size, "max_grad_norm": 1.0}
-    return PrivacyEngine(workload.model, noise_multiplier=1.0, backend=backend, sampling="shuffled", **options)
+    options: dict[str, Any] = _NOISY | {"batch_size": batch_size, "sample_size": STEPS * batch_size}
+    return PrivacyEngine(workload.model, backend=backend, sampling="shuffled", **options)
 
 
-def _attached(name: str, workload: Workload, optimizer: torch.optim.Optimizer, targets: Any) -> PrivacyEngine:
+def _attached(given: _Given) -> PrivacyEngine:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
-        engine = engine_for(name, workload, len(targets))
-        engine.attach(optimizer)
+        engine = engine_for(given.name, given.workload, len(given.targets))
+        engine.attach(given.optimizer)
     return engine
 
 
-def _ours_compiled(
-    name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any
-) -> _Opened:
-    engine = _attached(name, workload, optimizer, targets)
-    step = engine.make_step(workload.loss_fn, compile=True)
+def _ours_compiled(given: _Given) -> _TrainingStep:
+    engine = _attached(given)
+    step = engine.make_step(given.workload.loss_fn, compile=True)
 
     def take() -> Tensor:
-        losses = step(inputs, targets)
-        optimizer.zero_grad()
+        losses = step(given.inputs, given.targets)
+        given.optimizer.zero_grad()
         return losses
 
-    return _Opened(take, engine.detach, step.graphs)
+    return _TrainingStep(given, take, engine.detach, step.graphs)
 
 
-def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
-    engine = _attached(name, workload, optimizer, targets)
-    step: Any = optimizer.step
-
-    def take() -> Tensor:
-        losses = _losses(workload, workload.model, inputs, targets)
-        step(loss=losses)
-        optimizer.zero_grad()
-        return losses.detach()
-
-    return _Opened(take, engine.detach)
+def _ours(given: _Given) -> _TrainingStep:
+    return given.by_step(_attached(given).detach)
 
 
 def _not_in_place(model: nn.Module) -> nn.Module:
@@ -239,70 +238,58 @@ def _not_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-def _opacus_hooks(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
+def _opacus_hooks(given: _Given) -> _TrainingStep:
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
-    model = GradSampleModule(_not_in_place(workload.model), loss_reduction="mean")
-    private = DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(targets))
+    model = GradSampleModule(_not_in_place(given.workload.model), loss_reduction="mean")
+    private = DPOptimizer(given.optimizer, **_NOISY, expected_batch_size=len(given.targets))
+    return _TrainingStep(given, given.by_backward(model, private), model.to_standard_module)
 
-    return _Opened(_by_backward(workload, model, private, inputs, targets), model.to_standard_module)
 
-
-def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
+def _opacus_ghost(given: _Given) -> _TrainingStep:
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
     model = GradSampleModuleFastGradientClipping(
-        _not_in_place(workload.model), max_grad_norm=1.0, use_ghost_clipping=True, loss_reduction="mean"
+        _not_in_place(given.workload.model), max_grad_norm=1.0, use_ghost_clipping=True, loss_reduction="mean"
     )
-    private = DPOptimizerFastGradientClipping(
-        optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(targets)
-    )
+    private = DPOptimizerFastGradientClipping(given.optimizer, **_NOISY, expected_batch_size=len(given.targets))
 
     def take() -> Tensor:
-        losses = _losses(workload, model, inputs, targets)
+        losses = given.losses(model)
         DPTensorFastGradientClipping(model, private, losses, loss_reduction="mean").backward()
         private.step()
         private.zero_grad()
         return losses.detach()
 
-    return _Opened(take, model.to_standard_module)
+    return _TrainingStep(given, take, model.to_standard_module)
 
 
-def _theirs(
-    make: Callable[..., Any], workload: Workload, optimizer: torch.optim.Optimizer, targets: Any, **options: Any
-) -> Any:
+def _theirs(make: Callable[..., Any], given: _Given, **options: Any) -> Any:
     """The attached engine of a library whose engine is like ours."""
-    size = len(targets)
+    size = len(given.targets)
     options |= {"batch_size": size, "sample_size": STEPS * size, "epochs": 1}
-    engine = make(workload.model, max_grad_norm=1.0, noise_multiplier=1.0, **options)
-    engine.attach(optimizer)
+    engine = make(given.workload.model, **_NOISY, **options)
+    engine.attach(given.optimizer)
     return engine
 
 
-def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
+def _private_cnn(given: _Given) -> _TrainingStep:
     hooks = importlib.import_module("private_CNN.privacy_utils.autograd_grad_sample")
     make = importlib.import_module("private_CNN").PrivacyEngine
-    engine = _theirs(make, workload, optimizer, targets, ghost_clipping=True, mixed=True)
-    step: Any = optimizer.step
-
-    def take() -> Tensor:
-        hooks.set_hooks_mode("ghost_norm_mixed")  # a global of that module, which each step changes
-        losses = _losses(workload, workload.model, inputs, targets)
-        step(loss=losses)
-        optimizer.zero_grad()
-        return losses.detach()
-
-    return _Opened(take, engine.detach)
+    engine = _theirs(make, given, ghost_clipping=True, mixed=True)
+    # the mode is a global of that module, which each step changes
+    return given.by_step(engine.detach, before=lambda: hooks.set_hooks_mode("ghost_norm_mixed"))
 
 
-def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> _Opened:
+def _fastdp(given: _Given) -> _TrainingStep:
     options = {"clipping_mode": "MixOpt", "clipping_fn": "Abadi", "clipping_style": "all-layer"}
-    engine = _theirs(engine_of, workload, optimizer, targets, loss_reduction="mean", **options)
-    every, held = list(engine.named_params), beyond_origin(workload.model)
-    step = _by_backward(workload, workload.model, optimizer, inputs, targets)
+    engine = _theirs(engine_of, given, loss_reduction="mean", **options)
+    model = given.workload.model
+    every, held = list(engine.named_params), beyond_origin(model)
+    step = given.by_backward(model, given.optimizer)
 
     def hold(holds: bool) -> None:
         for p in held:
@@ -316,7 +303,7 @@ def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs
         return losses
 
     hold(True)
-    return _Opened(take, engine.detach)
+    return _TrainingStep(given, take, engine.detach)
 
 
 _OF_OTHERS = {

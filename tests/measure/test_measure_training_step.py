@@ -109,11 +109,11 @@ def test_a_step_moves_the_parameters_and_ends_without_gradients(name):
     optimizer = training_step._optimizer("SGD", workload.model)
     before = [p.detach().clone() for p in workload.model.parameters()]
     opened = training_step._OF_OTHERS.get(name, training_step._ours)
-    take, undo, _ = opened(name, workload, optimizer, inputs, targets)
-    assert take().shape == (4,)
+    step = opened(training_step._Given(name, workload, optimizer, inputs, targets))
+    assert step.take().shape == (4,)
     assert not any(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
     assert not any(p.grad is not None and p.grad.any() for p in workload.model.parameters())
-    undo()
+    step.close()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in workload.model.modules())
 
 
@@ -132,11 +132,11 @@ def test_an_engine_without_noise_that_clips_nothing_takes_the_plain_step(monkeyp
         workload = open_workload(trial())
         inputs, targets = workload.batch(4)
         optimizer = training_step._optimizer("SGD", workload.model)
-        take, undo, graphs = opened("bk_mixed", workload, optimizer, inputs, targets)
+        step = opened(training_step._Given("bk_mixed", workload, optimizer, inputs, targets))
         for _ in range(5):
-            losses = take()
-        assert graphs is None or graphs.way in ("eager", "traced")
-        undo()
+            losses = step.take()
+        assert step.graphs is None or step.graphs.way in ("eager", "traced")
+        step.close()
         moved.append(torch.cat([losses, *(p.detach().flatten() for p in workload.model.parameters())]))
     for other in moved[1:]:
         torch.testing.assert_close(other, moved[0], rtol=1e-4, atol=1e-6)
