@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,11 +230,9 @@ def _linear(small: bool) -> list[_Case]:
         found.append(_Case("linear", said, (n, t, d), ((p, d), (p,)), linear, F.linear))
         found.append(_Case("matmul", said, (n, t, d), ((d, p),), matmul, torch.matmul))
     n, t, d, p = sizes[0]
-    letters = "btd,dp->btp"
-    run: Handler = lambda x, w: einsum(letters, x, w)  # noqa: E731
-    said = f"{n}×{t}, {d} to {p}"
-    found.append(_Case("einsum", said, (n, t, d), ((d, p),), run, lambda x, w: torch.einsum(letters, x, w)))
-    return found
+    letters, said = "btd,dp->btp", f"{n}×{t}, {d} to {p}"
+    own, theirs = partial(einsum, letters), partial(torch.einsum, letters)
+    return [*found, _Case("einsum", said, (n, t, d), ((d, p),), own, theirs)]
 
 
 #: Name, then n, channels, size, outputs, kernel, stride, padding, groups: in full size, and small.
@@ -254,43 +253,27 @@ def _convolutions(small: bool) -> list[_Case]:
     return [_convolution(name, *(few if small else full)) for name, full, few in _CONVOLUTIONS]
 
 
-def _convolution(
-    name: str,
-    n: int,
-    channels: int,
-    size: tuple[int, ...],
-    outputs: int,
-    kernel: int,
-    stride: int,
-    padding: int,
-    groups: int,
-) -> _Case:
+def _convolution(name: str, n: int, channels: int, size: tuple[int, ...], *shape: int) -> _Case:
+    outputs, kernel, stride, padding, groups = shape
     spatial, options = len(size), {"stride": stride, "padding": padding, "groups": groups}
-    plain, turned = (F.conv1d, F.conv2d)[spatial - 1], (F.conv_transpose1d, F.conv_transpose2d)[spatial - 1]
     transposed = name.endswith("transposed")
     own: Any = transposed_convolution if transposed else convolution
-    theirs: Any = turned if transposed else plain
+    theirs: Any = getattr(F, f"conv_transpose{spatial}d" if transposed else f"conv{spatial}d")
     weight = (channels, outputs // groups) if transposed else (outputs, channels // groups)
     return _Case(
         name,
         f"{n}×{channels}×{'×'.join(map(str, size))} to {outputs}, kernel {kernel}",
         (n, channels, *size),
         ((*weight, *[kernel] * spatial), (outputs,)),
-        lambda x, w, b: own(x, w, b, **options),
-        lambda x, w, b: theirs(x, w, b, **options),
+        partial(own, **options),
+        partial(theirs, **options),
     )
 
 
 def _embeddings(small: bool) -> list[_Case]:
     n, t, rows, p = (3, 9, 11, 6) if small else (8, 1024, 50257, 768)
     short = min(t, 128)
-
-    def bag(ids: Tensor, w: Tensor) -> Any:
-        return embedding_bag(ids, w, mode="sum")
-
-    def their_bag(ids: Tensor, w: Tensor) -> Tensor:
-        return F.embedding_bag(ids, w, mode="sum")
-
+    bag, their_bag = partial(embedding_bag, mode="sum"), partial(F.embedding_bag, mode="sum")
     return [
         _Case("embedding", f"{n}×{t}, {rows} rows of {p}", (n, t), ((rows, p),), embedding, F.embedding, rows),
         _Case("embedding bag", f"{n}×{short}, {rows} rows of {p}", (n, short), ((rows, p),), bag, their_bag, rows),

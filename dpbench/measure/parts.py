@@ -20,7 +20,8 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,9 +55,10 @@ Counts = tuple[Counter[str], Counter[str]]
 
 
 class Parts:
-    """The running part of a step; calls `left` at every border.
+    """A step and its running part; calls `left` at every border.
 
     Attributes:
+        step: runs one step.
         left: called with the name of the part that ends or is interrupted by one inside it.
 
     Methods take:
@@ -65,21 +67,18 @@ class Parts:
 
     def __init__(self) -> None:
         self.inside = [REST]
+        self.step: Callable[[], None] = lambda: None
         self.left: Callable[[str], None] = lambda name: None
 
-    @contextlib.contextmanager
-    def watched(self, left: Callable[[str], None]) -> Iterator[None]:
-        """Call `left` at every border of the step in the body, with "" at its beginning and `REST` at its end.
+    def watched(self, left: Callable[[str], None]) -> None:
+        """Run a step, and call `left` at every border of it, with "" at its beginning and `REST` at its end.
 
         Args:
             left: see the class.
         """
         left("")
-        before, self.left = self.left, left
-        try:
-            yield
-        finally:
-            self.left = before
+        with mock.patch.object(self, "left", left):
+            self.step()
         left(REST)
 
     @contextlib.contextmanager
@@ -108,13 +107,6 @@ class Parts:
         return run
 
 
-class Whole(NamedTuple):
-    """A step and its parts."""
-
-    step: Callable[[], None]
-    parts: Parts
-
-
 def run(trial: PartsTrial) -> dict[str, Any]:
     """See the module's docstring.
 
@@ -125,13 +117,13 @@ def run(trial: PartsTrial) -> dict[str, Any]:
     steps: dict[str, Any] = {}
     counted = "kernel launches" if device.type == "cuda" else "operations that torch dispatches"
     for name in PARTS:
-        with arithmetic(trial.precision, device), _opened(trial, name == "private") as whole:
+        with arithmetic(trial.precision, device), _opened(trial, name == "private") as parts:
             for _ in range(WARM):
-                whole.step()
+                parts.step()
             gc.collect()
-            seconds = [_seconds(whole, device) for _ in range(trial.steps)]
+            seconds = [_seconds(parts, device) for _ in range(trial.steps)]
             try:
-                counts = (_launches if device.type == "cuda" else _dispatched)(whole, device)
+                counts = (_launches if device.type == "cuda" else _dispatched)(parts, device)
             except NotHere as reason:
                 counts, counted = None, str(reason)
             steps[name] = _entry(PARTS[name], seconds, counts)
@@ -146,7 +138,7 @@ def run(trial: PartsTrial) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _opened(trial: PartsTrial, private: bool) -> Iterator[Whole]:
+def _opened(trial: PartsTrial, private: bool) -> Iterator[Parts]:
     """The engine's step on the caller's batches, without the loader; or the ordinary step, of the losses' mean."""
     workload, parts = open_workload(trial), Parts()
     inputs, targets = workload.batch(trial.batch_size)
@@ -164,13 +156,14 @@ def _opened(trial: PartsTrial, private: bool) -> Iterator[Whole]:
                 optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    parts.step = step
     if not private:
-        yield Whole(step, parts)
+        yield parts
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
         with _told(parts, engine_for(trial.backend, workload, trial.batch_size), optimizer):
-            yield Whole(step, parts)
+            yield parts
 
 
 @contextlib.contextmanager
@@ -201,7 +194,7 @@ def _entry(names: tuple[str, ...], seconds: list[dict[str, float]], counts: Coun
     return {"parts": parts, "step_seconds": [sum(each.values()) for each in seconds]}
 
 
-def _seconds(whole: Whole, device: torch.device) -> dict[str, float]:
+def _seconds(parts: Parts, device: torch.device) -> dict[str, float]:
     """Seconds of each part in one step."""
     cuda = device.type == "cuda"
     borders: list[tuple[str, Any]] = []
@@ -216,8 +209,7 @@ def _seconds(whole: Whole, device: torch.device) -> dict[str, float]:
 
     if cuda:
         torch.cuda.synchronize(device)
-    with whole.parts.watched(left):
-        whole.step()
+    parts.watched(left)
     if cuda:
         torch.cuda.synchronize(device)
     found: defaultdict[str, float] = defaultdict(float)
@@ -226,18 +218,14 @@ def _seconds(whole: Whole, device: torch.device) -> dict[str, float]:
     return found
 
 
-def _launches(whole: Whole, device: torch.device) -> Counts:
+def _launches(parts: Parts, device: torch.device) -> Counts:
     """(kernels launched, waits of the host) of each part in `TRACED` steps, from a trace with a mark at each border."""
 
     def left(name: str) -> None:
         with torch.profiler.record_function(_MARK + name):
             pass
 
-    def step() -> None:
-        with whole.parts.watched(left):
-            whole.step()
-
-    trace = traced(step, device, TRACED)
+    trace = traced(lambda: parts.watched(left), device, TRACED)
     marks, found = trace.marks(_MARK), (Counter[str](), Counter[str]())
     for (begin, _), (end, name) in itertools.pairwise(marks):
         for counter, times in zip(found, (trace.launches(), trace.waits()), strict=True):
@@ -259,9 +247,9 @@ class _Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _dispatched(whole: Whole, device: torch.device) -> Counts:
+def _dispatched(parts: Parts, device: torch.device) -> Counts:
     """(operations, numbers read by the host) of each part in `TRACED` steps."""
-    with _Dispatched(whole.parts) as counted:
+    with _Dispatched(parts) as counted:
         for _ in range(TRACED):
-            whole.step()
+            parts.step()
     return counted.operations, counted.numbers

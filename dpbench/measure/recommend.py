@@ -81,7 +81,9 @@ def run(trial: RecommendTrial) -> dict[str, Any]:
             comparison.carry_out()
         except UsageError as error:
             return {"usage": str(error)}
-        comparison.found["precision"] = facts(trial.precision, comparison.workload, *comparison.batch(trial.batch_size))
+        comparison.found["precision"] = facts(
+            trial.precision, comparison.workload, *comparison.workload.batch(trial.batch_size)
+        )
         return comparison.result()
 
 
@@ -106,10 +108,6 @@ class _Comparison:
         self.found: dict[str, Any] = {"parameters": None, "inputs": [], "threads": None, "busy": None, "slow": None}
         self.opening: str | None = None
 
-    def batch(self, samples: int) -> tuple[Any, Any]:
-        """Inputs and targets."""
-        return self.workload.batch(samples)
-
     def open(self, trial: RecommendTrial) -> None:
         """Build the model.
 
@@ -121,7 +119,7 @@ class _Comparison:
         count = parameter_count(self.workload.model)
         if not count:
             raise ModelError("a model with parameters to train", trial.model)
-        shapes = [list(tensor.shape) for tensor in tensors_of(self.batch(trial.batch_size)[0])]
+        shapes = [list(tensor.shape) for tensor in tensors_of(self.workload.batch(trial.batch_size)[0])]
         self.found |= {"parameters": count, "inputs": shapes}
 
     def left(self) -> float:
@@ -176,21 +174,21 @@ class _Comparison:
         samples = 1
         self.found["slow"] = {"samples": samples, "seconds": None}
         self.note("ordinary training")
-        ordinary.enter(self.workload, self.batch(samples), LONGEST)
+        ordinary.enter(self.workload, self.workload.batch(samples), LONGEST)
         if WORTH * ordinary.seconds > self.left() and ordinary.setup and self._one_thread():
-            ordinary.move(self.batch(samples))
+            ordinary.move(self.workload.batch(samples))
         if WORTH * ordinary.seconds > self.left():
             self.found["slow"] = {"samples": samples, "seconds": ordinary.seconds}
             return samples
         self.found["slow"] = None
         while samples < self.trial.batch_size and (samples < FEWEST or 0 < 2 * ordinary.seconds < RACE_STEP):
             samples = min(2 * samples, self.trial.batch_size)
-            ordinary.move(self.batch(samples))
+            ordinary.move(self.workload.batch(samples))
         return samples
 
     def _opened(self, ordinary: _Contestant, samples: int) -> list[_Contestant]:
         """The entries that are exact and have run, including ordinary training."""
-        batch, longest = self.batch(samples), 0.0
+        batch, longest = self.workload.batch(samples), 0.0
         latest = time.monotonic() + OPEN_SHARE * self.left()
         ordinary.move(batch)
         self._keep({ORDINARY: [1.0]})
@@ -223,7 +221,7 @@ class _Comparison:
         if full != samples:
             for entry in racing:
                 self.note(f"{entry.name} with {full} samples")
-                entry.move(self.batch(full))
+                entry.move(self.workload.batch(full))
         self._compare(racing)
         return full
 
@@ -234,7 +232,7 @@ class _Comparison:
         for entry in sorted(rest, key=lambda e: (not e.name.startswith(KNOWN), e.seconds)):
             costs = entry.setup + (1 + TURNS) * entry.seconds
             if UNSURE * (costs * samples / entry.samples + TURNS * ordinary.seconds) < FINAL_SHARE * self.left():
-                entry.move(self.batch(samples))
+                entry.move(self.workload.batch(samples))
                 self._keep(self.race.heats([ordinary, entry], self.until))
 
     def _again(self) -> None:
@@ -246,7 +244,7 @@ class _Comparison:
         ordinary = self.entries[ORDINARY]
         for samples in sorted({self.entries[name].samples for name in names}, reverse=True):
             if ordinary.samples != samples:
-                ordinary.move(self.batch(samples))
+                ordinary.move(self.workload.batch(samples))
             again = [self.entries[name] for name in names if self.entries[name].samples == samples]
             self._compare([ordinary, *(entry for entry in again if entry is not ordinary)])
 
