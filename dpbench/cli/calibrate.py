@@ -13,7 +13,7 @@ from dpbench.trials.json_text import to_json
 #: Two of these are given, for the third.
 _SETTINGS = ("sample_rate", "noise_multiplier", "steps")
 #: Unknown -> the safe direction to round it (True for up, None for none).
-_UP = {"noise_multiplier": True, "steps": None, "epochs": False, "sample_rate": False}
+_KINDS = {"noise_multiplier": "upper_bound", "steps": None, "epochs": "lower_bound", "sample_rate": "lower_bound"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,5 +113,5 @@ def _table(
     ]
     found = [row[unknown] for row in rows]
     whole = unknown == "steps"
-    values = [f"{each:,}" if whole and each is not None else privacy.rounded(each, _UP[unknown]) for each in found]
+    values = [f"{each:,}" if whole and each is not None else privacy.rounded(each, _KINDS[unknown]) for each in found]
     return privacy.table(heading, rows, unknown.replace("_", " "), values)

@@ -10,7 +10,6 @@ Functions take:
 
 import argparse
 import contextlib
-import decimal
 import math
 import re
 import sys
@@ -35,6 +34,7 @@ from accounting.varying import Part
 from dpbench.cli import streams
 from dpbench.cli.columns import aligned
 from dpbench.errors import UsageError, one_of, their_code
+from dpbench.trials.privacy import rounded_bound
 from dpbench.trials.reference import load_object, split_file
 
 Row = dict[str, Any]
@@ -266,7 +266,7 @@ def table(heading: Sequence[str], rows: Sequence[Row], name: str = "", values: S
     """
     cells = [["accountant", "epsilon", "kind", "seconds", "how"]]
     for row in rows:
-        epsilon = rounded(row["epsilon"], {"upper_bound": True, "lower_bound": False}.get(row["kind"]))
+        epsilon = rounded(row["epsilon"], row["kind"])
         kind, seconds = str(row["kind"] or "-").replace("_", " "), row["detail"].get("seconds")
         took = "-" if seconds is None else f"{seconds:.4f}"
         cells.append([row["accountant"], epsilon, kind, took, _how(row["detail"])])
@@ -294,23 +294,22 @@ def risk_lines(rows: Sequence[Row]) -> list[str]:
         name = f"true positives at {100 * float(rate):g} % false ones"
         numbers.append((name, most, least["tpr_at_fpr"].get(rate)))
     lines = [
-        [name, rounded(most, True), "" if low is None else f"at least {rounded(low, False)}"]
+        [name, rounded(most, "upper_bound"), "" if low is None else f"at least {rounded(low, 'lower_bound')}"]
         for name, most, low in numbers
     ]
     said = "what that means, for an attack that says whether a record was in the data, at most:"
     return ["", said, *aligned(lines)]
 
 
-def rounded(value: float | None, up: bool | None = None) -> str:
-    """Six digits, rounded up, down, or to the nearest.
+def rounded(value: float | None, kind: str | None) -> str:
+    """Six digits, rounded so that a bound stays one.
 
     Args:
-        up: True, False, or None for the nearest.
+        kind: of an accountant's result, or None.
     """
     if value is None or not math.isfinite(value):
         return "-" if value is None else "inf"
-    rounding = {True: decimal.ROUND_CEILING, False: decimal.ROUND_FLOOR, None: decimal.ROUND_HALF_EVEN}[up]
-    return f"{float(decimal.Context(prec=6, rounding=rounding).create_decimal(value)):.6g}"
+    return f"{float(rounded_bound(value, kind, 6)):.6g}"
 
 
 def _whole(value: float) -> float:

@@ -1,6 +1,5 @@
 """Formats tables for people: units, signs and words in place of base units, as Markdown."""
 
-import decimal
 import itertools
 import math
 import re
@@ -11,6 +10,7 @@ import pandas as pd
 
 from dpbench.report import style
 from dpbench.report.style import missing
+from dpbench.trials.privacy import rounded_bound
 
 #: Name of a column -> its text of a row.
 Columns = Mapping[str, Callable[[Any], str]]
@@ -150,10 +150,6 @@ def paired(frame: pd.DataFrame, sizes: Columns) -> pd.DataFrame:
     return texts(frame, columns, (*optional, "Published time ratio", "Published memory ratio"))
 
 
-#: Kind of an accountant's result -> how its ε is rounded, so that a bound remains one.
-_ROUNDING = {"upper_bound": decimal.ROUND_CEILING, "lower_bound": decimal.ROUND_FLOOR}
-
-
 def rounded_epsilon(value: float, kind: str, digits: int = 4) -> str:
     """An upper bound is rounded up and a lower bound down, so that they remain bounds.
 
@@ -162,8 +158,7 @@ def rounded_epsilon(value: float, kind: str, digits: int = 4) -> str:
         kind: of the accountant's result.
         digits: significant ones.
     """
-    context = decimal.Context(prec=digits, rounding=_ROUNDING.get(kind, decimal.ROUND_HALF_EVEN))
-    return f"{context.create_decimal(value) if math.isfinite(value) else value:g}"
+    return f"{rounded_bound(value, kind, digits) if math.isfinite(value) else value:g}"
 
 
 def epsilon(instead: str = "note") -> Callable[[Any], str]:
