@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 
-from accounting.sampling import PROVED
 from dpbench.records.reader import LeftOut, Record, grouped
 from dpbench.report import readable, style
 from dpbench.report.captions import join
@@ -90,11 +89,6 @@ def schemes(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """ε under each scheme, in the order of declaration (and so of the first record by label)."""
     fields = ("scheme", "adjacency", "accountant", "sampling", *SETTING, "dataset_size", "max_batch_size")
     rows = _rows(records, fields)
-    for row in rows:
-        proved = PROVED.get(row["sampling"], ())
-        # old records call "zero_out" "add_remove", under which fixed batches have no bound
-        if proved and row["adjacency"] not in proved:
-            row["adjacency"] = proved[0]
 
     def order(row: Mapping[str, Any]) -> tuple[Any, ...]:
         place = _SAMPLINGS.index(row["sampling"]) if row["sampling"] in _SAMPLINGS else len(_SAMPLINGS)
@@ -328,47 +322,40 @@ def _epsilon(row: Any) -> str:
     return rounded_epsilon(float(row.epsilon), row.kind)
 
 
+_BY = ("experiment", "sample_rate", "steps", "delta")
+_EPOCHS: readable.Columns = {
+    **{name: text for name, text in _POINT.items() if name != "ε"},
+    "Epochs": of("epochs", "{:g}".format),
+    "ε": _POINT["ε"],
+}
 FIGURES = {
     "epsilon_epochs": FigureKind(
         kinds=("epsilon",),
-        cell=lambda r: (r.trial["accountant"], r.trial["steps"]),
-        by=("experiment", "sample_rate", "noise_multiplier", "delta"),
         table=epochs,
-        text={n: text for n, text in _POINT.items() if n != "ε"}
-        | {"Epochs": of("epochs", "{:g}".format), "ε": _POINT["ε"]},
+        text=_EPOCHS,
         caption=_epochs_caption,
         plot=privacy_plots.epochs,
         finding=_epochs_finding,
+        cell=lambda r: (r.trial["accountant"], r.trial["steps"]),
+        by=("experiment", "sample_rate", "noise_multiplier", "delta"),
     ),
     "epsilon_sweeps": FigureKind(
         ("epsilon_sweep",), points, _POINTS, _sweeps_caption, privacy_plots.sweeps, _points_finding
     ),
     "sampling_schemes": FigureKind(
-        kinds=("epsilon_scheme",),
-        by=("experiment", "sample_rate", "steps", "delta"),
-        table=schemes,
-        text=_SCHEMES,
-        caption=_schemes_caption,
-        plot=privacy_plots.schemes,
-        finding=_schemes_finding,
+        ("epsilon_scheme",), schemes, _SCHEMES, _schemes_caption, privacy_plots.schemes, _schemes_finding, by=_BY
     ),
     "tuning": FigureKind(
-        kinds=("epsilon_tuned",),
-        by=("experiment", "sample_rate", "steps", "delta"),
-        table=tuned,
-        text=_TUNED,
-        caption=_tuned_caption,
-        plot=privacy_plots.tuned,
-        finding=_tuned_finding,
+        ("epsilon_tuned",), tuned, _TUNED, _tuned_caption, privacy_plots.tuned, _tuned_finding, by=_BY
     ),
     "accountant_price": FigureKind(
         kinds=("calibration",),
-        by=("experiment", "sample_rate", "delta"),
         table=prices,
         text=_PRICES,
         caption=_prices_caption,
         plot=privacy_plots.prices,
         finding=_prices_finding,
+        by=("experiment", "sample_rate", "delta"),
     ),
     "accounting_map": FigureKind(("epsilon_map",), points, _POINTS, _map_caption, privacy_plots.maps, _points_finding),
 }

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import style
 from dpbench.report.captions import span_of
-from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, place, sheet
+from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, grid
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import digits, rounded_epsilon
 from dpbench.training import FAULTS, FORMS, TESTS
@@ -137,9 +137,15 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     heads |= {sound: "with a seeded fault"} if sound < len(groups) else {}
     places = [i * _ROW + _ROW / 2 + _HEAD * sum(at <= i for at in heads) for i in range(len(groups))]
     depth = max(_ROW * len(groups) + _HEAD * len(heads), _ROW)
-    figure, height = sheet(_TOP + depth + 0.16, caption)
-    axes = place(figure, _NAMES, _TOP, WIDTH - _NAMES - _WORDS, depth)
-    figure.text(MARGIN / WIDTH, 1 - 0.2 / height, "Runs that a test refutes", fontsize=9.5, weight="bold", va="center")
+    figure, (axes,) = grid(caption, 1, 1, depth, head=_TOP, foot=0.16, left=_NAMES, right=_WORDS)
+    figure.text(
+        MARGIN / WIDTH,
+        1 - 0.2 / figure.get_figheight(),
+        "Runs that a test refutes",
+        fontsize=9.5,
+        weight="bold",
+        va="center",
+    )
     axes.set(xlim=(-0.5, len(TESTS) - 0.5), ylim=(depth, 0))
     for (_, part), y in zip(groups, places, strict=True):
         counts = _counts(part)

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from dpbench.records.reader import LeftOut, Record, grouped
 from dpbench.report import readable, style
 from dpbench.report.data.statistics import batch, frame_of, good_rounds, in_order, is_probe, why
-from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, legend, place, sheet
+from dpbench.report.drawing.sheet import MARGIN, beside, grid, legend
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import of
 from dpbench.report.style import missing
@@ -91,8 +91,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A row a backend, a mark a model, and the range in numbers."""
     backends = list(dict.fromkeys(sorted(frame.backend, key=style.backend_key)))
     depth, left = _ROW * max(len(backends), 1), MARGIN + _NAMES
-    figure, _ = sheet(_TOP + depth + _AXIS, caption)
-    axes = place(figure, left, _TOP, WIDTH - left - _NUMBERS, depth)
+    figure, (axes,) = grid(caption, 1, 1, depth, head=_TOP, foot=_AXIS, left=left, right=_NUMBERS)
     reach = 1.15 * max([WITHIN, *frame.error.dropna().astype(float).abs()])
     axes.set(xlim=(-reach, reach), ylim=(max(len(backends), 1) - 0.5, -0.5))
     axes.fill_betweenx(axes.get_ylim(), -WITHIN, WITHIN, color=style.GRID, linewidth=0, zorder=0)

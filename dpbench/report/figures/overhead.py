@@ -324,38 +324,15 @@ def _ratio_bar(row: Any, column: str, absolute: Any, text: Callable[[float], str
     return replace(drawn, text=drawn.text or "–", detail=text(absolute), note="")  # –: no round with ordinary training
 
 
+def _figure(kind: str, key: Any, caption: Any, plot: Any, *by: str) -> FigureKind:
+    by = ("experiment", "precision", *by)
+    return FigureKind((kind,), table, text, caption, plot, findings.paired, key, by, setting=True)
+
+
 FIGURES = {
-    "memory_speed_table": FigureKind(
-        kinds=("step",),
-        cell=lambda r: (*r.cell, r.trial["batch_size"]),
-        by=("experiment", "precision", "image_size", "memory_budget", "threads"),
-        table=table,
-        text=text,
-        caption=_alone_caption,
-        plot=alone_plot,
-        finding=findings.paired,
-        setting=True,
+    "memory_speed_table": _figure(
+        "step", lambda r: (*r.cell, batch(r)), _alone_caption, alone_plot, "image_size", "memory_budget", "threads"
     ),
-    "overhead": FigureKind(
-        kinds=("overhead",),
-        cell=cell,
-        by=("experiment", "precision", "threads"),
-        table=table,
-        text=text,
-        caption=_caption,
-        plot=plot,
-        finding=findings.paired,
-        setting=True,
-    ),
-    "training_step": FigureKind(
-        kinds=("training_step",),
-        cell=step_cell,
-        by=("experiment", "precision", "threads", "optimizer"),
-        table=table,
-        text=text,
-        caption=_step_caption,
-        plot=plot,
-        finding=findings.paired,
-        setting=True,
-    ),
+    "overhead": _figure("overhead", cell, _caption, plot, "threads"),
+    "training_step": _figure("training_step", step_cell, _step_caption, plot, "threads", "optimizer"),
 }

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from dpbench.conformance.scorecard import as_row, scorecard
 from dpbench.conformance.sensitivity import scorecard as sensitivity
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import style
-from dpbench.report.drawing.sheet import WIDTH, legend, place, sheet
+from dpbench.report.drawing.sheet import grid, legend, sign
 from dpbench.report.parts import FigureKind
 from dpbench.report.summary import several
 
@@ -76,8 +75,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A grid of marks, cases down and backends across."""
     judged, further, backends = cases(frame), moves(frame), list(frame.columns[1:])
     count = max(len(judged) + len(further), 1)
-    figure, _ = sheet(_TOP + _ROW * count + 0.1, caption)
-    axes = place(figure, _NAMES, _TOP, WIDTH - _NAMES - 0.75, _ROW * count)
+    figure, (axes,) = grid(caption, 1, 1, _ROW * count, head=_TOP, foot=0.1, left=_NAMES, right=0.75)
     axes.set(xlim=(-0.5, max(len(backends), 1) - 0.5), ylim=(count - 0.5, -0.5))
     for result, (marker, color, size) in MARKS.items():
         ys, xs = (judged[backends] == result).to_numpy().nonzero()
@@ -92,8 +90,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     axes.xaxis.tick_top()
     axes.spines[:].set_visible(False)
     handles = [
-        Line2D([], [], marker=m, color=c, linestyle="", markersize=size**0.5, markeredgewidth=1.6, label=result)
-        for result, (m, c, size) in MARKS.items()
+        sign(style.Look(result, color, marker), linestyle="", markersize=size**0.5, markeredgewidth=1.6)
+        for result, (marker, color, size) in MARKS.items()
     ]
     legend(figure, handles, ncols=1)
     return figure
@@ -101,13 +99,13 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 FIGURE = FigureKind(
     kinds=("conformance", "sensitivity"),
-    cell=lambda r: (r.kind, r.trial["backend"], r.trial.get("dtype")),
-    by=(),
-    facets={"experiment": ("conformance",)},
     table=table,
     text=text,
     caption=_caption,
     plot=plot,
-    applies=lambda records: any(record.kind == "conformance" for record in records),
     finding=_finding,
+    cell=lambda r: (r.kind, r.trial["backend"], r.trial.get("dtype")),
+    by=(),
+    facets={"experiment": ("conformance",)},
+    applies=lambda records: any(record.kind == "conformance" for record in records),
 )

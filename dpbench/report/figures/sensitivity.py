@@ -7,7 +7,6 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dpbench.conformance.sensitivity import DTYPES, FAILURES
@@ -15,7 +14,7 @@ from dpbench.conformance.sensitivity.scorecard import FIELDS, as_row, in_units
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import readable, style
 from dpbench.report.data.statistics import frame_of
-from dpbench.report.drawing.sheet import AXIS, MARGIN, REFERENCE, WIDTH, beside, legend, place, sheet
+from dpbench.report.drawing.sheet import AXIS, MARGIN, REFERENCE, WIDTH, beside, legend, place, sheet, sign
 from dpbench.report.parts import FigureKind
 from dpbench.trials.backends import PEERS
 
@@ -126,7 +125,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     title = f"How far can one record move the sum? {frame.case.nunique()} hard records, in units of C"
     figure.text(MARGIN / WIDTH, 1 - 0.16 / height, title, fontsize=10.5, weight="bold", va="center")
     handles = [
-        Line2D([], [], marker=marker, color=color, linestyle="", markersize=size, label=dtype)
+        sign(style.Look(dtype, color, marker), linestyle="", markersize=size)
         for dtype, (color, marker, size) in LOOKS.items()
         if dtype in set(frame["dtype"])
     ]
