@@ -1,7 +1,7 @@
 """Published values to compare with: `published.csv`, and the ε printed by Abadi et al.
 
-Each row of the CSV has paper, figure, data set, model (as `style.model` names it), method, batch size, quantity, value,
-unit, and the precision of the value (exact in a table, or read off a figure).
+Each row of the CSV has paper, figure, data set, model (as `style.model` names it), batch size, quantity, unit and the
+precision of the values (exact in a table, or read off a figure); then, as in a paper's table, a column for each method.
 
 Functions take:
     model, backend: our names.
@@ -30,6 +30,7 @@ _THROUGHPUTS = {"ghost": "Ghost", "bk_mixed": "BK-MixOpt", "opacus_hooks": "Opac
 #: "BK" computes every norm as a ghost norm, as both of ours do for short sequences.
 _TEXT = {"nonprivate": "Non-DP", "ghost": "Ghost", "opacus_hooks": "Opacus"}
 _TEXT |= dict.fromkeys(("bk_ghost", "bk_mixed", "fastdp"), "BK")
+_ABOUT = ("dataset", "batch_size", "unit", "precision")
 #: E2E's padded sequence length, which the figure does not print.
 _TOKENS = 100
 #: The memory for `Beside.max_batch`: the 40 GB GPU of arXiv:2210.00038.
@@ -46,9 +47,13 @@ EPSILONS = (("moments", 100, 1.26), ("moments", 400, 2.55), ("strong", 100, 9.34
 def _values() -> dict[tuple[str | None, ...], float | str]:
     """(paper, figure, model, method, quantity) -> a number, or 'OOM'."""
     text = (files("dpbench.report.data") / "published.csv").read_text(encoding="utf-8")
-    fields = ("paper", "figure", "model", "method", "quantity")
-    rows = csv.DictReader(text.splitlines())
-    return {tuple(r[n] for n in fields): r["value"] if r["value"] == "OOM" else float(r["value"]) for r in rows}
+    found: dict[tuple[str | None, ...], float | str] = {}
+    for row in csv.DictReader(text.splitlines()):
+        cell = [row.pop(name) for name in ("paper", "figure", "model", "quantity")]
+        methods = {name: value for name, value in row.items() if name not in _ABOUT and value}
+        for method, value in methods.items():
+            found[*cell[:3], method, cell[3]] = value if value == "OOM" else float(value)
+    return found
 
 
 def _number(*cell: str | None) -> float | None:
