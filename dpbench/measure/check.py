@@ -94,9 +94,9 @@ def run(trial: CheckTrial) -> dict[str, Any]:
         with checked(workload.model, workload.loss_fn, clip=clip, verify=False) as backend:
             clip = clip if backend.private else Flat(max_grad_norm=math.inf)
             reference = expected(case, samples, clip, backend.together)
-            inputs, targets = arranged(case, batch)
+            inputs, (weights, targets) = map_tensors(lambda x, at=case.samples: x[at], batch)  # type: ignore[misc]
             with tf32(False):
-                found[case.name] = compare(backend(inputs, targets), reference)
+                found[case.name] = compare(backend(inputs, (weights.new_tensor(case.weights), targets)), reference)
             coverage = dict(backend.coverage) if case.name == "random" else coverage
     tolerance = limit_of([getattr(torch, trial.dtype)])
     exact = all(one.within(tolerance) for one in found.values())
@@ -181,9 +181,3 @@ def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: i
 def worst(errors: Iterable[float]) -> float:
     """The largest error, or NaN if any is NaN."""
     return max(errors, key=lambda error: (math.isnan(error), error))
-
-
-def arranged(case: Case, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The samples of `case`, taken from a batch of `weighted`, with its weights."""
-    inputs, (weights, targets) = map_tensors(lambda x: x[case.samples], batch)
-    return inputs, (weights.new_tensor(case.weights), targets)

@@ -86,7 +86,9 @@ class Race:
         for number in range(most):
             begin = self.clock()
             end = max(until, latest) if number < ROUNDS else until
-            if number and (begin + longest > end or all(_narrow(r) for r in found.values() if len(r) == number)):
+            ends = [interval(ratios) for ratios in found.values() if len(ratios) == number]
+            narrow = all(each is not None and each[1] <= NARROW * each[0] for each in ends)
+            if number and (begin + longest > end or narrow):  # more rounds would add little
                 break
             self.tell(f"{words}, round {number + 1}: {', '.join(r.name for r in runners if r.name != ORDINARY)}")
             taken = self.round(runners, seconds * len(runners))
@@ -108,12 +110,6 @@ class Race:
                 taken[runner.name] += runner.timed(min(count, MOST_STEPS))
             if self.clock() - begin >= seconds:
                 return taken
-
-
-def _narrow(ratios: Sequence[float]) -> bool:
-    """True if more rounds would add little."""
-    ends = interval(ratios)
-    return ends is not None and ends[1] <= NARROW * ends[0]
 
 
 def finalists(ratios: Mapping[str, Sequence[float]], kept: int = KEPT) -> list[str]:

@@ -8,7 +8,6 @@ Functions take:
     backend: the backend class.
     dtype: one of `dpbench.conformance.sensitivity.DTYPES`.
     device: "cpu" or "cuda".
-    place: of the record in its batch.
     case: of hard records.
 """
 
@@ -135,6 +134,7 @@ def _each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: s
     """
     placed = partial(moved, device=device, dtype=dtype)
     unit = problem.clip.sensitivity
+    stated = getattr(backend, "sensitivity_bound", lambda batch_size: math.inf)  # other libraries claim none
     for batch in problem.batches:
         inputs, weights = placed(batch.inputs), placed(batch.weights)
         try:
@@ -149,53 +149,29 @@ def _each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: s
             raise _Unusable("the sum of the ordinary batch is no number")
         for record in batch.records:
             size, place = len(inputs) + 1, record.place
-            allowed = min(limit, _stated(backend, size) / unit)
-            with_record = (
-                _between(inputs, placed(record.inputs), place),
-                _between(weights, placed(record.weights), place),
-            )
+            allowed = min(limit, stated(size) / unit)
+            with_record = [
+                torch.cat([batch[:place], placed(one), batch[place:]])
+                for batch, one in ((inputs, record.inputs), (weights, record.weights))
+            ]
             try:
                 grads = backend(*with_record).grads
             except Exception as error:
-                refused = isinstance(error, UnsupportedModel) or names_place(str(error), place)
+                names_it = re.search(rf"\b(record|sample)s?\b.*\b{place}\b", str(error), re.DOTALL) is not None
+                refused = isinstance(error, UnsupportedModel) or names_it
                 yield _Move(record, size, allowed, "refused" if refused else "error", reason=_one_line(error))
                 continue
             if _finite(grads):
-                excess = _distance(grads, without) / unit
+                apart = [torch.linalg.vector_norm(grad.double() - without[name]) for name, grad in grads.items()]
+                excess = float(torch.linalg.vector_norm(torch.stack(apart))) / unit
                 yield _Move(record, size, allowed, "exceeds" if excess > allowed else "within", excess)
             else:
                 yield _Move(record, size, allowed, "not a number")
 
 
-def _stated(backend: Backend, batch_size: int) -> float:
-    """The backend's claimed sensitivity; infinite for other libraries, which claim none."""
-    bound = getattr(backend, "sensitivity_bound", None)
-    return math.inf if bound is None else float(bound(batch_size))
-
-
-def names_place(said: str, place: int) -> bool:
-    """True if an error names its record by the position in the batch.
-
-    Args:
-        said: the error's words.
-    """
-    return re.search(rf"\b(record|sample)s?\b.*\b{place}\b", said, re.DOTALL) is not None
-
-
-def _between(batch: Tensor, one: Tensor, place: int) -> Tensor:
-    """Insert one sample into the batch at `place`."""
-    return torch.cat([batch[:place], one, batch[place:]])
-
-
 def _finite(grads: Grads) -> bool:
     """True if the whole sum is finite."""
     return all(bool(torch.isfinite(grad).all()) for grad in grads.values())
-
-
-def _distance(first: Grads, second: Grads) -> float:
-    """L2 distance in float64, over all parameters together."""
-    apart = [torch.linalg.vector_norm(grad.double() - second[name].double()) for name, grad in first.items()]
-    return float(torch.linalg.vector_norm(torch.stack(apart)))
 
 
 def _one_line(error: Exception) -> str:

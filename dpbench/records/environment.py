@@ -139,7 +139,7 @@ def host_facts(device: str) -> dict[str, Any]:
         "device": device,
         "device_name": device_name(device),
         "cpu": _cpu_name(),
-        "cpu_model": _cpu_model(),
+        "cpu_model": _cpu_numbers("family", "model", "stepping") or None,
         "cpu_count": os.cpu_count(),
         "cpus_available": available_cpus(),
         "memory_total": memory_total(),
@@ -313,18 +313,15 @@ def _nvidia_smi(query: str) -> list[str]:
 def _cpu_name() -> str:
     """The CPU's name, with family and model if virtual machines use one name for several generations."""
     name = _cpu_facts().get("model name") or platform.processor() or platform.machine()
-    numbers = _cpu_numbers({"cpu family": "family", "model": "model"})
+    numbers = _cpu_numbers("family", "model")
     return f"{name} ({numbers})" if numbers and not any(map(str.isdigit, name)) else name
 
 
-def _cpu_model() -> str | None:
+def _cpu_numbers(*names: str) -> str:
     """ "family 25, model 17, stepping 1"."""
-    return _cpu_numbers({"cpu family": "family", "model": "model", "stepping": "stepping"}) or None
-
-
-def _cpu_numbers(names: Mapping[str, str]) -> str:
     facts = _cpu_facts()
-    return ", ".join(f"{short} {facts[name]}" for name, short in names.items() if facts.get(name))
+    facts["family"] = facts.get("cpu family", "")
+    return ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
 
 
 def _cpu_facts() -> dict[str, str]:

@@ -30,6 +30,7 @@ def whole(said: Sequence[str], records: Sequence[Record], left_out: LeftOut, set
         own.append(f"{style.OTHER_MECHANISM}.")
     left = [f"{count} {reason}" for reason, count in sorted(left_out.items()) if count]
     versions, older = mixed_versions(records)
+    folder = max(records, key=lambda record: record.utc).environment.get("results_folder")
     lines = [
         " ".join(own),
         f"Device: {'; '.join(_where(records, setting))}.",
@@ -40,7 +41,7 @@ def whole(said: Sequence[str], records: Sequence[Record], left_out: LeftOut, set
             f"Warning: records of {versions} versions (of sources, libraries or machine) are mixed, {older} of "
             f"{len(records)} not of the newest; run again to make them one."
         )
-    elif foreign := from_elsewhere(records):
+    elif foreign := sum(record.environment.get("results_folder") != folder for record in records):
         lines.append(
             f"Warning: {foreign} of {len(records)} records came with this folder, perhaps of another machine; run "
             "all to make them one."
@@ -65,12 +66,6 @@ def _where(records: Sequence[Record], setting: bool) -> list[str]:
         if timed:
             where.append(f"{join(_distinct(r.setting('data') for r in timed))} data")
     return where
-
-
-def from_elsewhere(records: Sequence[Record]) -> int:
-    """Number of records from another results folder than the newest record's."""
-    folder = max(records, key=lambda record: record.utc).environment.get("results_folder")
-    return sum(record.environment.get("results_folder") != folder for record in records)
 
 
 def mixed_versions(records: Iterable[Record]) -> tuple[int, int]:

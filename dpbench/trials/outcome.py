@@ -118,7 +118,8 @@ def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]
     if _is_unsupported(error):
         return Outcome.UNSUPPORTED, str(error), None
     if _is_out_of_memory(error):
-        return Outcome.OOM, f"{type(error).__name__}: {_first_line(error)}", None
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        return Outcome.OOM, f"{type(error).__name__}: {first}", None
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return Outcome.ERROR, "\n".join(lines[-_TRACEBACK_LINES:])[-_TRACEBACK_LENGTH:], None
 
@@ -135,7 +136,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

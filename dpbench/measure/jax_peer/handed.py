@@ -144,9 +144,6 @@ def hand_over(path: Path, workload: Workload, inputs: Tensor, targets: Tensor) -
     """
     arrays: dict[str, Tensor] = {f"p/{name}": p for name, p in workload.model.named_parameters() if p.requires_grad}
     arrays |= {"inputs": inputs, "targets": targets}
-    np.savez(path, **{name: _array(x) for name, x in arrays.items()})  # type: ignore[arg-type]
-
-
-def _array(x: Tensor) -> np.ndarray:
-    found: np.ndarray = x.detach().cpu().numpy()
-    return found if x.is_floating_point() else found.astype(np.int32)
+    plain = {name: x.detach().cpu().numpy() for name, x in arrays.items()}
+    given = {name: x if x.dtype.kind == "f" else x.astype(np.int32) for name, x in plain.items()}
+    np.savez(path, **given)  # type: ignore[arg-type]

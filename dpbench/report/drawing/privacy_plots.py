@@ -227,9 +227,13 @@ def _over_sigma(axes: Axes, frame: pd.DataFrame) -> list[Line2D]:
             best = finite.groupby("noise_multiplier").epsilon.min().astype(float)
             if len(best) < 2 or (kind == "lower_bound" and scheme == "Poisson"):  # equals the upper bound
                 continue
-            alike = [entry for entry in found if entry[1] == kind and _agree(entry[2], best)]
+            alike = [
+                names
+                for names, other, curve in found
+                if other == kind and curve.index.equals(best.index) and ((curve / best - 1).abs() < 0.02).all()
+            ]
             if alike:
-                alike[0][0].append(str(scheme))
+                alike[0].append(str(scheme))
             else:
                 found.append(([f"{scheme}{suffix}"], kind, best))
     handles = []
@@ -242,11 +246,6 @@ def _over_sigma(axes: Axes, frame: pd.DataFrame) -> list[Line2D]:
     logarithmic(axes.xaxis, (1.0, 2.0, 5.0), "{x:,g}")
     logarithmic(axes.yaxis, (1.0, 3.0), "{x:,g}")
     return handles
-
-
-def _agree(one: pd.Series[float], other: pd.Series[float]) -> bool:
-    """True if two curves agree within 2 %."""
-    return list(one.index) == list(other.index) and bool(((one / other - 1.0).abs() < 0.02).all())
 
 
 _ACROSS, _CELL, _TITLE, _HEADING, _TICKS = 4, 0.21, 0.28, 0.3, 0.34

@@ -183,7 +183,10 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     for record in records:
         for backend, status, said in verdicts(record):
             if status not in ("exact", "unavailable"):
-                short = _first_problem(said) if status == "refused" else said
+                short = said
+                if status == "refused":  # the reason for the first parameter or module, without its name
+                    problem = said.partition("does not support this model: ")[2].partition("; ")[0] or said
+                    short = problem.partition(": ")[2] or problem
                 alike = short if status == "wrong" else re.sub(r"'[^']*'|\d[\d.e+-]*", "#", short)
                 of = "" if status == NOT_BUILT else backend
                 rows.append((of, status, alike, short, record.trial["model"]))
@@ -199,12 +202,6 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
     columns = ["backend", "status", "models", "reason", "which"]
     return pd.DataFrame(sorted(readable.rows(frame), key=order), columns=frame.columns)[columns]
-
-
-def _first_problem(said: str) -> str:
-    """The reason of a refusal for the first parameter or module, without its name."""
-    problem = said.partition("does not support this model: ")[2].partition("; ")[0] or said
-    return problem.partition(": ")[2] or problem
 
 
 _REASONS = {
