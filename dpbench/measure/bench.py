@@ -69,11 +69,8 @@ class Step:
 
     def holds(self) -> list[Tensor]:
         """Tensors that live before and after the step: parameters, buffers and the batch."""
-        return [
-            *self.backend.model.parameters(),
-            *self.backend.model.buffers(),
-            *tensors_of((self.inputs, self.targets)),
-        ]
+        model = self.backend.model
+        return [*model.parameters(), *model.buffers(), *tensors_of((self.inputs, self.targets))]
 
 
 @dataclass(frozen=True)

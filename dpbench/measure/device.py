@@ -11,7 +11,6 @@ Each is the median of repetitions, after one warm-up. A CPU has no TF32 and no a
 left out.
 """
 
-import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from dpbench.measure import counters
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.measure.timing import stopwatch_for
+from dpbench.records.environment import version_of
 from dpbench.trials.evidence import DeviceTrial
 
 REPEATS = 10
@@ -71,11 +71,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 def _versions(device: torch.device) -> dict[str, Any]:
     """Versions of Python, torch, triton, numpy and CUDA; None if not installed."""
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("triton", "numpy"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+    found |= {name: version_of(name) for name in ("triton", "numpy")}
     if device.type == "cuda":
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return found

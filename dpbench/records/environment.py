@@ -36,16 +36,7 @@ KERNELS = "kernels in C"
 COMMIT = "DPBENCH_COMMIT"
 _PACKAGES = ("torchvision", "timm", "transformers", "opacus", "dp-accounting", "numpy", "scipy")
 _VARIABLES = (
-    "CUDA_",
-    "CUBLAS_",
-    "CUDNN_",
-    "KMP_",
-    "MKL_",
-    "NVIDIA_TF32",
-    "OMP_",
-    "PYTORCH_",
-    "TORCH_",
-    "MALLOC_",
+    *("CUDA_", "CUBLAS_", "CUDNN_", "KMP_", "MKL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH_", "MALLOC_"),
     "DPBENCH_HOST",
 )
 _GPU_STATE = (

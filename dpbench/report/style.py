@@ -119,10 +119,7 @@ RC: dict[Any, Any] = {
     "legend.fontsize": 7.8,
     "lines.linewidth": 1.3,
     "lines.markersize": 4.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     "hatch.linewidth": 0.9,
     "text.parse_math": False,  # texts of a record are never mathematics
     "svg.hashsalt": "dpbench",

@@ -160,10 +160,7 @@ def test_an_entry_has_turns_of_both_steps_and_the_time_of_compiling(optimizer):
     for own in (entry, entry["plain"]):
         assert [turn["round"] for turn in own["turns"]] == [0, 1] and all(turn["step_seconds"] for turn in own["turns"])
         assert own["memory"]["source"] == "xla" and own["memory"]["peak_bytes"] > own["memory"]["baseline_bytes"] > 0
-    assert (
-        entry["way"] == "jitted"
-        and entry["microbatch"] in (None, 1)
-        and set(entry["compile_seconds"]) == {"plain", "private"}
-    )
+    assert entry["way"] == "jitted" and entry["microbatch"] in (None, 1)
+    assert set(entry["compile_seconds"]) == {"plain", "private"}
     assert entry["verification"]["max_grad_error"] < 1e-9 < entry["verification"]["in_own_precision"]["tolerance"]
     assert entry["loss"] > 0 and set(entry["versions"]) == {"jax", "jax_privacy"}

@@ -16,6 +16,8 @@ from dpbench.records import environment
 from dpbench.trials import EpsilonTrial, OverheadTrial, StepTrial
 
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
+#: Lines of /proc/cpuinfo.
+MODEL = "model\t\t: 17\ncpu family\t: 25\nstepping\t: 1\n"
 EPSILON = EpsilonTrial(accountant="moments", sample_rate=0.01, noise_multiplier=4.0, steps=10, delta=1e-5)
 
 
@@ -27,15 +29,8 @@ def fingerprint(trial, device):
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A project of one file for each that is measured; nothing of it cached before or after."""
-    for name in (
-        "clipping",
-        "accounting",
-        "dpbench/measure",
-        "dpbench/models",
-        "clipping/rules",
-        "clipping/native",
-        "dpbench/cli",
-    ):
+    parts = [f"dpbench/{name}" for name in ("measure", "models", "cli")]
+    for name in ("clipping", "clipping/rules", "clipping/native", "accounting", *parts):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "one.py").write_text("x = 1\n")
     (tmp_path / "dpbench/models/data.py").write_text("x = 1\n")
@@ -87,15 +82,10 @@ def test_a_folder_of_results_has_a_name_that_no_other_has(tmp_path):
 
 def test_another_machine_device_or_library_is_another_fingerprint(monkeypatch):
     before = fingerprint(STEP, "cpu")
-    with monkeypatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: "elsewhere")
-        assert fingerprint(STEP, "cpu") != before
-    with monkeypatch.context() as patch:
-        patch.setattr(machines, "device_name", lambda device: "another CPU")
-        assert fingerprint(STEP, "cpu") != before
-    with monkeypatch.context() as patch:
-        patch.setattr(machines, "version_of", lambda name: "0.0")
-        assert fingerprint(STEP, "cpu") != before
+    for owner, name in ((socket, "gethostname"), (machines, "device_name"), (machines, "version_of")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *of: "another")
+            assert fingerprint(STEP, "cpu") != before
     assert fingerprint(STEP, "cpu") == before
 
 
@@ -114,16 +104,8 @@ def test_the_commit_is_what_the_environment_says_where_git_does_not(root, monkey
 @pytest.mark.parametrize(
     ("info", "name", "model"),
     [
-        (
-            "model\t\t: 17\nmodel name\t: AMD EPYC\ncpu family\t: 25\nstepping\t: 1\n",
-            "AMD EPYC (family 25, model 17)",
-            "family 25, model 17, stepping 1",
-        ),
-        (
-            "model\t\t: 17\nmodel name\t: AMD EPYC 9654\ncpu family\t: 25\nstepping\t: 1\n",
-            "AMD EPYC 9654",
-            "family 25, model 17, stepping 1",
-        ),
+        (f"model name\t: AMD EPYC\n{MODEL}", "AMD EPYC (family 25, model 17)", "family 25, model 17, stepping 1"),
+        (f"model name\t: AMD EPYC 9654\n{MODEL}", "AMD EPYC 9654", "family 25, model 17, stepping 1"),
         ("processor\t: 0\nBogoMIPS\t: 50.00\n", None, None),
     ],
 )

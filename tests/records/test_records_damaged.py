@@ -6,7 +6,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,35 +110,32 @@ def test_no_mutation_of_a_real_record_ends_a_reader(name, tmp_path, monkeypatch,
     assert f"{tmp_path / name / '20260102T000000Z-x-1.jsonl'}:" in said and "passed over" in said
 
 
-LINES: dict[str, Callable[[], bytes]] = {
-    "nothing but a type": lambda: b'{"type":"trial","schema":4}',
-    "a hundred thousand brackets": lambda: b"[" * 100_000,
-    "brackets in a result": lambda: json.dumps(trial(result={"a": nested(500)})).encode(),
-    "a number": lambda: b"7",
-    "a schema that is true": lambda: b'{"type": "trial", "schema": true}',
-    "a trial that is a text": lambda: json.dumps(trial(schema=5, trial="step")).encode(),
-    "no number of JSON": lambda: json.dumps(trial(seconds=float("nan"))).encode(),
-    "a number of 5,000 digits": lambda: b'{"type": "trial", "schema": 4, "round": ' + b"9" * 5000 + b"}",
-    "no UTF-8": lambda: b'{"type": "\xff"}',
-    "an outcome that is none": lambda: json.dumps(trial(outcome="fine")).encode(),
-    "a day that is none": lambda: json.dumps(trial(utc="2026-02-31T00:00:00.000000Z")).encode(),
-    "a time of another zone": lambda: json.dumps(trial(utc="2026-01-31T00:00:00+02:00")).encode(),
-    "half a face, and no number": lambda: json.dumps(trial(result={"a": "\ud83d", "b": float("nan")})).encode(),
-    "a step without times": lambda: json.dumps(trial(trial={"kind": "step"})).encode(),
-    "a way to another folder": lambda: json.dumps(
-        trial(
-            trial={"kind": "profile", "model": "cnn", "backends": [], "batch_size": 1, "precision": "float32"},
-            result={"files": {"trace": "../../secret"}},
-        )
-    ).encode(),
+PROFILED = {"kind": "profile", "model": "cnn", "backends": [], "batch_size": 1, "precision": "float32"}
+LINES: dict[str, bytes | dict[str, Any]] = {
+    "nothing but a type": b'{"type":"trial","schema":4}',
+    "a hundred thousand brackets": b"[" * 100_000,
+    "brackets in a result": trial(result={"a": nested(500)}),
+    "a number": b"7",
+    "a schema that is true": b'{"type": "trial", "schema": true}',
+    "a trial that is a text": trial(schema=5, trial="step"),
+    "no number of JSON": trial(seconds=float("nan")),
+    "a number of 5,000 digits": b'{"type": "trial", "schema": 4, "round": ' + b"9" * 5000 + b"}",
+    "no UTF-8": b'{"type": "\xff"}',
+    "an outcome that is none": trial(outcome="fine"),
+    "a day that is none": trial(utc="2026-02-31T00:00:00.000000Z"),
+    "a time of another zone": trial(utc="2026-01-31T00:00:00+02:00"),
+    "half a face, and no number": trial(result={"a": "\ud83d", "b": float("nan")}),
+    "a step without times": trial(trial={"kind": "step"}),
+    "a way to another folder": trial(trial=PROFILED, result={"files": {"trace": "../../secret"}}),
 }
 
 
 def test_a_line_that_is_no_whole_record_is_named_by_file_and_line(tmp_path):
-    for name in LINES:
+    for bad in LINES.values():
         path = tmp_path / "a.jsonl"
+        text = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
         good = [json.dumps(line).encode() for line in (ENVIRONMENT, trial(id="1"), trial(id="2"))]
-        path.write_bytes(b"\n".join([*good[:2], LINES[name](), good[2], b""]))
+        path.write_bytes(b"\n".join([*good[:2], text, good[2], b""]))
         said: list[str] = []
         (run,) = read_runs(tmp_path, said.append)
         assert [record["id"] for record in run.records] == ["1", "2"]

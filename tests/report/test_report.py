@@ -146,9 +146,8 @@ def test_the_newest_record_of_a_trial_and_round_wins(run, report):
 
 def test_a_cell_is_of_one_version_of_the_code(run, report):
     run.step("cnn", "ghost", [1.0], round=0, fingerprint="old").step("cnn", "ghost", [3.0], round=1, fingerprint="new")
-    run.search("cnn", "ghost", [8, 500], [501], fingerprint="old").search(
-        "cnn", "ghost", [8, 40], [41], fingerprint="new"
-    )
+    for version, fits in (("old", 500), ("new", 40)):
+        run.search("cnn", "ghost", [8, fits], [fits + 1], fingerprint=version)
     table, text = report("max_batch_throughput")
     assert row(table, backend="ghost").images_per_second == pytest.approx(8 / 3)
     assert row(table, backend="ghost").max_batch_size == 40
