@@ -19,6 +19,7 @@ import pandas as pd
 import accounting
 import clipping
 from accounting.registry import TUNED_RUNS
+from dpbench import experiment
 from dpbench.trials.whole_step import JAX_PRIVACY
 
 
@@ -128,15 +129,15 @@ RC: dict[Any, Any] = {
 }
 
 # Models with options, by their reference without sequence length; patch sizes after a slash.
+_GPT2 = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
 MODELS = {
-    "resnet18?in_place=false": "ResNet18, copying",  # its ReLUs do not work in place
     "timm:resnet18": "timm's ResNet18",
     "timm:vit_base_patch16_224": "ViT-B/16",
     "timm:vit_tiny_patch16_224": "ViT-tiny/16",
-    "timm:vit_tiny_patch16_224?patch_size=4": "ViT-tiny/4",
-    "timm:vit_tiny_patch16_224?patch_size=4&frozen=(cls_token,pos_embed)": "ViT-tiny/4, root frozen",
+    experiment.VIT: "ViT-tiny/4",
+    experiment.ROOTLESS_VIT: "ViT-tiny/4, root frozen",
     "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3": "BEiT 12×192/4",
-    "timm:convnext_pico?patch_size=2": "ConvNeXt-pico/2",
+    experiment.CONVNEXT: "ConvNeXt-pico/2",
     "timm:deit_tiny_patch16_224": "DeiT-tiny",
     "timm:deit_small_patch16_224": "DeiT-small",
     "timm:deit_base_patch16_224": "DeiT-base",
@@ -147,20 +148,15 @@ MODELS = {
     "timm:beit_base_patch16_224": "BEiT-base",
     "timm:beit_large_patch16_224": "BEiT-large",
     "transformers:gpt2": "GPT-2",
-    "transformers:gpt2?tie_word_embeddings=false&positions=true": "GPT-2, untied",
+    f"transformers:gpt2?{experiment.UNTIED}": "GPT-2, untied",
     "transformers:roberta": "RoBERTa",
     "transformers:gpt2-medium": "GPT-2 medium",
     "transformers:gpt2-large": "GPT-2 large",
-    "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096": "GPT-2 6×384",
-    "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096&tie_word_embeddings=false&positions=true": ""
-    "GPT-2 6×384, untied",
-    "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024": "GPT-2 2×256",
-    "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024&tie_word_embeddings=false&positions=true": ""
-    "GPT-2 2×256, untied",
-    "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
-    "": "BERT 6×384",
-    "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
-    "&positions=true": "BERT 6×384",
+    experiment.GPT2: "GPT-2 6×384",
+    experiment.UNTIED_GPT2: "GPT-2 6×384, untied",
+    _GPT2: "GPT-2 2×256",
+    f"{_GPT2}&{experiment.UNTIED}": "GPT-2 2×256, untied",
+    experiment.BERT: "BERT 6×384",
 }
 
 _FAMILIES = {"cnn": "CNN", "mlp": "MLP", "resnet": "ResNet", "vgg": "VGG"}

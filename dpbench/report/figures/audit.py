@@ -138,14 +138,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     places = [i * _ROW + _ROW / 2 + _HEAD * sum(at <= i for at in heads) for i in range(len(groups))]
     depth = max(_ROW * len(groups) + _HEAD * len(heads), _ROW)
     figure, (axes,) = grid(caption, 1, 1, depth, head=_TOP, foot=0.16, left=_NAMES, right=_WORDS)
-    figure.text(
-        MARGIN / WIDTH,
-        1 - 0.2 / figure.get_figheight(),
-        "Runs that a test refutes",
-        fontsize=9.5,
-        weight="bold",
-        va="center",
-    )
+    title: dict[str, Any] = {"fontsize": 9.5, "weight": "bold", "va": "center"}
+    figure.text(MARGIN / WIDTH, 1 - 0.2 / figure.get_figheight(), "Runs that a test refutes", **title)
     axes.set(xlim=(-0.5, len(TESTS) - 0.5), ylim=(depth, 0))
     for (_, part), y in zip(groups, places, strict=True):
         counts = _counts(part)

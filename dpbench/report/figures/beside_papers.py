@@ -7,7 +7,6 @@ ratios to that paper's own ordinary training, except for the largest batch.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -220,30 +219,28 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         )
         for c in cells
     ]
-    ratio = partial(bars.bar, text=style.times)
-    panels = []
+    panels: list[Panel] = []
+
+    def ratios(title: str, drawn: Sequence[Bar]) -> None:
+        panels.append(Panel(title, "times non-private", drawn, 1.0))
+
+    def beside(row: Any, column: str, of: str, **more: Any) -> Bar:
+        """The bar of a column with the published value of another one."""
+        ratio = bars.bar(row, column, style.times, **more)
+        return replace(ratio, published=bars.bar(row, of, style.times).published)
+
     if frame.batch_size.notna().any():
-        panels.append(Panel("Time per step, measured", "times non-private", [_time_bar(c) for c in cells], 1.0))
+        ratios("Time per step, measured", [_time_bar(c) for c in cells])
     elif frame.throughput_ratio.notna().any():
-        found = [
-            replace(ratio(c, "throughput_ratio", note="max_batch_note"), published=ratio(c, "time_ratio").published)
-            for c in cells
-        ]
-        panels.append(Panel("Time per sample at the largest batch", "times non-private", found, 1.0))
+        found = [beside(c, "throughput_ratio", "time_ratio", note="max_batch_note") for c in cells]
+        ratios("Time per sample at the largest batch", found)
     if frame.simulated_batch_size.notna().any():
         at = captions.join(sorted(set(frame.simulated_batch_size.dropna())))
-        found = [
-            replace(
-                ratio(c, "simulated_memory_ratio", note="simulated_note", simulated=True),
-                published=ratio(c, "memory_ratio").published,
-            )
-            for c in cells
-        ]
-        panels.append(Panel(f"Peak memory at B={at}, simulated", "times non-private", found, 1.0))
+        of: dict[str, Any] = {"note": "simulated_note", "simulated": True}
+        found = [beside(c, "simulated_memory_ratio", "memory_ratio", **of) for c in cells]
+        ratios(f"Peak memory at B={at}, simulated", found)
     elif frame.memory_ratio.notna().any() and not searched:
-        panels.append(
-            Panel("Peak memory, measured", "times non-private", [ratio(c, "memory_ratio") for c in cells], 1.0)
-        )
+        ratios("Peak memory, measured", [bars.bar(c, "memory_ratio", style.times) for c in cells])
     if searched:
         budget = style.size(frame.max_batch_budget_bytes.dropna().iloc[0])
         kinds = captions.join(sorted(set(frame.max_batch_memory.dropna())))

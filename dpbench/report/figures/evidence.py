@@ -21,24 +21,16 @@ from dpbench.report.parts import FigureKind
 from dpbench.report.readable import BACKEND, BATCH, MODEL, of
 from dpbench.report.style import missing
 
-#: Part of a private step -> the corresponding part of a plain one.
-BESIDE = {
-    "forward": "forward",
-    "clip": "backward",
-    "finite": None,
-    "noise": None,
-    "optimizer": "optimizer",
-    "rest": "rest",
-}
-WHOLE = "step"
-_WORDS = {
-    "forward": "forward",
-    "clip": "backward, norms and clipped sum",
-    "finite": "are the sums finite",
-    "noise": "noise, to .grad",
-    "optimizer": "optimizer",
-    "rest": "rest",
-    WHOLE: "the whole step",
+WHOLE, _COUNTS = "step", ("launches", "waits")
+#: Part of a private step -> its words, and the corresponding part of a plain one.
+PARTS = {
+    "forward": ("forward", "forward"),
+    "clip": ("backward, norms and clipped sum", "backward"),
+    "finite": ("are the sums finite", None),
+    "noise": ("noise, to .grad", None),
+    "optimizer": ("optimizer", "optimizer"),
+    "rest": ("rest", "rest"),
+    WHOLE: ("the whole step", WHOLE),
 }
 
 
@@ -124,28 +116,22 @@ def parts_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         named = {name: record.trial[name] for name in ("model", "batch_size", "precision", "backend", "optimizer")}
         named |= {"tensors": record.result["tensors"], "counted": record.result["counted"]}
         steps = record.result["steps"]
-        for part, other in (*BESIDE.items(), (WHOLE, WHOLE)):
-            beside = _part(steps["plain"], other) if other else {}
-            row = {
-                f"{which}_{unit}": value
-                for which, of in (("private", _part(steps["private"], part)), ("plain", beside))
-                for unit, value in of.items()
-            }
-            rows.append(named | {"part": part} | row)
-    units = ("seconds", "launches", "waits")
+        for part, (_, other) in PARTS.items():
+            both = {"private": _part(steps["private"], part), "plain": _part(steps["plain"], other)}
+            units = {f"{which}_{unit}": value for which, found in both.items() for unit, value in found.items()}
+            rows.append(named | {"part": part} | units)
     columns = ("model", "batch_size", "precision", "backend", "optimizer", "tensors", "counted", "part")
-    return frame_of(rows, (*columns, *(f"{which}_{unit}" for unit in units for which in ("private", "plain"))))
+    numbers = [f"{which}_{unit}" for unit in ("seconds", *_COUNTS) for which in ("private", "plain")]
+    return frame_of(rows, (*columns, *numbers))
 
 
-def _part(entry: dict[str, Any], name: str) -> Row:
-    if name != WHOLE:
-        part = entry["parts"][name]
-        return {"seconds": median(part["seconds"]), "launches": part["launches"], "waits": part["waits"]}
-    counts: Row = {}
-    for unit in ("launches", "waits"):
-        each = [part[unit] for part in entry["parts"].values()]
-        counts[unit] = None if None in each else sum(each)
-    return {"seconds": median(entry["step_seconds"]), **counts}
+def _part(entry: dict[str, Any], name: str | None) -> Row:
+    if name is None:
+        return {}
+    own = entry["parts"].values() if name == WHOLE else [entry["parts"][name]]
+    counts = {unit: [part[unit] for part in own] for unit in _COUNTS}
+    seconds = entry["step_seconds"] if name == WHOLE else entry["parts"][name]["seconds"]
+    return {"seconds": median(seconds)} | {unit: None if None in of else sum(of) for unit, of in counts.items()}
 
 
 def _both(unit: str, words: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -163,7 +149,7 @@ _PARTS: readable.Columns = {
     **MODEL,
     **BATCH,
     "Precision": of("precision"),
-    "Part": of("part", _WORDS.__getitem__),
+    "Part": of("part", lambda part: PARTS[part][0]),
     "Time, private / plain": _both("seconds", style.duration),
     "Launches": _both("launches", "{:,g}".format),
     "Waits": _both("waits", "{:,g}".format),
