@@ -66,14 +66,13 @@ def test_what_it_does_not_say_is_none_and_the_rest_is_there(driver):
     assert counters.sample(CUDA) == {"sm_mhz": 1980, "memory_mhz": 2619, "watts": None, "celsius": 61}
 
 
-@pytest.mark.parametrize("silent", [None, Driver(fails=("nvmlInit_v2",)), Driver(fails=("handle",))])
-def test_without_a_driver_that_answers_everything_is_none(driver, silent):
-    driver(silent)
-    assert counters.sample(CUDA) == NOTHING
+OTHER = "ffffffff-89ab-cdef-0123-456789abcdef"
+SILENT = [(None, UUID), (Driver(fails=("nvmlInit_v2",)), UUID), (Driver(fails=("handle",)), UUID), (Driver(), OTHER)]
 
 
-def test_a_gpu_that_the_driver_does_not_know_is_not_taken_for_another(driver):
-    driver(Driver(), uuid="ffffffff-89ab-cdef-0123-456789abcdef")
+@pytest.mark.parametrize(("silent", "uuid"), SILENT)
+def test_without_a_driver_that_knows_this_gpu_everything_is_none(driver, silent, uuid):
+    driver(silent, uuid)
     assert counters.sample(CUDA) == NOTHING
 
 

@@ -5,12 +5,14 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from marks import slow_unless
+from test_measure_memory import overlapping
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -57,14 +59,6 @@ def mebibytes(count: int, **options: Any) -> Tensor:
     return torch.empty(count * MIB // 4, **options)
 
 
-def chain() -> None:
-    first = mebibytes(4)
-    second = mebibytes(8)
-    del first
-    third = mebibytes(2)
-    del second, third
-
-
 def views() -> None:
     base = mebibytes(6)
     kept = [base.view(2, -1), base[: MIB // 8], *base.split(MIB // 8), base.detach()]
@@ -85,7 +79,9 @@ def in_a_list() -> None:
     torch.stack(parts)
 
 
-@pytest.mark.parametrize(("step", "mib"), [(chain, 12), (views, 6), (outlived_by_a_view, 9), (in_a_list, 4)])
+@pytest.mark.parametrize(
+    ("step", "mib"), [(partial(overlapping, "cpu"), 12), (views, 6), (outlived_by_a_view, 9), (in_a_list, 4)]
+)
 def test_a_peak_known_by_hand(step, mib):
     assert simulated(step) == (0, mib)
 

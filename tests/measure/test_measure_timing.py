@@ -31,21 +31,18 @@ def nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "warmup"),
+    ("seconds", "most", "warmup"),
     [
-        ([9, 1, 1, 1, 1], 1 + 2 * WINDOW),  # settled at once: the first step, and two windows that agree
-        ([9, 5, 5, 3, 3, 1, 1, 1, 1], 1 + 4 * WINDOW),
-        ([9, 1, 1.05], 1 + 2 * WINDOW),  # 10 % apart is agreement
-        ([9, *[2**i for i in range(40, 0, -1)]], 1 + MAX_WINDOWS * WINDOW),  # never: bounded
+        ([9, 1, 1, 1, 1], math.inf, 1 + 2 * WINDOW),  # settled at once: the first step, and two windows that agree
+        ([9, 5, 5, 3, 3, 1, 1, 1, 1], math.inf, 1 + 4 * WINDOW),
+        ([9, 1, 1.05], math.inf, 1 + 2 * WINDOW),  # 10 % apart is agreement
+        ([9, *[2**i for i in range(40, 0, -1)]], math.inf, 1 + MAX_WINDOWS * WINDOW),  # never: bounded
+        ([30], 10, 1),
+        ([4], 10, 1 + WINDOW),
     ],
 )
-def test_warm_up_ends_when_two_windows_agree_or_at_its_bound(seconds, warmup):
-    assert len(warm_up(nothing, stopwatch=Script(*seconds), max_seconds=math.inf)) == warmup
-
-
-@pytest.mark.parametrize(("first", "steps"), [(30, 1), (4, 1 + WINDOW)])
-def test_warm_up_of_slow_steps_is_short(first, steps):
-    assert len(warm_up(nothing, stopwatch=Script(first), max_seconds=10)) == steps
+def test_warm_up_ends_when_two_windows_agree_or_at_its_bound(seconds, most, warmup):
+    assert len(warm_up(nothing, stopwatch=Script(*seconds), max_seconds=most)) == warmup
 
 
 def test_steps_are_recorded_in_the_order_in_which_they_ran_and_none_is_dropped():

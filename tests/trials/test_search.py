@@ -79,15 +79,13 @@ def test_noise_neither_repeats_a_probe_nor_goes_on_for_ever(seed):
 
 def test_a_start_that_does_not_fit_goes_down():
     answer, probed = carry_out(search(start=64), lambda size: size * 5000 * MIB, tells_peak_on_failure=False)
-    assert answer == 3
-    assert probed[:2] == [64, 32]
+    assert answer == 3 and probed[:2] == [64, 32]
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_nothing_fits(tells):
     answer, probed = carry_out(search(), lambda size: BUDGET + size, tells_peak_on_failure=tells)
-    assert answer == 0
-    assert probed[-1] == 1
+    assert answer == 0 and probed[-1] == 1
 
 
 @pytest.mark.parametrize("memory", [lambda size: MIB, lambda size: (10 + size / 10) * MIB])

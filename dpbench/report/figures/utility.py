@@ -248,18 +248,16 @@ def times(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     `by`: "budget" for a setting with all its seeds; "backend" for a comparison of backends, with their common seeds.
     """
     groups: dict[tuple[Any, ...], list[Record]] = {}
-    ordinary: dict[tuple[str, str], list[float]] = {}
     for record in records:
         if named := trained(record):
             groups.setdefault(tuple(named.values()), []).append(record)
-            if named["backend"] == "ordinary":
-                ordinary.setdefault((named["data"], named["network"]), []).append(record.result["accuracy"])
     rows = []
     for key, group in groups.items():
-        if key[:2] not in ordinary:
+        ordinary = groups.get((*key[:2], "none", "ordinary", None))
+        if ordinary is None:
             left_out["without ordinary training to compare with"] += len(group)
             continue
-        goal = math.floor(0.95 * median(ordinary[key[0], key[1]]) * 20 + 1e-9) / 20
+        goal = math.floor(0.95 * median(record.result["accuracy"] for record in ordinary) * 20 + 1e-9) / 20
         named = dict(zip(TRAINING, key, strict=True)) | {"goal": goal}
         if key[3] in ("ordinary", _REFERENCE):
             rows.append(named | {"by": "budget"} | _reached(group, goal))
