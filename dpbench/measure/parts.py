@@ -13,7 +13,6 @@ The result is ``{"tensors", "parameters", "counted", "steps": {"plain": entry, "
 """
 
 import contextlib
-import functools
 import gc
 import itertools
 import time
@@ -92,20 +91,6 @@ class Parts:
             self.left(name)
             self.inside.pop()
 
-    def of(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a function so that its calls count as a part.
-
-        Args:
-            function: any.
-        """
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.part(name):
-                return function(*args, **kwargs)
-
-        return run
-
 
 def run(trial: PartsTrial) -> dict[str, Any]:
     """See the module's docstring.
@@ -169,7 +154,7 @@ def _opened(trial: PartsTrial, private: bool) -> Iterator[Parts]:
 @contextlib.contextmanager
 def _told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Attach the engine, and patch it to report its parts."""
-    optimizer.step = parts.of(optimizer.step, "optimizer")  # type: ignore[method-assign]
+    optimizer.step = parts.part("optimizer")(optimizer.step)  # type: ignore[method-assign]
     with contextlib.ExitStack() as stack:
         engine.attach(optimizer)
         stack.callback(engine.detach)
@@ -179,7 +164,7 @@ def _told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer)
             (engine_module, "release_gradients", "noise"),
         ):
             own = getattr(owner, name)
-            setattr(owner, name, parts.of(own, part))
+            setattr(owner, name, parts.part(part)(own))
             stack.callback(setattr, owner, name, own)
         yield
 

@@ -4,7 +4,7 @@ The trace is Kineto's, in the Chrome format. The categories read are:
 
     kernel, gpu_memcpy, gpu_memset    work on the device, with its time there
     cuda_runtime, cuda_driver         calls by the host: launches, copies, waits
-    cpu_op                            operations, nested; an operation's own time excludes those inside it
+    cpu_op                            operations of the host, nested: those that asked for a kernel
     user_annotation                   marks of ours
 
 The profiler slows a step down: take counts and shares from the trace, never the time of a step.
@@ -49,14 +49,15 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The recorded events, and the compressed file."""
+    """The recorded events, the compressed file, and the operations of the host by their own time."""
 
     events: Sequence[Event]
     compressed: bytes
+    of_host: Sequence[Operation] = ()
 
     def operations(self) -> list[Operation]:
-        """Operations, the largest first."""
-        found = self._kernels() or self._own_times()
+        """Kernels, or operations of a CPU, the largest first."""
+        found = self._kernels() or self.of_host
         return sorted(found, key=lambda operation: (-operation.seconds, operation.name))
 
     @property
@@ -100,26 +101,6 @@ class Trace:
                 askers[name][asked.get(event.get("args", {}).get("External id"), "")] += 1
         return [Operation(n, askers[n].total(), s, askers[n].most_common(1)[0][0]) for n, s in seconds.items()]
 
-    def _own_times(self) -> list[Operation]:
-        """Operations on the CPU, without the time of operations inside them, thread by thread."""
-        seconds: dict[str, float] = defaultdict(float)
-        calls: Counter[str] = Counter()
-        threads: dict[Any, list[Event]] = defaultdict(list)
-        for event in self.events:
-            if event.get("cat") == "cpu_op":
-                threads[event["pid"], event["tid"]].append(event)
-        for events in threads.values():
-            outer: list[Event] = []
-            for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-                while outer and outer[-1]["ts"] + outer[-1]["dur"] <= event["ts"]:
-                    outer.pop()
-                if outer:
-                    seconds[outer[-1]["name"]] -= event["dur"] / 1e6
-                seconds[event["name"]] += event["dur"] / 1e6
-                calls[event["name"]] += 1
-                outer.append(event)
-        return [Operation(name[:_LONGEST], calls[name], value) for name, value in seconds.items()]
-
 
 def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trace:
     """Trace `steps` steps and all their kernels; on CUDA, an untraced step first starts the profiler.
@@ -144,7 +125,10 @@ def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trac
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         data = path.read_bytes()
-    trace = Trace([e for e in json.loads(data)["traceEvents"] if e.get("ph") == "X"], gzip.compress(data, mtime=0))
+    events = [event for event in json.loads(data)["traceEvents"] if event.get("ph") == "X"]
+    named = [event for event in profiler.key_averages() if not event.is_user_annotation]
+    host = [Operation(each.key[:_LONGEST], each.count, each.self_cpu_time_total / 1e6) for each in named]
+    trace = Trace(events, gzip.compress(data, mtime=0), host)
     if device.type == "cuda" and not trace.saw_the_device:
         raise NotHere(
             "expected kernels in the profiler's trace, got none: CUPTI may not be permitted to this user "
