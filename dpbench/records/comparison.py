@@ -19,7 +19,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clipping import BACKENDS
-from dpbench.records.reader import PAIRED, LeftOut, Record, entries, grouped, newest, newest_trial, newest_version
+from dpbench.records.reader import (
+    PAIRED,
+    LeftOut,
+    Record,
+    entries,
+    grouped,
+    newest,
+    newest_trial,
+    newest_version,
+    turns_of,
+)
 from dpbench.records.statistics import Comparison, compare, compare_exact, compare_paired, outliers
 from dpbench.trials import canonical_json
 from dpbench.trials.outcome import DOES_NOT_FIT, Outcome
@@ -147,16 +157,10 @@ def _add(cell: Cell, record: Record) -> None:
         return
     if memory := record.result.get("memory"):
         cell.peaks.setdefault(memory["source"], {})[record.round, size] = memory["peak_bytes"]
-    if record.kind == "step":
-        cell.times[record.place] = record.result["step_seconds"]
-    elif record.kind in PAIRED:
-        cell.times |= _turns(record, record.result)
-        cell.plain |= _turns(record, record.result.get("plain", {"turns": ()}))
+    cell.times |= turns_of(record, record.result)
+    cell.plain |= turns_of(record, record.result.get("plain", {}))
+    if record.kind in PAIRED:
         cell.processes.add(record.place)
-
-
-def _turns(record: Record, entry: Mapping[str, Any]) -> dict[Any, Sequence[float]]:
-    return {(record.place, turn["round"]): turn["step_seconds"] for turn in entry["turns"]}
 
 
 def _name_of(cell: Cell) -> str:

@@ -224,6 +224,17 @@ def entries(records: Iterable[Record]) -> list[Record]:
     return found
 
 
+def turns_of(record: Record, entry: Mapping[str, Any]) -> dict[tuple[tuple[int, str], int], Sequence[float]]:
+    """((round of the run, node), round within the trial) -> the seconds of each step; {} if none was timed.
+
+    Args:
+        record: of one run.
+        entry: of a backend in it, or the result of a `step`.
+    """
+    alone = [{"round": 0, "step_seconds": entry["step_seconds"]}] if "step_seconds" in entry else ()
+    return {(record.place, turn["round"]): turn["step_seconds"] for turn in entry.get("turns") or alone}
+
+
 def newest_trial(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
     """Among the records of one cell, the rounds of the latest trial."""
     latest = max(records, key=lambda record: record.utc).id

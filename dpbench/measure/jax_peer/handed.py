@@ -34,7 +34,7 @@ def unavailable() -> str | None:
     return None
 
 
-class Process:
+class Process(contextlib.AbstractContextManager["Process"]):
     """The process with one model and batch; a context manager.
 
     Args:
@@ -107,9 +107,6 @@ class Process:
             self._process.communicate()
         self._log.close()
         self._folder.cleanup()
-
-    def __enter__(self) -> Process:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

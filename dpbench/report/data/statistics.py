@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pandas as pd
 
-from dpbench.records.reader import LeftOut, Record, newest, newest_version
+from dpbench.records.reader import LeftOut, Record, newest, newest_version, turns_of
 from dpbench.report import style
 from dpbench.trials.outcome import DOES_NOT_FIT
 
@@ -229,11 +229,7 @@ PAIRED_COLUMNS = (
 
 def turns(records: Iterable[Record]) -> dict[tuple[tuple[int, str], int], float]:
     """((round of the run, node), round within the trial) -> the median step of that turn, in seconds."""
-    return {
-        (r.place, turn["round"]): median(turn["step_seconds"])
-        for r in records
-        for turn in r.result.get("turns") or [{"round": 0, "step_seconds": r.result["step_seconds"]}]
-    }
+    return {at: median(seconds) for r in records for at, seconds in turns_of(r, r.result).items()}
 
 
 def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:

@@ -54,7 +54,7 @@ def save(figure: Figure, paths: Mapping[str, Path]) -> None:
         cache.replace(paths[suffix], pictures[suffix], mode=0o666)
 
 
-class Pictures:
+class Pictures(contextlib.AbstractContextManager["Pictures"]):
     """Saves figures; its ``with`` block ends when all are on the disk.
 
     Args:
@@ -67,9 +67,6 @@ class Pictures:
     def __init__(self, workers: int | None = None) -> None:
         self._workers = workers or available_cpus()
         self._running: list[tuple[ForkProcess, Connection]] = []
-
-    def __enter__(self) -> Pictures:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
