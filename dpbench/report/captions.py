@@ -96,7 +96,7 @@ def causes(records: Iterable[Record]) -> list[str]:
     """Lines of Markdown: why trials failed; the same cause in several rounds once."""
     lines = []
     for record in filter(failed, records):
-        word, cause = style.OUTCOMES.get(record.outcome, record.outcome), failures.cause(record).replace("`", "'")
+        word, cause = style.outcome(record.outcome), failures.cause(record).replace("`", "'")
         lines.append(f"- {failures.place(record)}: {word}. `{cause}`")
     return ["", *dict.fromkeys(lines)] if lines else []
 

@@ -251,6 +251,11 @@ def backend_key(name: str) -> tuple[int, int, str]:
     return (place, int(size) if size.isdecimal() else 0, name)
 
 
+def outcome(name: str) -> str:
+    """The words for an outcome."""
+    return OUTCOMES.get(name, name)
+
+
 def missing(value: object) -> bool:
     """True if a table's cell is empty: None, NaN, NA or the empty string."""
     return value is None or value is pd.NA or value == "" or (isinstance(value, float) and math.isnan(value))

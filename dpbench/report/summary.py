@@ -60,7 +60,7 @@ def _trust(results: Sequence[Record]) -> str:
     unfit = "did not fit in the budget of their search"
     outcomes = Counter(unfit if did_not_fit(record) else record.outcome for record in results)
     good = outcomes.pop("ok", 0)
-    rest = [f"{count:,} {style.OUTCOMES.get(name, name)}" for name, count in outcomes.most_common()]
+    rest = [f"{count:,} {style.outcome(name)}" for name, count in outcomes.most_common()]
     if rest:
         said = f"Of {several(len(results), 'result')} {good:,} gave a number and the others none ({', '.join(rest)})"
     else:

@@ -55,7 +55,7 @@ def _told(group: list[Record]) -> dict[str, Any]:
     places = [f"{name} ({count}×)" if count > 1 else name for name, count in Counter(map(place, group)).items()]
     rest, evidence = len(places) - PLACES, first.evidence.strip() or _NO_EVIDENCE
     return {
-        "word": style.OUTCOMES.get(first.outcome, first.outcome),
+        "word": style.outcome(first.outcome),
         "count": len(group),
         "cause": said,
         "where": "; ".join(places[:PLACES]) + (f" and {rest:,} more" if rest > 0 else ""),

@@ -80,14 +80,14 @@ def why(failures: Sequence[Record], at_batch: bool = True) -> str | None:
         return None
     rank = {name: index for index, name in enumerate(style.OUTCOMES)} | {"mismatch": len(style.OUTCOMES)}
     worst = max(failures, key=lambda r: (rank.get(r.outcome, 0), -r.trial.get("batch_size", 0)))
-    word = style.OUTCOMES.get(worst.outcome, worst.outcome)
+    word = style.outcome(worst.outcome)
     return f"{word} at B={batch(worst)}" if at_batch and worst.outcome not in ("unsupported", "mismatch") else word
 
 
 def count_failures(records: Iterable[Record], left_out: LeftOut) -> None:
     """Count cells with a mark in place of a number."""
     for record in filter(failed, records):
-        left_out[style.OUTCOMES.get(record.outcome, record.outcome)] += 1
+        left_out[style.outcome(record.outcome)] += 1
 
 
 #: The setting of a training, apart from its seed.

@@ -41,7 +41,7 @@ def _row(record: Record, fields: Sequence[str], numbers: Sequence[str]) -> Row:
         row |= {"kind": found.get("kind"), "compute_seconds": found.get("compute_seconds")}
         return row | {"how": (found.get("detail") or {}).get("bound")}
     reason = record.evidence.strip().splitlines() if record.outcome == "unsupported" else []
-    return row | {"note": reason[0] if reason else style.OUTCOMES.get(record.outcome, record.outcome)}
+    return row | {"note": reason[0] if reason else style.outcome(record.outcome)}
 
 
 def _setting(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ def verdicts(record: Record) -> list[tuple[str, str, str]]:
     backends = record.trial["backends"]
     if record.outcome != "ok":
         said = (record.evidence.splitlines() or ["no evidence recorded"])[0]
-        return [(name, "crash", f"{style.OUTCOMES.get(record.outcome, record.outcome)}: {said}") for name in backends]
+        return [(name, "crash", f"{style.outcome(record.outcome)}: {said}") for name in backends]
     if "rows" not in record.result:
         return [(name, NOT_BUILT, record.result["reason"]) for name in backends]
     return [(row["backend"], row["status"], row["reason"] or "") for row in record.result["rows"]]

@@ -7,7 +7,7 @@ have their figures there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -79,7 +79,7 @@ _NORMS: readable.Columns = {
     "Precision": of("precision"),
     "Largest error": of("error", lambda value: f"{float(value):.1e}", "–"),  # a record stores infinity as a word
     "Limit": of("limit", "{:.0e}".format),
-    "Holds": lambda r: "yes" if r.outcome == "ok" else f"**{style.OUTCOMES.get(r.outcome, r.outcome)}**",
+    "Holds": lambda r: "yes" if r.outcome == "ok" else f"**{style.outcome(r.outcome)}**",
 }
 
 
@@ -176,25 +176,23 @@ def _parts_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
 
 def profile_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each of the largest operations of each backend; rank 0 is the whole step."""
-    rows = [row for record in records for row in _profile_rows(record, left_out)]
-    named = ("model", "batch_size", "precision", "backend", "rank", "operation", "asked_by")
-    return frame_of(rows, (*named, "calls", "seconds", "share", "launches", "waits", "trace", "counted"))
-
-
-def _profile_rows(record: Record, left_out: LeftOut) -> Iterator[Row]:
-    for backend, entry in record.result.get("backends", {}).items():
-        if entry["outcome"] != "ok":
-            left_out[f"{style.backend(backend).name}: {style.OUTCOMES.get(entry['outcome'], entry['outcome'])}"] += 1
-            continue
-        named = {name: record.trial[name] for name in ("model", "batch_size", "precision")} | {"backend": backend}
-        named |= {"counted": record.result["counted"]}
-        trace = record.result.get("files", {}).get(f"{backend.replace(':', '-')}.json.gz")
-        whole = {name: entry[name] for name in ("launches", "waits")}
-        whole |= {"operation": "all", "calls": entry["operations"], "seconds": entry["device_seconds"], "share": 1.0}
-        yield named | {"rank": 0, "trace": trace} | whole
-        for rank, row in enumerate(entry["top"], 1):
-            told = {name: row[name] for name in ("asked_by", "calls", "seconds", "share")}
-            yield named | {"rank": rank, "operation": row["name"]} | told
+    rows: list[Row] = []
+    for record in records:
+        files = record.result.get("files", {})
+        shared = {name: record.trial[name] for name in ("model", "batch_size", "precision")}
+        for backend, entry in record.result.get("backends", {}).items():
+            if entry["outcome"] != "ok":
+                left_out[f"{style.backend(backend).name}: {style.outcome(entry['outcome'])}"] += 1
+                continue
+            named = shared | {"backend": backend, "counted": record.result["counted"]}
+            whole = {"rank": 0, "operation": "all", "calls": entry["operations"], "seconds": entry["device_seconds"]}
+            whole |= {"share": 1.0, "launches": entry["launches"], "waits": entry["waits"]}
+            rows.append(named | whole | {"trace": files.get(f"{backend.replace(':', '-')}.json.gz")})
+            for rank, row in enumerate(entry["top"], 1):
+                told = {name: row[name] for name in ("asked_by", "calls", "seconds", "share")}
+                rows.append(named | {"rank": rank, "operation": row["name"]} | told)
+    columns = ("model", "batch_size", "precision", "backend", "rank", "operation", "asked_by")
+    return frame_of(rows, (*columns, "calls", "seconds", "share", "launches", "waits", "trace", "counted"))
 
 
 _PROFILE: readable.Columns = {
@@ -237,7 +235,7 @@ def launches_table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame
             row: Row = {name: record.trial[name] for name in ("model", "batch_size")} | {"backend": backend}
             row["dtype"] = record.trial.get("dtype", "float32")
             if entry["outcome"] != "ok":
-                row["note"] = style.OUTCOMES.get(entry["outcome"], entry["outcome"])
+                row["note"] = style.outcome(entry["outcome"])
             counts = _counts(entry)
             row |= counts | {f"{name}_ratio": counts[name] / base[name] for name in counts if base.get(name)}
             rows.append(row)

@@ -52,29 +52,21 @@ def owner(path: Path) -> str | None:
     return html.unescape(found[1]) if found else "."
 
 
+def beside(folder: Path, source: Path) -> str:
+    """The relative path from a page's folder to its records; "." for the same folder."""
+    return os.path.relpath(source.resolve(), folder.resolve())
+
+
 def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
-    """Write the page.
+    """Write the page, which describes the records of its figures, without superseded ones.
+
+    Its summary and open sections are of the latest device with a finding; other devices follow in closed sections.
 
     Args:
         path: of the page; it links to the files of `parts`, which are below its folder.
         parts: the figures, drawn under the current style.
         again: the command that makes this page.
         source: the folder of the records.
-    """
-    text = render(parts, again, beside(path.parent, source), path.parent)
-    write_text(path, text)
-    return path
-
-
-def beside(folder: Path, source: Path) -> str:
-    """The relative path from a page's folder to its records; "." for the same folder."""
-    return os.path.relpath(source.resolve(), folder.resolve())
-
-
-def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()) -> str:
-    """The page as text; it describes the records of its figures, without superseded ones.
-
-    Its summary and open sections are of the latest device with a finding; other devices follow in closed sections.
     """
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)
@@ -90,7 +82,7 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
     unfit = sum(map(did_not_fit, results))
     sections: dict[str, list[dict[str, Any]]] = {device: [] for device in devices}
     for number, part in enumerate(parts, start=1):
-        sections[part.device].append(_section(part, number, folder))
+        sections[part.device].append(_section(part, number, path.parent))
     shown = sections.pop(first)
     others = [
         {
@@ -107,7 +99,8 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
         said.append(f"Below, closed, stand the records of {join(each)}.")
     if len(shown) == 1 and shown[0]["finding"] in said:
         shown[0]["finding"] = ""  # the summary right above has it
-    return page.render(
+    folder = beside(path.parent, source)
+    text = page.render(
         title=join(experiments) if len(experiments) <= 3 else f"{len(experiments)} experiments",
         about=[doc if len(docs) == 1 else f"{name}: {doc}" for name, doc in docs.items()],
         css=(files / "page.css").read_text(encoding="utf-8"),
@@ -124,9 +117,11 @@ def render(parts: Sequence[Part], again: str, source: str, folder: Path = Path()
         else "",
         machines=[_machine(device, theirs) for device, theirs in devices.items()],
         again=again,
-        source=source if source != "." else "",
+        source=folder if folder != "." else "",
         measure=[f"python -m dpbench run {shlex.quote(name)}" for name in docs],
     )
+    write_text(path, text)
+    return path
 
 
 def _section(part: Part, number: int, folder: Path) -> dict[str, Any]:
