@@ -151,8 +151,8 @@ def _each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: s
             size, place = len(inputs) + 1, record.place
             allowed = min(limit, stated(size) / unit)
             with_record = [
-                torch.cat([batch[:place], placed(one), batch[place:]])
-                for batch, one in ((inputs, record.inputs), (weights, record.weights))
+                torch.cat([others[:place], placed(one), others[place:]])
+                for others, one in ((inputs, record.inputs), (weights, record.weights))
             ]
             try:
                 grads = backend(*with_record).grads

@@ -5,7 +5,7 @@ Every warning says what is wrong, by how much, and what to do.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from dpbench.records.reader import PAIRED, Record, from_line, grouped
@@ -55,16 +55,11 @@ def _series_of(record: Record) -> dict[str, Series]:
     if record.kind == "step":
         seconds = record.result.get("step_seconds")
         return {record.trial["backend"]: {record.round: seconds}} if seconds else {}
-    if record.kind not in PAIRED:
-        return {}
+    backends = record.result.get("backends", {}) if record.kind in PAIRED else {}
     found: dict[str, Series] = {}
-    for name, entry in record.result.get("backends", {}).items():
-        turns: dict[Hashable, Any] = {
-            (record.round, turn["round"]): turn["step_seconds"] for turn in entry.get("turns", [])
-        }
-        if turns:
-            found[name] = turns
-    return found
+    for name, entry in backends.items():
+        found[name] = {(record.round, turn["round"]): turn["step_seconds"] for turn in entry.get("turns", ())}
+    return {name: turns for name, turns in found.items() if turns}
 
 
 def _drift(records: Sequence[Record]) -> tuple[float, Any] | None:
