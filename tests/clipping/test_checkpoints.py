@@ -6,14 +6,16 @@ from itertools import product
 
 import pytest
 import torch
+from graphs import require_equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from clipping import Flat, UnsupportedModel, load_backend
+from clipping import Flat, UnsupportedModel, compare, load_backend
 from clipping.backends.recording import Recording
 from clipping.checks.sample_independence import Occasions
 from clipping.core.reference import definition
 from clipping.core.types import ClippedGradient
+from dpbench.conformance.cases import cross_entropy
 from dpbench.measure.memory import measured_peak
 
 BATCH = 4
@@ -55,10 +57,6 @@ class Network(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(BATCH, 3, 6, 6, generator=generator, dtype=torch.float64), torch.arange(BATCH) % 3
@@ -67,13 +65,7 @@ def batch() -> tuple[Tensor, Tensor]:
 @cache
 def without(part: str, clip: float) -> ClippedGradient:
     """What the definition says, and nothing is checkpointed."""
-    return definition(Network(part, False).double(), loss_fn, *batch(), clip=Flat(max_grad_norm=clip))
-
-
-def require_same(found: ClippedGradient, expected: ClippedGradient) -> None:
-    torch.testing.assert_close(found.norms, expected.norms, rtol=1e-10, atol=0.0)
-    for name, g in expected.grads.items():
-        torch.testing.assert_close(found.grads[name], g, rtol=1e-9, atol=1e-12)
+    return definition(Network(part, False).double(), cross_entropy, *batch(), clip=Flat(max_grad_norm=clip))
 
 
 @pytest.mark.parametrize(
@@ -85,10 +77,10 @@ def require_same(found: ClippedGradient, expected: ClippedGradient) -> None:
 )
 def test_as_without(part, backend):
     model, (x, y) = Network(part, True).double(), batch()
-    with load_backend(backend)(model, loss_fn, clip=Flat(max_grad_norm=0.1)) as clipped:
+    with load_backend(backend)(model, cross_entropy, clip=Flat(max_grad_norm=0.1)) as clipped:
         for _ in range(2):  # of which the second looks at the batch no more
             found = clipped(x, y)
-    require_same(found, without(part, 0.1))
+    assert compare(found, without(part, 0.1)).within(1e-12)
 
 
 @cache
@@ -97,7 +89,7 @@ def share_of_memory(name: str) -> float:
     peaks = []
     for checkpointed in (True, False):
         model = Network("group norm", checkpointed, depth=8)
-        with load_backend(name)(model, loss_fn, verify=False, timing=False) as clipped:
+        with load_backend(name)(model, cross_entropy, verify=False, timing=False) as clipped:
             x, y = torch.randn(16, 3, 24, 24), torch.zeros(16, dtype=torch.long)
             for _ in range(3):
                 clipped(x, y)
@@ -110,22 +102,13 @@ def test_dropout_is_verified_with_the_numbers_that_it_draws_again(backend, monke
     dropping = nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.1), nn.Conv2d(8, 8, 1)
     monkeypatch.setitem(PARTS, "dropout", lambda: nn.Sequential(*copy.deepcopy(dropping)))
     model, x = Network("dropout", backend != "vmap"), torch.randn(BATCH, 3, 6, 6)
-    with load_backend(backend)(model, loss_fn, clip=Flat(max_grad_norm=0.1)) as clipped:
+    with load_backend(backend)(model, cross_entropy, clip=Flat(max_grad_norm=0.1)) as clipped:
         assert clipped(x, torch.arange(BATCH) % 3).norms.isfinite().all()
 
 
 def test_a_program_computes_it_again():
-    model = Network("group norm", True, depth=1).double()
-    x, y = torch.randn(BATCH, 3, 6, 6, dtype=torch.float64), torch.arange(BATCH) % 3
-    clip = Flat(max_grad_norm=0.1)
-    with load_backend("bk_mixed")(model, loss_fn, clip=clip, timing=False) as eager:
-        expected = eager(x, y)
-    with load_backend("bk_mixed")(model, loss_fn, clip=clip, timing=False, compile=True) as compiled:
-        for _ in range(4):
-            found = compiled(x, y)
-        assert compiled.graphs.steps > 0
-    torch.testing.assert_close(found.norms, expected.norms, rtol=1e-12, atol=0.0)
-    assert all(torch.allclose(found.grads[name], g, rtol=1e-10, atol=1e-14) for name, g in expected.grads.items())
+    backend = require_equal(Network("group norm", True, depth=1), [batch()] * 4)
+    assert backend.graphs.steps > 0
 
 
 @pytest.mark.parametrize("backend", ["mixed_ghost", "bk_mixed"])
@@ -145,12 +128,12 @@ def test_memory_is_saved(backend):
 )
 def test_a_recording_is_verified_by_what_is_computed_once_more(part, backend, looked_at):
     model, (x, y) = Network(part, True).double(), batch()
-    with load_backend(backend)(model, loss_fn, clip=Flat(1.0), verify=False) as recorder:
+    with load_backend(backend)(model, cross_entropy, clip=Flat(1.0), verify=False) as recorder:
         recording = Recording(recorder, (x,), BATCH, occasions=Occasions() if looked_at else None)
         with recording:
-            losses = loss_fn(model(x), y)
+            losses = cross_entropy(model(x), y)
         found = recording.finish(losses, verify=True)
-    require_same(found, without(part, 1.0))
+    assert compare(found, without(part, 1.0)).within(1e-12)
 
 
 class Selective(nn.Module):
@@ -169,6 +152,6 @@ class Selective(nn.Module):
 def test_what_serves_one_backward_pass_is_refused_by_name(backend, verify):
     with (
         pytest.raises(UnsupportedModel, match=r"context_fn keeps is for one backward pass.*remedy: checkpoint without"),
-        load_backend(backend)(Selective(), loss_fn, clip=Flat(1.0), verify=verify) as b,
+        load_backend(backend)(Selective(), cross_entropy, clip=Flat(1.0), verify=verify) as b,
     ):
         b(torch.randn(BATCH, 6), torch.arange(BATCH) % 3)

@@ -16,20 +16,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clipping import Flat, PerLayer, UnsupportedModel, compare, load_backend
-from clipping.core.reference import definition
 from clipping.tape.record import Tape
 from dpbench.conformance.modules import Net
 
 P, E = 3, 3
+BACKENDS = ("fastgradclip", "ghost", "bk_mixed")
 FAST = {"bk_mixed": {"timing": False}}
+BY_FALLBACK = {"real and complex in every operation", "distances from as many points as samples"}
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    """[B, T, D], of whose first numbers some are positive; none of one sample's, all of another's."""
+def made(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
+    """Of the inputs' first numbers some are positive; none of one sample's, all of another's."""
     torch.manual_seed(1)
-    x = torch.randn(B, T, D).double()
-    x[1, :, 0], x[2, :, 0] = -x[1, :, 0].abs(), x[2, :, 0].abs()
-    return x, torch.randn(B).double()
+    model = Net(case.forward, **case.parts()).double()
+    x = torch.randn(B, *case.shape).double()
+    x[1, ..., 0], x[2, ..., 0] = -x[1, ..., 0].abs(), x[2, ..., 0].abs()
+    return model, x, torch.randn(B).double()
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -357,16 +359,15 @@ LAYOUTS = [
     Case("positions first", as_xlnet, shaped(**W)),
 ]
 
-CASES = [*EXPERTS, *ROWS, *LAYOUTS]
+CASES = [*EXPERTS, *ROWS, *LAYOUTS, *EXACT]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_exact(case: Case) -> None:
     """Each kind of route once: gradients that are discarded, Gram matrices, and the planner's, verified besides."""
-    model = Net(case.forward, **case.parts()).double()
-    x, y = batch()
+    model, x, y = made(case)
     with Wide():
-        for clip, backends in ((Flat(0.05), ("fastgradclip", "ghost", "bk_mixed")), (PerLayer(0.05), ("bk_mixed",))):
+        for clip, backends in ((Flat(0.05), BACKENDS), (PerLayer(0.05), ("bk_mixed",))):
             with load_backend("microbatch")(model, loss, clip=clip) as b:
                 reference = b(x, y)
             assert all(g.any() for g in reference.grads.values())
@@ -375,10 +376,10 @@ def test_exact(case: Case) -> None:
                 with load_backend(name)(model, loss, clip=clip, verify=verify, **FAST.get(name, {})) as b:
                     agreement = compare(b(x, y), reference)
                 assert agreement.within(1e-9), (name, clip, agreement)
-                assert b.coverage["fallback"] == 0
+                assert (b.coverage["fallback"] > 0) == (case.name in BY_FALLBACK)
 
 
-@pytest.mark.parametrize("backend", ["fastgradclip", "ghost", "bk_mixed"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_grouped_product_of_torch_itself(backend: str) -> None:
     """In float32, which it has, for rows of sixteen bytes or more."""
     model = Net(experts_grouped, **moe(8, 4))
@@ -392,8 +393,12 @@ def test_the_grouped_product_of_torch_itself(backend: str) -> None:
 @pytest.mark.parametrize("case", EXPERTS[:-1], ids=name_of)
 def test_exact_by_timed_routes_in_batches_of_other_sizes(case: Case) -> None:
     """Each time other rows go to other experts; the second step is timed."""
+<<<<<<< HEAD
     model = Net(case.forward, **case.parts()).double()
     clip = Flat(0.05)
+=======
+    (model, *_), clip = made(case), Flat(0.05)
+>>>>>>> 68525015 (Compare sums in one way in the tests of clipping)
     with (
         load_backend("microbatch")(model, loss, clip=clip) as oracle,
         load_backend("bk_mixed")(model, loss, clip=clip) as b,
@@ -413,6 +418,7 @@ def test_a_recurrent_weight_is_one_use_over_all_steps(kind: type[nn.RNNBase]) ->
     assert set(tape.counts) == set(dict(layer.named_parameters())) and set(tape.counts.values()) == {1}
 
 
+<<<<<<< HEAD
 BACKENDS = ("ghost", "bk_mixed", "fastgradclip")
 CLIP = Flat(max_grad_norm=0.5)
 
@@ -438,13 +444,15 @@ def test_exact_oddities(case: Case):
             assert compare(b(x, y), expected).within(1e-9), backend
 
 
+=======
+>>>>>>> 68525015 (Compare sums in one way in the tests of clipping)
 def test_refused_by_name():
     for case, said in REFUSED:
         model, x, y = made(case)
         for backend in BACKENDS:
             with (
                 pytest.raises(UnsupportedModel, match=said) as error,
-                load_backend(backend)(model, squared_error, clip=CLIP, verify=False) as b,
+                load_backend(backend)(model, loss, verify=False) as b,
             ):
                 b(x, y)
             assert "remedy: " in str(error.value) and "\n" not in str(error.value)

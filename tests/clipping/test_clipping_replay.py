@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from fake_graph import Recorder, recording
 from torch import nn
 
 import clipping.program.graphs
@@ -12,7 +13,6 @@ import clipping.program.step
 from clipping import Flat, WrongGradient, load_backend
 from clipping.program.cuda_graph import Pool, Replayed
 from dpbench.conformance.cases import cross_entropy
-from tests.support.fake_graph import Recorder, recording
 
 
 class Stream:

@@ -69,7 +69,7 @@ def weight_and_bias() -> dict[str, Any]:
 
 
 CHANGED = [
-    Case("the base of a view changed", view_of_changed, weight_and_bias),
+    Case("the base of a view changed", view_of_changed, lambda: {"w": torch.randn(D, D)}),
     Case("data and a parameter written into a constant", filled, weight_and_bias),
     Case("views of activations changed by parameters", viewed, weight_and_bias),
     Case(
