@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from attached import attached
+from attached import attached, says
 from scipy import stats
 
 from accounting.series import log_moments
@@ -154,9 +154,8 @@ def test_an_engine_says_what_it_draws_and_accounts_for_that():
     ],
 )
 def test_what_it_cannot_promise_is_refused(options, words):
-    with pytest.raises(ValueError, match=words) as refused:
+    with says(ValueError, words):
         engine_of(**options)
-    assert "\n" not in str(refused.value)
 
 
 def test_without_noise_nothing_is_rounded():

@@ -94,17 +94,6 @@ def test_two_views_of_a_record_are_not_two_records():
     assert engine.steps == 0 and torch.equal(before, engine.model[0].weight)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_padding_with_a_collate_function_of_ones_own(workers):
-    engine, optimizer, records = make()
-    options = {"collate_fn": list, "num_workers": workers}
-    for rows in engine.data_loader(list(records), max_physical_batch_size=5, pad=True, **options):
-        assert len(rows) in (2, 4, 5) and engine.mask.sum() <= len(rows)
-        x, y = torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
-        optimizer.step(loss=cross_entropy(engine.model(x), y))
-    assert engine.steps == 5 and engine.privacy_spent().sampled_by == "engine"
-
-
 def shortest_first(records):
     x, y = torch.utils.data.default_collate(sorted(records, key=lambda record: float(record[0][0])))
     return x + 0 * torch.rand(x.shape), y
