@@ -11,6 +11,7 @@ import torch
 from interpreter import outcome, results
 from kernel_checks import CHECKS, COMPILED, NORMS, embedding_gram_norm, gradient_norm, gram_norm
 from torch._subclasses.fake_tensor import FakeTensorMode
+from waiting import ROOT, python
 
 from clipping.accel import cuda
 from clipping.accel.cuda import supported
@@ -18,7 +19,6 @@ from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.rules.linear import LinearWeight
 from dpbench.measure.simulate import StorageLifetimes
 
-HERE = Path(__file__).resolve().parents[1] / "support"
 TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
 
 
@@ -194,11 +194,10 @@ assert measured_peak(lambda: torch.zeros(1000).add(1), [], torch.device("cpu")).
 @pytest.mark.slow
 def test_a_fresh_process_imports_no_compiler_and_measuring_writes_nothing_to_standard_error():
     """A trial's standard error is evidence, and the profiler's library reads its log level once."""
-    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=HERE.parents[1])
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow
 def test_the_kernels_are_imported_without_triton():
-    code = "import sys\nsys.modules['triton'] = None\nimport clipping.backends.tape, clipping.accel.cuda"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE.parents[1])
+    python("-c", "import sys\nsys.modules['triton'] = None\nimport clipping.backends.tape, clipping.accel.cuda")

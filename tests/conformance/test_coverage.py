@@ -1,13 +1,12 @@
 """The sweep over the models that people load: its list, the rule that makes them small, how it judges and reports."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from report_records import RunFile, save_no_pictures
+from waiting import python
 
 from clipping import ClippedGradient, Problem
 from clipping.backends.microbatch import Microbatch
@@ -48,8 +47,7 @@ def test_the_list_is_read_without_importing_the_libraries():
         "import sys, dpbench.conformance.coverage as c; c.models(); "
         "print({'torch', 'timm', 'transformers'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "set()", done.stderr
+    assert python("-c", code).strip() == "set()"
 
 
 def test_a_library_that_is_not_installed_has_no_models(monkeypatch):

@@ -1,12 +1,10 @@
 """The built-in models, references, and what `load_workload` promises."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from waiting import python
 
 from dpbench.errors import UsageError
 from dpbench.models.loading import load_workload
@@ -128,7 +126,7 @@ def test_names_are_listed_and_checked_without_torch():
         "references.validate_reference('cnn'); data.validate_data('digits'); required_modules('timm:x');"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    python("-c", code)
 
 
 def test_weights_and_batches_follow_the_seed_and_leave_the_global_random_state():

@@ -4,8 +4,6 @@ A whole run, as a person starts it, of trials that use torch and say where they 
 where tests run, so it is the median of many that is held to the limit, and the best of several tries.
 """
 
-import os
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -13,12 +11,11 @@ from statistics import median
 
 import pytest
 from processor import quick
-from waiting import PATIENCE
+from waiting import ROOT, python
 
 from dpbench.process.linux import CpuTime
 from dpbench.records.store import read_records
 
-ROOT = Path(__file__).resolve().parents[2]
 TRIALS, ROUNDS, TRIES = 4, 3, 3
 SECONDS, MEBIBYTES = 0.3, 50
 EXPERIMENT = '''
@@ -67,9 +64,7 @@ def run(folder: Path) -> list[dict]:
     """The results of a run's trials, in the order in which they ran."""
     folder.mkdir()
     (folder / "idle.py").write_text(EXPERIMENT)
-    command = [sys.executable, "-m", "dpbench", "run", "idle.py", "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, timeout=PATIENCE)
+    python("-m", "dpbench", "run", "idle.py", "--device", "cpu", cwd=folder, PYTHONPATH=str(ROOT))
     records = read_records(folder / "results" / "idle")
     assert [record["outcome"] for record in records] == ["ok"] * (TRIALS * ROUNDS)
     return [record["result"] for record in records]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from processor import quick, work
-from waiting import PATIENCE, alive, all_gone, lines, state, until
+from waiting import PATIENCE, alive, all_gone, lines, python, state, until
 
 from dpbench.process import parent as module
 from dpbench.process.linux import CpuTime
@@ -96,8 +96,7 @@ def test_every_end_has_a_name_and_evidence_and_the_next_trial_runs(isolation, ac
 
 def test_an_error_is_named_without_an_import_and_its_evidence_has_an_end(isolation):
     """To import torch in a trial that has failed takes seconds, and its limit may be shorter."""
-    done = subprocess.run([sys.executable, "-c", NAMED], capture_output=True, text=True, check=True)
-    assert done.stdout == "error False\n"
+    assert python("-c", NAMED) == "error False\n"
     answer = isolation.run(Act(action="long"))
     assert len(answer.evidence) <= 4096 and answer.evidence.endswith("the end")
 

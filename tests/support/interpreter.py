@@ -8,24 +8,19 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-
-HERE = Path(__file__).parent
+from waiting import ROOT, python
 
 
 def results(script: str, *arguments: str, **variables: str) -> dict[str, str | None]:
     """Run a script of this folder in a process, as the interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, str(HERE / script), *arguments]
-    environment = {**os.environ, **variables, "PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    said = python(Path(__file__).with_name(script), *arguments, PYTHONPATH=str(ROOT), **variables)
+    return json.loads(said.splitlines()[-1])
 
 
 def outcome(check: Callable[..., None], *arguments: Any) -> str | None:

@@ -1,13 +1,12 @@
-"""Writes ten thousand records, as of a long campaign: searches and steps of every backend, overhead, maps of ε."""
+"""Writes ten thousand records, as of a long campaign: steps and searches of every backend, overhead, maps of ε."""
 
 import itertools
-import json
 import random
 
-from report_records import CPU, GIB, memory, step_result
+from report_records import RunFile
 
 from dpbench.report import style
-from dpbench.trials import EpsilonTrial, MapTrial, OverheadTrial, PeakTrial, StepTrial
+from dpbench.trials import MapTrial, StepTrial
 
 MODELS = ["cnn", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16", "vgg19"]
 COUNT = 10_000
@@ -16,57 +15,37 @@ ACCOUNTANTS = ["moments", "rdp", "gdp", "prv", "pld", "prv:lower"]
 
 def write_many(folder):
     """Write exactly `COUNT` records in two runs; returns the number that failed."""
-    folder.mkdir(parents=True)
-    lines = list(itertools.islice(_trials(random.Random(0)), COUNT))
-    assert len(lines) == COUNT
-    for name, part in (("a", lines[: COUNT // 2]), ("b", lines[COUNT // 2 :])):
-        head = {"type": "environment", "schema": 2, "run": name, "utc": "2026-01-01T00:00:00Z", "environment": CPU}
-        with (folder / f"{name}.jsonl").open("w") as file:
-            file.write(json.dumps(head) + "\n")
-            for second, (trial, round_, outcome, evidence, result) in enumerate(part):
-                line = {"type": "trial", "schema": 2, "experiment": "campaign", "id": trial.id, "round": round_}
-                line |= {"fingerprint": "v1", "trial": trial.describe(), "outcome": outcome, "evidence": evidence}
-                utc = f"2026-01-0{1 + (name == 'b')}T{second // 3600:02d}:{second // 60 % 60:02d}:{second % 60:02d}Z"
-                file.write(json.dumps(line | {"seconds": 1.0, "utc": utc, "load": 0.5, "result": result}) + "\n")
-    return sum(outcome not in ("ok", "over_budget") for _, _, outcome, _, _ in lines)
-
-
-def _trials(chance):
-    """Yield (trial, round, outcome, evidence, result): 20 rounds of steps first, points of ε last."""
-    cells = list(itertools.product(MODELS, style.BACKENDS))
-    for round_, (model, backend) in itertools.product(range(20), cells):
-        trial = StepTrial(model=model, backend=backend, batch_size=32)
+    chance, failed = random.Random(0), 0
+    run = RunFile(folder / "a.jsonl", experiment="campaign")
+    for round_, model, (place, backend) in itertools.product(range(20), MODELS, enumerate(style.BACKENDS, 1)):
         if backend == "fastdp":
-            yield trial, round_, "unsupported", f"fastDP cannot do {model}, at 0x{round_:x}", None
+            failed += 1
+            trial, said = StepTrial(model=model, backend=backend, batch_size=32), f"cannot do {model}, at 0x{round_:x}"
+            run.add(trial, None, "unsupported", round_, evidence=said)
         else:
-            seconds = [0.1 * (1 + list(style.BACKENDS).index(backend)) * chance.uniform(0.9, 1.1) for _ in range(20)]
-            yield trial, round_, "ok", None, step_result(seconds)
-    for (model, backend), power in itertools.product(cells, range(14)):
-        size, fits = 2**power, power < 11
-        trial = PeakTrial(model=model, backend=backend, batch_size=size, simulated=True, memory_budget=16 * GIB)
-        result = {"memory": memory(size * 2**20, "simulated"), "budget_bytes": 16 * GIB, "parameters": 1}
-        yield trial, 0, "ok" if fits else "over_budget", None, result
+            seconds = [0.1 * place * chance.uniform(0.9, 1.1) for _ in range(20)]
+            run.step(model, backend, seconds, batch_size=32, round=round_)
+    for model, backend in itertools.product(MODELS, style.BACKENDS):
+        run.search(model, backend, [2**n for n in range(11)], [2**n for n in range(11, 14)])
     for model, round_ in itertools.product(MODELS, range(5)):
-        names = list(style.BACKENDS)
-        entries = {}
-        for number, name in enumerate(names):
-            entry = step_result([]) | {"outcome": "ok", "evidence": None}
-            turns = [{"round": n, "position": 0, "step_seconds": [0.1 + number / 50] * 3} for n in range(7)]
-            entries[name] = entry | {"turns": turns}
-        trial = OverheadTrial(model=model, backends=names, batch_size=32)
-        yield trial, round_, "ok", None, {"parameters": 1, "backends": entries}
+        turns = {name: [0.1 + place / 50] * 7 for place, name in enumerate(style.BACKENDS)}
+        run.overhead(model, turns, batch_size=32, round=round_)
+
+    points = RunFile(folder / "b.jsonl", experiment="campaign", start=600)
     for accountant, steps in itertools.product(ACCOUNTANTS, range(100, 10_100, 100)):
-        trial = EpsilonTrial(accountant=accountant, sample_rate=0.01, noise_multiplier=4.0, delta=1e-5, steps=steps)
-        yield trial, 0, "ok", None, _epsilon(accountant, steps)
+        found = _epsilon(accountant, steps)
+        points.epsilon(accountant, steps, found["epsilon"], found["kind"])
+    written = sum(len(each.path.read_text().splitlines()) - 1 for each in (run, points))
     axes = ACCOUNTANTS, range(1, 20), (0.5, 0.7, 1.0, 2.0, 4.0), (1e-5, 1e-6), range(1000, 30_000, 1000)
-    for accountant, rate, sigma, delta, steps in itertools.product(*axes):
-        trial = MapTrial(
-            accountant=accountant, sample_rate=rate / 1000, noise_multiplier=sigma, delta=delta, steps=steps
-        )
+    for accountant, rate, sigma, delta, steps in itertools.islice(itertools.product(*axes), COUNT - written):
+        point = {"sample_rate": rate / 1000, "noise_multiplier": sigma, "delta": delta, "steps": steps}
+        trial = MapTrial(accountant=accountant, **point)
         if accountant == "gdp" and sigma < 0.6:
-            yield trial, 0, "unsupported", "no valid bound where σ is below 0.6", None
+            failed += 1
+            points.add(trial, None, "unsupported", evidence="no valid bound where σ is below 0.6")
         else:
-            yield trial, 0, "ok", None, _epsilon(accountant, rate * steps / 1000 / sigma)
+            points.add(trial, _epsilon(accountant, rate * steps / 1000 / sigma))
+    return failed
 
 
 def _epsilon(accountant, size):

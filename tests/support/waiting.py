@@ -1,12 +1,24 @@
 """Waits for other processes, with a limit; files of an ended process read as empty."""
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 #: Seconds before a test calls a process hung: more than any process takes on the slowest machine.
 PATIENCE = 900.0
+
+
+def python(*words: object, cwd: Path = ROOT, **variables: str) -> str:
+    """Run a Python process in `cwd`, by default the repository, and return its standard output."""
+    command, environment = [sys.executable, *map(str, words)], {**os.environ, **variables}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    return done.stdout
 
 
 def soon(condition: Callable[[], Any]) -> bool:

@@ -4,16 +4,13 @@ Each is added to a copy of the project, and listed, run and drawn there.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("accounting", "clipping", "dpbench", "experiments")
 
 #: Row -> after which line of which file. Everything else is a new file.
@@ -116,29 +113,26 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def python(copy: Path, *arguments: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=copy, env=environ)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(copy: Path, *words: str) -> str:
+    return python(*words, cwd=copy, PYTHONPATH=str(copy))
 
 
 def test_they_are_listed(copy):
-    listed: dict[str, list[dict[str, Any]]] = json.loads(python(copy, "-m", "dpbench", "list", "--format", "json"))
+    listed: dict[str, list[dict[str, Any]]] = json.loads(run(copy, "-m", "dpbench", "list", "--format", "json"))
     names = {kind: [entry["name"] for entry in entries] for kind, entries in listed.items()}
     assert "added" in names["experiments"] and "slowly" in names["backends"] and "doubled" in names["accountants"]
 
 
 @pytest.mark.slow
 def test_they_are_run_and_drawn(copy):
-    written = python(copy, "-m", "dpbench", "run", "added", "--device", "cpu", "--output", "results").split()
+    written = run(copy, "-m", "dpbench", "run", "added", "--device", "cpu", "--output", "results").split()
     assert {"bare.svg", "bare.csv"} <= {Path(path).name for path in written}
     lines = [json.loads(line) for path in (copy / "results/added").glob("*.jsonl") for line in path.open()]
     ended = {line["trial"].get("backend", line["trial"].get("accountant")): line for line in lines[1:]}
     assert {name: line["outcome"] for name, line in ended.items()} == dict.fromkeys(("rdp", "doubled", "slowly"), "ok")
     assert ended["doubled"]["result"]["epsilon"] == 2 * ended["rdp"]["result"]["epsilon"]
     look = "from dpbench.report import style; print(style.backend('slowly').name, style.accountant('doubled').color)"
-    assert python(copy, "-c", look).split() == ["Slowly", "#654321"]
+    assert run(copy, "-c", look).split() == ["Slowly", "#654321"]
 
 
 def test_the_rule_is_taken_and_exact(copy):
@@ -157,4 +151,4 @@ def test_the_rule_is_taken_and_exact(copy):
         "torch.testing.assert_close(found['bk_mixed'], found['microbatch'], rtol=1e-9, atol=1e-15)\n"
         "print(coverage['fallback'])"
     )
-    assert python(copy, "-c", code).strip() == "0.0"
+    assert run(copy, "-c", code).strip() == "0.0"

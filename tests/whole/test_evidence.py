@@ -1,15 +1,13 @@
 """The experiment `evidence`: what a GPU is to give, in its order, and all of it in miniature on a CPU."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from report_records import CUDA, RunFile
-from waiting import PATIENCE
+from waiting import python
 
 from clipping.rules import linear
 from dpbench.engine import engine as engine_module
@@ -216,9 +214,7 @@ def test_tables_of_a_gpus_records_say_what_does_not_hold(tmp_path):
 def smoke(tmp_path_factory) -> Path:
     """`run evidence --smoke`, once."""
     folder = tmp_path_factory.mktemp("evidence")
-    words = f"-m dpbench run evidence --device cpu --smoke --output {folder}".split()
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
+    python(*f"-m dpbench run evidence --device cpu --smoke --output {folder}".split())
     return folder / "evidence-smoke"
 
 

@@ -6,21 +6,17 @@ What the fake cannot show is written there; the tests marked `gpu` are for a rea
 import json
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from fake_cuda import environment
 from fake_loops import NAMES
 from marks import slow_unless
+from waiting import ROOT, python
 
 from dpbench.records.store import read_records
 
-ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
-PATIENCE = 900
 NOT_HERE = ("no Triton program runs on cuda here", "expected kernels in the profiler's trace")
 
 pytestmark = pytest.mark.skipif(
@@ -29,14 +25,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def on_fake(*command: str, **more: str) -> str:
-    """What it wrote to standard output."""
     paths = [str(SUPPORT / "fake_site"), str(ROOT), str(SUPPORT), str(ROOT / "tests" / "integrations")]
-    own = environment(PYTHONPATH=os.pathsep.join(paths), **more)
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE, env=own, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return python(*command, **environment(PYTHONPATH=os.pathsep.join(paths), **more))
 
 
 def dpbench(*arguments: str, **more: str) -> str:

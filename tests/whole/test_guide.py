@@ -3,19 +3,16 @@
 import importlib
 import inspect
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from browser import measure, needs_browser
-from pages import assert_extras, assert_taken, blocks, commands
+from pages import ROOT, assert_extras, assert_taken, blocks, commands
+from waiting import python
 
 from accounting import ACCOUNTANTS
 from clipping import BACKENDS
 from dpbench.experiment import experiment_names
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("algorithms", "engine", "backends", "accountants", "experiments")
 PAGES = {name: importlib.import_module(f"dpbench.guide.{name}".rstrip(".")) for name in ("", *NAMES)}
 TEXTS = {name: inspect.getdoc(page) or "" for name, page in PAGES.items()}
@@ -57,9 +54,7 @@ def test_pages_leave_nothing_out():
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-W", "ignore", "-m", "dpbench.guide.site", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    python("-W", "ignore", "-m", "dpbench.guide.site", folder)
     return folder
 
 

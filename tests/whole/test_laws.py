@@ -5,15 +5,15 @@ from __future__ import annotations
 import ast
 import fnmatch
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+from waiting import ROOT, python
+
 from dpbench import __version__
 from dpbench.trials.reference import load_object
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("accounting", "clipping", "dpbench", "experiments")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -152,19 +152,14 @@ def test_no_module_has_more_than_500_lines():
 
 def test_the_parent_of_a_run_imports_no_torch_even_to_draw_its_figures(tmp_path):
     code = "import sys; from dpbench.cli import main; main(sys.argv[1:]); print(*sys.modules)"
-    command = ["run", "accountants", "--smoke", "--output", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=ROOT)
-    modules = done.stdout.split()
-    heavy = {"torch", "ray", "submitit", "matplotlib.pyplot"}
-    assert "matplotlib" in modules and not heavy & set(modules), done.stderr
+    modules = python("-c", code, "run", "accountants", "--smoke", "--output", tmp_path).split()
+    assert "matplotlib" in modules and not {"torch", "ray", "submitit", "matplotlib.pyplot"} & set(modules)
     assert list(tmp_path.rglob("*.svg"))
 
 
 def test_importing_a_package_imports_no_torch():
     packages = "accounting, clipping, dpbench, dpbench.models, dpbench.experiment"
-    code = f"import sys, {packages}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "False", done.stderr
+    assert python("-c", f"import sys, {packages}; print('torch' in sys.modules)").strip() == "False"
 
 
 def test_the_wheel_has_every_package():

@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import os
 import subprocess
-import sys
 import sysconfig
 import venv
 from collections.abc import Collection
@@ -18,13 +17,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from waiting import PATIENCE
+from waiting import PATIENCE, ROOT, python
 
 from dpbench.experiment import experiment_names
 from dpbench.records.store import read_records
 from dpbench.trials.outcome import FINAL
 
-ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {"torch", "torchvision", "pandas", "matplotlib", "jinja2", "msgspec", "scipy", "scikit-learn", "tqdm"}
 OPTIONAL = {"opacus", "dp-accounting"}
 MODELS = {"timm", "transformers"}
@@ -213,9 +211,7 @@ with torch.MODE():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_importing_has_no_condition(mode):
-    code = IMPORTING.replace("MODE", mode)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    python("-c", IMPORTING.replace("MODE", mode))
 
 
 @pytest.mark.slow
