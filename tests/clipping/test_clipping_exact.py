@@ -76,13 +76,6 @@ def test_copies_for_each_sample_are_all_that_is_trained(backend):
     torch.testing.assert_close(out.grads, expected.grads, rtol=1e-12, atol=1e-15)
 
 
-def test_a_layer_of_two_names_has_one_gradient():
-    layer = nn.Linear(4, 4)
-    model, x, y, loss = images(layer, nn.Tanh(), layer, size=(4,))
-    with load_backend("bk_mixed")(model, loss) as opened:
-        assert list(opened(x, y).grads) == [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
-
-
 def require(name: str, *backends: str, device: str = "cpu") -> None:
     """Assert what `NOT_FOR` says of the case, strictly: a refusal that ends has to come off it."""
     for backend in backends:

@@ -4,7 +4,7 @@ Products that round their operands, as CUDA's do to TF32, are tried on a CPU, wh
 """
 
 import math
-import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from clipping.numerics import rounding_bounds as rounding
 from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rounding_bounds import ALLOWANCE, CAP, OPERANDS, TF32, Doubt, Reach, rounds_operands
 from clipping.rules.convolution import ConvolutionWeight
-from clipping.rules.linear import LinearWeight
 
 BACKENDS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 
@@ -219,8 +218,7 @@ def tf32(request, monkeypatch):
     monkeypatch.setattr(
         ConvolutionWeight, "weight_gradient", lambda self, x, g, fold: gradient(self, rounded(x), rounded(g), fold)
     )
-    for module in (sys.modules[LinearWeight.__module__],):
-        monkeypatch.setattr(module, "product", lambda x, y: product(rounded(x), rounded(y)))
+    monkeypatch.setattr("clipping.rules.linear.product", lambda x, y: product(rounded(x), rounded(y)))
     monkeypatch.setattr(rounding, "rounds_operands", lambda of, library: of.dtype != torch.float64)
     monkeypatch.setattr(tape_backends, "rounds_operands", lambda of, library: of.dtype != torch.float64)
 
@@ -310,30 +308,19 @@ def test_what_cancels_is_lowered_by_what_its_operands_lose():
     assert convolutions[2] > 1.005
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_no_switch_rounds_products_of_float64(dtype):
-    class Operand:
-        is_cuda = True
-
-    Operand.dtype = dtype
-    assert not rounds_operands(Operand(), "cudnn") and not rounds_operands(Operand(), "cublas")
-
-
-def test_each_library_has_a_switch_of_its_own():
-    class Operand:
-        is_cuda, dtype = True, torch.float32
-
-    class Half(Operand):
-        dtype = torch.bfloat16
-
+def test_each_library_has_a_switch_of_its_own_and_none_rounds_products_of_float64():
+    single, half, double, wide = (
+        SimpleNamespace(is_cuda=True, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex128)
+    )
     matrices, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = matrices.fp32_precision, convolutions.fp32_precision
     try:
         for each in (("ieee", "tf32"), ("tf32", "ieee"), ("ieee", "ieee"), ("tf32", "tf32")):
             matrices.fp32_precision, convolutions.fp32_precision = each
-            assert rounds_operands(Operand(), "cublas") == (each[0] == "tf32")
-            assert rounds_operands(Operand(), "cudnn") == (each[1] == "tf32")
-            assert rounds_operands(Half(), "cudnn") == (each[1] == "tf32")
-            assert not rounds_operands(Half(), "cublas"), "its products are of bfloat16"
+            assert rounds_operands(single, "cublas") == (each[0] == "tf32")
+            assert rounds_operands(single, "cudnn") == rounds_operands(half, "cudnn") == (each[1] == "tf32")
+            assert not rounds_operands(half, "cublas"), "its products are of bfloat16"
+            assert not any(rounds_operands(x, library) for x in (double, wide) for library in ("cublas", "cudnn"))
     finally:
         matrices.fp32_precision, convolutions.fp32_precision = before

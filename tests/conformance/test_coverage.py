@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from report_records import RunFile, save_no_pictures
@@ -16,7 +17,9 @@ from dpbench.errors import UsageError
 from dpbench.measure.coverage import run
 from dpbench.models.loading import load_workload
 from dpbench.models.tiny_config import FIRST_TOKEN, shrunk
+from dpbench.records.reader import LeftOut, newest_version, read
 from dpbench.report import write_report
+from dpbench.report.figures import coverage as figure
 
 # The list
 
@@ -240,9 +243,10 @@ def built(*rows: dict[str, Any]) -> dict[str, Any]:
     return {"built": True, "dtype": "float64", "random": False, "mixes": False, "rows": list(rows)}
 
 
-@pytest.fixture
-def records(tmp_path):
-    backends = ("bk_mixed", "opacus_hooks")
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The folder of a report of both figures."""
+    folder, backends = tmp_path_factory.mktemp("coverage"), ("bk_mixed", "opacus_hooks")
     refusal = "opacus_hooks does not support this model: wpe.weight: left no gradient [3, 16] (remedy: none); x: y"
     results = {
         "timm:test_vit": built(verdict("bk_mixed", "exact"), verdict("opacus_hooks", "exact")),
@@ -250,42 +254,34 @@ def records(tmp_path):
         "tiny:causal/b": built(verdict("bk_mixed", "wrong", "of 'w'"), verdict("opacus_hooks", "refused", refusal)),
         "tiny:causal/c": {"built": False, "reason": "no such library"},
     }
-    file = RunFile(tmp_path / "records" / "a.jsonl", experiment="coverage")
+    file = RunFile(folder / "records" / "a.jsonl", experiment="coverage")
     for model, result in results.items():
         file.add(CoverageTrial(model=model, task=model[:4], backends=backends), result)
     last = CoverageTrial(model="tiny:causal/d", task="tiny", backends=backends)
-    return file.add(last, None, outcome="timeout", evidence="still running after its limit of 300 s; killed\nmore")
+    file.add(last, None, outcome="timeout", evidence="still running after its limit of 300 s; killed\nmore")
+    with pytest.MonkeyPatch.context() as patch:
+        save_no_pictures(patch)
+        write_report(folder / "records", folder / "report", ["coverage", "coverage_reasons"])
+    return folder / "report"
 
 
-def test_the_report_has_the_share_of_what_is_built_by_library_and_task(records, monkeypatch):
-    import pandas as pd
-
-    save_no_pictures(monkeypatch)
-    output = records.path.parent.parent / "report"
-    write_report(records.path.parent, output, ["coverage", "coverage_reasons"])
-    table = pd.read_csv(next(output.rglob("coverage.csv")))
+def test_the_report_has_the_share_of_what_is_built_by_library_and_task(report):
+    table = pd.read_csv(next(report.rglob("coverage.csv")))
     rows = table.set_index(["library", "backend"])[["listed", "built", "exact", "refused", "wrong", "crash"]]
     assert rows.loc[("all libraries", "bk_mixed")].tolist() == [5, 4, 2, 0, 1, 1]
     assert rows.loc[("transformers", "opacus_hooks")].tolist() == [4, 3, 0, 2, 0, 1]
     assert rows.loc[("timm", "bk_mixed")].tolist() == [1, 1, 1, 0, 0, 0]
     shares = table.set_index(["library", "backend"]).exact_share
     assert shares[("all libraries", "bk_mixed")] == 0.5 and shares[("transformers", "opacus_hooks")] == 0
-    text = next(output.rglob("coverage.md")).read_text()
+    text = next(report.rglob("coverage.md")).read_text()
     assert "50.0 %" in text and "1 that cannot be built" in text
-    assert "BK mixed 2 (wrong on 1, crashed on 1)" in (output / "report.html").read_text()
+    assert "BK mixed 2 (wrong on 1, crashed on 1)" in (report / "report.html").read_text()
 
 
 def test_a_mixture_of_experts_counts_once_by_its_graver_result_and_only_the_newest_version_counts(tmp_path):
-    from dpbench.records.reader import LeftOut, newest_version, read
-    from dpbench.report.figures import coverage as figure
-
     file = RunFile(tmp_path / "a.jsonl", experiment="coverage")
-    for model, status in (
-        ("a", "exact"),
-        ("a" + coverage.EAGER, "refused"),
-        ("b", "exact"),
-        ("b" + coverage.EAGER, "exact"),
-    ):
+    models = ("a", "exact"), (f"a{coverage.EAGER}", "refused"), ("b", "exact"), (f"b{coverage.EAGER}", "exact")
+    for model, status in models:
         trial = CoverageTrial(model=f"tiny:causal/{model}", task="t", backends=("ghost",))
         file.add(trial, built(verdict("ghost", status)))
     frame = figure.table(read(file.path), LeftOut())
@@ -298,13 +294,8 @@ def test_a_mixture_of_experts_counts_once_by_its_graver_result_and_only_the_newe
     assert [r.trial["model"] for r in kept] == ["tiny:causal/c"] and left_out.total() == 4
 
 
-def test_the_reasons_name_every_model_that_is_not_exact_or_not_built(records, monkeypatch):
-    import pandas as pd
-
-    save_no_pictures(monkeypatch)
-    output = records.path.parent.parent / "report"
-    write_report(records.path.parent, output, ["coverage_reasons"])
-    table = pd.read_csv(next(output.rglob("coverage_reasons.csv")), keep_default_na=False)
+def test_the_reasons_name_every_model_that_is_not_exact_or_not_built(report):
+    table = pd.read_csv(next(report.rglob("coverage_reasons.csv")), keep_default_na=False)
     assert table[["backend", "status", "models", "which"]].values.tolist() == [
         ["bk_mixed", "wrong", 1, "tiny:causal/b"],
         ["bk_mixed", "crash", 1, "tiny:causal/d"],
@@ -317,9 +308,6 @@ def test_the_reasons_name_every_model_that_is_not_exact_or_not_built(records, mo
 
 
 def test_a_backend_that_is_not_there_is_in_no_share(tmp_path):
-    from dpbench.records.reader import LeftOut, read
-    from dpbench.report.figures import coverage as figure
-
     file = RunFile(tmp_path / "a.jsonl", experiment="coverage")
     trial = CoverageTrial(model="timm:a", task="t", backends=("ghost", "opacus_hooks"))
     file.add(trial, built(verdict("ghost", "exact"), verdict("opacus_hooks", "unavailable", "not installed")))

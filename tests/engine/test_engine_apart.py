@@ -83,25 +83,6 @@ def test_a_loss_that_mixes_samples_is_refused(backend):
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-class Standardises(nn.Module):
-    def __init__(self, detached):
-        super().__init__()
-        self.layer, self.detached = nn.Linear(20, 5), detached
-
-    def forward(self, x):
-        h = self.layer(x)
-        of = h.detach() if self.detached else h
-        return (h - of.mean(0)) / of.std(0)
-
-
-@each
-@pytest.mark.parametrize("detached", [True, False])
-def test_a_model_that_mixes_samples_is_refused(detached, backend):
-    model, optimizer, _ = made(Standardises(detached), backend)
-    with pytest.raises(UnsupportedModel, match="samples mix"):
-        optimizer.step(loss=cross_entropy(model(X)))
-
-
 @each
 def test_mixing_that_starts_in_the_second_step_is_refused(backend):
     model, optimizer, engine = made(backend=backend)

@@ -26,15 +26,10 @@ KEY = bytes(range(32))
 AT = At(step=3, process=1, parameter=2)
 
 
-@pytest.fixture
-def no_library(monkeypatch):
-    monkeypatch.setattr(cpu, "_library", lambda dtype: None)
-
-
 @pytest.fixture(params=[True, False], ids=["compiled", "by torch"])
-def either_way(request):
+def either_way(request, monkeypatch):
     if not request.param:
-        request.getfixturevalue("no_library")
+        monkeypatch.setattr(cpu, "_library", lambda dtype: None)
 
 
 def noise_of(key: bytes = KEY) -> Secure:

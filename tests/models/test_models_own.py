@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from clipping.core.batches import forward
 from dpbench.cli.command_line import main
 from dpbench.models.loading import load_workload
 from dpbench.models.own import EXAMPLE, loss_of_targets, own_workload
 from dpbench.models.workload import ModelError
 
-pytestmark = pytest.mark.usefixtures("trials_here")
+pytestmark = pytest.mark.usefixtures("trials_here", "empty_folder")
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
 FILES = {
     "MLP with embeddings": """
@@ -44,13 +45,22 @@ def build():
 }
 
 
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str) -> str:
+    """A reference to the function `build` of the text."""
+    Path("mine.py").write_text(HEAD + text)
+    return "mine.py:build"
+
+
 @pytest.fixture(params=FILES)
-def reference(request, tmp_path, monkeypatch):
+def reference(request, empty_folder):
     if request.param == "T5":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(HEAD + FILES[request.param])
-    return "mine.py:build"
+    return write(FILES[request.param])
 
 
 def test_it_is_explained_and_exact(reference, capsys):
@@ -65,17 +75,10 @@ def test_any_batch_size_is_made_of_its_records(reference):
     workload = load_workload(reference)
     for size in (1, 3, 17):
         inputs, targets = workload.batch(size)
-        losses = workload.loss_fn(
-            workload.model(**inputs)
-            if isinstance(inputs, dict)
-            else workload.model(*inputs if isinstance(inputs, tuple) else (inputs,)),
-            targets,
-        )
-        assert losses.shape == (size,)
+        assert workload.loss_fn(forward(workload.model, inputs), targets).shape == (size,)
 
 
-def test_the_template_is_taken_as_it_stands(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_template_is_taken_as_it_stands(capsys):
     assert main(["template", "mine.py"]) == 0
     assert main(["explain", "mine.py:build"]) == 0
     assert main(["template", "mine.py"]) == 2
@@ -111,21 +114,19 @@ def test_a_loss_is_taken_by_the_kind_of_the_targets():
         ("): return nn.Linear(20, 3), (torch.zeros(4, 20), torch.zeros(4).long()), F.cross_entropy", "shape .2., got"),
     ],
 )
-def test_what_does_not_fit_is_shown_a_function_that_works(body, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(f"{HEAD}def build({body}\n{EXAMPLE.replace('build', 'works')}\n")
+def test_what_does_not_fit_is_shown_a_function_that_works(body, words):
+    reference = write(f"def build({body}\n{EXAMPLE.replace('build', 'works')}\n")
     with pytest.raises(ModelError, match=words) as error:
-        load_workload("mine.py:build")
+        load_workload(reference)
     said = str(error.value)
     assert said.count(EXAMPLE) == 1 and "`python -m dpbench template mine.py`" in said and "\n" not in said
     assert load_workload("mine.py:works").batch(3)[0].shape == (3, 20)
 
 
-def test_a_function_that_fails_is_one_line_of_check(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(f"{HEAD}def build():\n    return 3\n")
+def test_a_function_that_fails_is_one_line_of_check(capsys):
+    reference = write("def build():\n    return 3\n")
     for backends in (["--backend", "ghost"], ["--backend", "vmap", "--backend", "ghost"]):
-        assert main(["check", "--model", "mine.py:build", *backends]) == 2
+        assert main(["check", "--model", reference, *backends]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and err.startswith("dpbench: expected build() of mine.py to return")
 
@@ -134,23 +135,18 @@ def test_a_function_that_fails_is_one_line_of_check(tmp_path, monkeypatch, capsy
     ("reference", "words"),
     [
         ("mine.py", "did you mean 'mine.py:build'?"),
-        (
-            "none.py:build",
-            "existing file, got 'none.py:build'; `python -m dpbench template none.py` writes such a file",
-        ),
-        ("mine.py:build", "mine.py to import, got 'SyntaxError: invalid syntax (line 2)'"),
+        ("none.py:build", "file, got 'none.py:build'; `python -m dpbench template none.py` writes such a file"),
+        ("mine.py:build", "mine.py to import, got 'SyntaxError: invalid syntax (line 4)'"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_line(reference, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("import torch\ndef build(:\n")
+def test_a_file_that_cannot_be_read_is_one_line(reference, words, capsys):
+    write("def build(:\n")
     assert main(["explain", reference]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and words in err
 
 
-def test_a_model_with_nothing_to_train_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(f"{HEAD}def build():\n    return nn.ReLU(), (torch.zeros(4, 2), torch.zeros(4, 2))\n")
-    assert main(["explain", "mine.py:build"]) == 2
+def test_a_model_with_nothing_to_train_is_refused(capsys):
+    reference = write("def build():\n    return nn.ReLU(), (torch.zeros(4, 2), torch.zeros(4, 2))\n")
+    assert main(["explain", reference]) == 2
     assert capsys.readouterr().err == "dpbench: expected mine.py:build to have parameters to train, got 'none'\n"

@@ -10,64 +10,22 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from fake_run import Fake
 from processor import quick
-from waiting import ROOT, python
 
 from dpbench.process.linux import CpuTime
-from dpbench.records.store import read_records
 
 TRIALS, ROUNDS, TRIES = 4, 3, 3
 SECONDS, MEBIBYTES = 0.3, 50
-EXPERIMENT = '''
-"""Trials that say when they began and ended, and how large the process is that started them all."""
-import os
-import time
-from dataclasses import dataclass
-from pathlib import Path
-
-from dpbench.experiment import Experiment
-from dpbench.trials import Trial
-
-
-def status(pid, name):
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name + ":")).split()[1])
-
-
-def body(trial):
-    begun = time.monotonic()
-    import torch
-    torch.ones(8).sum()
-    server = os.getppid()
-    return {"largest_kib": status(status(server, "PPid"), "VmHWM"), "begun": begun, "ended": time.monotonic()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Idle(Trial):
-    kind = "idle"
-    body = f"{__name__}:body"
-    number: int
-
-    def modules(self):
-        return ("torch",)
-
-
-def cells(device):
-    return [Idle(number=number) for number in range(TRIALS)]
-
-
-EXPERIMENT = Experiment(name="idle", doc="Nothing.", cells=cells, smoke=cells, rounds=ROUNDS)
-'''.replace("TRIALS", str(TRIALS)).replace("ROUNDS", str(ROUNDS))
+CELLS = f"grid(bodies.Paced, number={list(range(TRIALS))})"
 
 
 def run(folder: Path) -> list[dict]:
     """The results of a run's trials, in the order in which they ran."""
-    folder.mkdir()
-    (folder / "idle.py").write_text(EXPERIMENT)
-    python("-m", "dpbench", "run", "idle.py", "--device", "cpu", cwd=folder, PYTHONPATH=str(ROOT))
-    records = read_records(folder / "results" / "idle")
-    assert [record["outcome"] for record in records] == ["ok"] * (TRIALS * ROUNDS)
-    return [record["result"] for record in records]
+    fake = Fake(folder, CELLS, rounds=ROUNDS)
+    assert fake.run_apart("--device", "cpu").returncode == 0
+    assert [record["outcome"] for record in fake.records] == ["ok"] * (TRIALS * ROUNDS)
+    return [record["result"] for record in fake.records]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says how large a process is")

@@ -6,16 +6,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from statistics import median
 
 import pytest
-from pages import blocks, commands
+from pages import ROOT, blocks, commands
+from waiting import python
 
 from dpbench.integrations import sharp_edges
 from dpbench.report import readme, style
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"]
 
@@ -128,12 +127,9 @@ def test_commands_that_take_seconds_do_what_is_said(tmp_path):
     lines = [line for line in commands(README) if re.search(r" (template|epsilon|calibrate|check) ", line)]
     assert len(lines) == 4
     for line in lines:
-        command = [sys.executable, *shlex.split(line)[1:]]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout, (line, done.stderr)
+        assert python(*shlex.split(line)[1:], cwd=tmp_path), line
     assert (tmp_path / "mine.py").exists()
-    explain = [sys.executable, "-m", "dpbench", "explain", "mine.py:build"]
-    assert subprocess.run(explain, cwd=tmp_path, capture_output=True).returncode == 0
+    python("-m", "dpbench", "explain", "mine.py:build", cwd=tmp_path)
 
 
 def test_the_quick_start_trains_privately_and_prints_accuracy_and_epsilon(tmp_path):
