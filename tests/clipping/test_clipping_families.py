@@ -134,21 +134,12 @@ class Wide(TorchFunctionMode):
 GROUPED: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
-def moe(d: int = D, p: int = 2 * P) -> dict[str, Any]:
-    return {
-        "router": nn.Linear(d, E),
-        "up": torch.randn(E, p, d),
-        "bias": torch.randn(E, p),
-        "down": torch.randn(E, d, p),
-    }
+def moe(d: int = D, p: int = 2 * P, **more: Tensor) -> dict[str, Any]:
+    return {"router": nn.Linear(d, E), "up": torch.randn(E, p, d), "down": torch.randn(E, d, p), **more}
 
 
-def without(*names: str, **more: Any) -> Callable[[], dict[str, Any]]:
-    def parts() -> dict[str, Any]:
-        made = {name: part() if callable(part) else part for name, part in more.items()}
-        return {name: part for name, part in moe().items() if name not in names} | made
-
-    return parts
+def with_bias() -> dict[str, Any]:
+    return moe(bias=torch.randn(E, 2 * P))
 
 
 def layers() -> dict[str, Any]:
@@ -157,12 +148,12 @@ def layers() -> dict[str, Any]:
 
 EXPERTS = [
     Case("rows at fixed places", at_fixed_places, lambda: {"layer": nn.Linear(D, 3), "p": torch.randn(3)}),
-    Case("experts by index", experts_by_index, moe),
-    Case("experts by index_select", experts_by_index_select, without("bias", scale=lambda: torch.randn(2 * P))),
+    Case("experts by index", experts_by_index, with_bias),
+    Case("experts by index_select", experts_by_index_select, lambda: moe(scale=torch.randn(2 * P))),
     Case("experts, sorted", experts_sorted, layers),
-    Case("experts, a matrix for each token", experts_of_each_token, moe),
-    Case("experts, all of them", experts_all, without("bias", shift=lambda: torch.randn(E, D))),
-    Case("experts, grouped", experts_grouped, moe),
+    Case("experts, a matrix for each token", experts_of_each_token, with_bias),
+    Case("experts, all of them", experts_all, lambda: moe(shift=torch.randn(E, D))),
+    Case("experts, grouped", experts_grouped, with_bias),
 ]
 
 # Rows of other orders
@@ -382,7 +373,7 @@ def test_exact(case: Case) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_grouped_product_of_torch_itself(backend: str) -> None:
     """In float32, which it has, for rows of sixteen bytes or more."""
-    model = Net(experts_grouped, **moe(8, 4))
+    model = Net(experts_grouped, **moe(8, 4, bias=torch.randn(E, 4)))
     x, y = torch.randn(B, T, 8), torch.randn(B)
     with load_backend("microbatch")(model, loss, clip=Flat(0.05)) as b:
         reference = b(x, y)
@@ -393,12 +384,7 @@ def test_the_grouped_product_of_torch_itself(backend: str) -> None:
 @pytest.mark.parametrize("case", EXPERTS[:-1], ids=name_of)
 def test_exact_by_timed_routes_in_batches_of_other_sizes(case: Case) -> None:
     """Each time other rows go to other experts; the second step is timed."""
-<<<<<<< HEAD
-    model = Net(case.forward, **case.parts()).double()
-    clip = Flat(0.05)
-=======
     (model, *_), clip = made(case), Flat(0.05)
->>>>>>> 68525015 (Compare sums in one way in the tests of clipping)
     with (
         load_backend("microbatch")(model, loss, clip=clip) as oracle,
         load_backend("bk_mixed")(model, loss, clip=clip) as b,
@@ -418,34 +404,6 @@ def test_a_recurrent_weight_is_one_use_over_all_steps(kind: type[nn.RNNBase]) ->
     assert set(tape.counts) == set(dict(layer.named_parameters())) and set(tape.counts.values()) == {1}
 
 
-<<<<<<< HEAD
-BACKENDS = ("ghost", "bk_mixed", "fastgradclip")
-CLIP = Flat(max_grad_norm=0.5)
-
-
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.flatten(1) - targets[:, None]).square().mean(1)
-
-
-def made(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = Net(case.forward, **case.parts()).double()
-    return model, torch.randn(B, *case.shape, dtype=torch.float64), torch.randn(B, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("case", EXACT, ids=name_of)
-def test_exact_oddities(case: Case):
-    model, x, y = made(case)
-    expected = definition(model, squared_error, x, y, clip=CLIP)
-    assert expected.norms is not None and expected.norms.min() > CLIP.max_grad_norm / 100
-    assert any(g.any() for g in expected.grads.values())
-    for backend in BACKENDS:
-        with load_backend(backend)(model, squared_error, clip=CLIP, verify=backend == "bk_mixed") as b:
-            assert compare(b(x, y), expected).within(1e-9), backend
-
-
-=======
->>>>>>> 68525015 (Compare sums in one way in the tests of clipping)
 def test_refused_by_name():
     for case, said in REFUSED:
         model, x, y = made(case)

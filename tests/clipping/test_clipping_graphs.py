@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 from cases import FIFTEEN, NOT_FOR
-from graphs import CLIP, not_compiled, opened, planned, require_equal
+from graphs import CLIP, not_compiled, only, opened, planned, require_equal
 from marks import name_of, slow_unless
 from torch import nn
 
@@ -38,23 +38,6 @@ NEEDS_COMPILER = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g+
 
 def ways(backend):
     return [graph.way for graph in backend.graphs._graphs]
-
-
-def taking(backend, way):
-    """`backend`, whose steps run in this way."""
-    take_fastest = clipping.program.step.Graph.take_fastest
-    made = backend.graphs._made
-
-    def only(graph, _, *given):
-        take_fastest(graph, [way], *given)
-
-    def patched(*given):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clipping.program.step.Graph, "take_fastest", only)
-            return made(*given)
-
-    backend.graphs._made = patched
-    return backend
 
 
 def small(*layers):
@@ -111,11 +94,11 @@ def test_a_compiled_step_is_the_eager_one_but_for_rounding(backend, monkeypatch)
     """Dropout draws what it draws in an eager step, and what is timed draws nothing."""
     model, (x, y) = small(nn.Dropout(0.4)), batch()
     monkeypatch.setattr(clipping.program.step.time, "perf_counter", iter(range(10**6)).__next__)
+    only(monkeypatch, "compiled")
     with (
         load_backend(backend)(model, cross_entropy, clip=Flat(max_grad_norm=0.5)) as eager,
         opened(backend, model) as b,
     ):
-        taking(b, "compiled")
         for seed in range(6):
             torch.manual_seed(seed)
             expected, after = eager(x, y), torch.rand(())
@@ -174,25 +157,18 @@ class Half(nn.Module):
 
 
 def test_a_layer_that_no_loss_depends_on_has_its_share_of_the_threshold():
-    model, (x, y), clip = Half(), batch(), PerLayer(max_grad_norm=0.05)
-    with (
-        opened("bk_mixed", model, verify=False) as b,
-        load_backend("bk_mixed")(model, cross_entropy, clip=clip, timing=False) as eager,
-    ):
-        b.clip = clip
-        found, expected = steps(b, x, y), steps(eager, x, y)
-        assert b.graphs.steps > 0
-    assert all(torch.equal(found.grads[name], expected.grads[name]) for name in expected.grads)
+    b = require_equal(Half(), [batch(dtype=torch.float64)] * 4, clip=PerLayer(max_grad_norm=0.05))
+    assert b.graphs.steps > 0
 
 
 @pytest.mark.parametrize("way", ["traced", pytest.param("compiled", marks=[NEEDS_COMPILER, pytest.mark.slow])])
-def test_what_a_graph_gives_is_the_caller_s_to_write_to(way):
+def test_what_a_graph_gives_is_the_caller_s_to_write_to(way, monkeypatch):
     """As the engine does, which adds its noise in place; and it is what the eager step gives, but for rounding."""
+    only(monkeypatch, way)
     model, (x, y) = Half(), batch()
     with load_backend("bk_mixed")(model, cross_entropy, clip=CLIP) as eager:
         expected = eager(x, y)
     with opened("bk_mixed", model, verify=False) as b:
-        taking(b, way)
         first = steps(b, x, y)
         assert ways(b) == [way]
         assert compare(first, expected).within(1e-5)

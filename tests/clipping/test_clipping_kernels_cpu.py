@@ -28,6 +28,9 @@ from dpbench.execution.machines import Machine
 from dpbench.records import environment
 from dpbench.trials import EpsilonTrial, StepTrial
 
+STEP = StepTrial(model="cnn", backend="bk_mixed", batch_size=8)
+EPSILON = EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=10)
+
 
 def forget() -> None:
     cpu._library.cache_clear()
@@ -66,11 +69,9 @@ def made(folder: Path, compiled: Path) -> Path:
 
 
 def test_only_what_would_use_kernels_is_told_that_there_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    step = StepTrial(model="cnn", backend="bk_mixed", batch_size=8)
-    epsilon = EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=10)
     monkeypatch.setenv("CC", "")
-    assert "expected a compiler" in str(environment.kernels_missing("cpu", [epsilon, step]))
-    assert environment.kernels_missing("cpu", [epsilon]) is environment.kernels_missing("cuda", [step]) is None
+    assert "expected a compiler" in str(environment.kernels_missing("cpu", [EPSILON, STEP]))
+    assert environment.kernels_missing("cpu", [EPSILON]) is environment.kernels_missing("cuda", [STEP]) is None
 
 
 DAMAGE = {
@@ -139,12 +140,7 @@ def test_a_folder_above_that_others_may_write_is_refused_unless_they_cannot_come
 
 
 @pytest.mark.parametrize(
-    ("compiler", "said"),
-    [
-        ("  ", "got '  '"),
-        ('cc "', "No closing quotation"),
-        ("/no/such", "not found"),
-    ],
+    ("compiler", "said"), [("  ", "got '  '"), ('cc "', "No closing quotation"), ("/no/such", "not found")]
 )
 def test_a_compiler_that_cannot_be_used_is_told_of_in_a_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, said: str
@@ -165,13 +161,11 @@ def test_a_machine_without_a_compiler_is_nothing_to_tell(folder: Path, monkeypat
 def test_whether_kernels_run_is_part_of_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "small.c").write_text("REAL one(void) { return 1; }\n")
     monkeypatch.setattr(library, "SOURCES", [tmp_path / "small.c"])
-    step = StepTrial(model="cnn", backend="bk_mixed", batch_size=8)
-    epsilon = EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=10)
     machine, found = Machine("here", "CPU"), []
     for compiler in ("cc", "cc -O1", "false"):
         monkeypatch.setenv("CC", compiler)
         forget()
-        found.append((machine.fingerprint(step), machine.fingerprint(epsilon)))
+        found.append((machine.fingerprint(STEP), machine.fingerprint(EPSILON)))
     steps, accounted = zip(*found, strict=True)
     assert len(set(steps)) == 3 and len(set(accounted)) == 1
 
@@ -388,7 +382,6 @@ def test_off_keeps_and_compiles_nothing(folder: Path, monkeypatch: pytest.Monkey
 
 #: Precision -> how exact it is.
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}
-BOTH = pytest.mark.parametrize("dtype", EXACT)
 LOST = (2e-3, 3e-3)
 
 
@@ -409,7 +402,7 @@ def test_reach_of_rows_with_their_norm(dtype: torch.dtype):
 
 
 @LIBRARY
-@BOTH
+@pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(
     ("size", "geometry"),
     [

@@ -6,11 +6,12 @@ import itertools
 import pytest
 import torch
 from fake_graph import Recorder, recording
+from graphs import only
 from torch import nn
 
 import clipping.program.graphs
 import clipping.program.step
-from clipping import Flat, WrongGradient, load_backend
+from clipping import Flat, WrongGradient, compare, load_backend
 from clipping.program.cuda_graph import Pool, Replayed
 from dpbench.conformance.cases import cross_entropy
 
@@ -73,10 +74,7 @@ def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
     """The traced step with its kernels; weights move in between, as an optimizer moves them."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
     clip = Flat(max_grad_norm=0.5)
-    take_fastest = clipping.program.step.Graph.take_fastest
-    monkeypatch.setattr(
-        clipping.program.step.Graph, "take_fastest", lambda graph, _, *given: take_fastest(graph, ["replayed"], *given)
-    )
+    only(monkeypatch, "replayed")
     made = clipping.program.step.Graph._made
 
     def on_a_gpu(graph, way, given, draws):
@@ -92,10 +90,7 @@ def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
     ):
         for size in (6, 6, 6, 6, 5, 5, 5, 6):
             x, y = torch.randn(size, 1, 6, 6), torch.randint(3, (size,))
-            wanted, found = eager(x, y), backend(x, y)
-            torch.testing.assert_close(found.norms, wanted.norms)
-            for name, grad in wanted.grads.items():
-                torch.testing.assert_close(found.grads[name], grad)
+            assert compare(backend(x, y), eager(x, y)).within(1e-6)
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(0.01 * torch.randn_like(p))
@@ -105,14 +100,14 @@ def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
 
 def test_a_wrong_trace_is_refused_where_only_its_replay_was_wanted(monkeypatch):
     graph = clipping.program.step.Graph
-    traced, take_fastest = graph._traced, graph.take_fastest
+    traced = graph._traced
 
     def tampered(self, given):
         right = traced(self, given)
         return lambda *tensors: [3 * x for x in right(*tensors)]
 
     monkeypatch.setattr(graph, "_traced", tampered)
-    monkeypatch.setattr(graph, "take_fastest", lambda self, _, *given: take_fastest(self, ["replayed"], *given))
+    only(monkeypatch, "replayed")
     model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.randint(3, (6,))
     with (
         load_backend("bk_mixed")(model, cross_entropy, compile=True, timing=False) as backend,

@@ -74,7 +74,7 @@ def test_on_a_gpu_batches_are_padded_unless_it_is_said_otherwise(on_gpu, monkeyp
     monkeypatch.setattr("dpbench.engine.loader.is_on_gpu", lambda model: on_gpu)
     for pad, size, padded in ((None, 4, on_gpu), (None, None, False), (True, 4, True), (False, 4, False)):
         shapes = []
-        train(*make(), shapes, max_physical_batch_size=size, **({} if pad is None else {"pad": pad}))
+        train(*make(), shapes, epochs=1, max_physical_batch_size=size, **({} if pad is None else {"pad": pad}))
         assert ({found for found, _ in shapes} == {2, 4}) == padded
 
 
