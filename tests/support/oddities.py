@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dpbench.conformance.oddities import Fused
+
 B, T, D = 5, 4, 6
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -314,6 +316,16 @@ def mapped(m: Any, x: Tensor) -> Tensor:
     return torch.func.vmap(lambda z: torch.tanh(F.linear(z, m.layer.weight) + m.p))(x)
 
 
+def filled_in_place(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x.clone().masked_fill_(x > 0, m.p[0]))
+
+
+def prototypes(m: Any, x: Tensor) -> Tensor:
+    """A parameter is the input of an operation whose weight depends on data, and a row is added to the batch."""
+    x = torch.cat([x, m.extra])[:-1]
+    return m.layer(x) + F.linear(m.points, x).t()
+
+
 def gathered(m: Any, x: Tensor) -> Tensor:
     return m.w.gather(1, (x[:, :3] > 0).long())
 
@@ -338,6 +350,27 @@ def moved_namelessly(m: Any, x: Tensor) -> Tensor:
 
 
 REFUSED = [
+    (
+        Case("filled in place", filled_in_place, layer_and_vector),
+        "p: masked_fill_: no exact rule for this operation in place .remedy: use its out-of-place",
+    ),
+    (
+        Case(
+            "prototypes",
+            prototypes,
+            lambda: {"layer": nn.Linear(D, 3), "points": torch.randn(3, D), "extra": torch.randn(1, D)},
+            (D,),
+        ),
+        "(?=.*points: linear: a parameter is the input of the op).*extra: cat: concatenates parameters to",
+    ),
+    (
+        Case("positions first", lambda m, x: m.layer(x[None].expand(7, -1, -1)).mean(0), layer_and_vector, (D,)),
+        r"layer.weight: linear: its output \[7, 5, 3\].*layer.bias: linear.*batch first",
+    ),
+    (
+        Case("a custom function", lambda m, x: Fused.apply(x, (2 * m.w).view(3, D)), lambda: {"w": torch.randn(3, D)}),
+        "w: is read where the tape does not see it",
+    ),
     (
         Case("rows of two samples joined", merged, lambda: {"layer": nn.Linear(2 * D, 3)}),
         "layer.weight: linear: numbers of several samples stand in one row .remedy: gather and scatter rows by",
