@@ -129,32 +129,6 @@ def test_the_input_of_a_frozen_weight_is_not_held():
     tape.close()
 
 
-class Sparse(nn.Module):
-    """Trains a few entries of a weight (SHiRA), beside a sparse buffer; vmap knows no sparse tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.entries = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2))
-        self.register_buffer("graph", torch.eye(4).to_sparse())
-
-    def forward(self, x: Tensor) -> Tensor:
-        entries = torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 3]]), self.entries, (3, 4))
-        return nn.functional.linear(torch.sparse.mm(self.graph, x.t()).t(), self.weight + entries)
-
-
-@pytest.mark.parametrize("backend", ["ghost", "bk_mixed", "fastgradclip"])
-def test_sparse_tensors_made_of_parameters(backend):
-    model = Sparse().double()
-    x, y = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
-
-    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs.tanh().sum(1) - targets).square()
-
-    wanted = definition(model, loss_fn, x, y, clip=Flat(0.5))
-    with load_backend(backend)(model, loss_fn, clip=Flat(0.5), verify=False) as b:
-        assert compare(b(x, y), wanted).within(1e-9)
-
-
 class Positions(nn.Module):
     """Attention with scores of positions that are expanded to the batch before they are used, as ConViT has."""
 

@@ -87,12 +87,31 @@ def mixed_complex(m: Any, x: Tensor) -> Tensor:
     return torch.view_as_real(torch.cat([h * m.p, F.linear(h, torch.complex(m.w, m.p)) - m.q], -1))
 
 
+def sparse(m: Any, x: Tensor) -> Tensor:
+    """Trains a few entries of a weight (SHiRA), beside sparse data of all samples; vmap knows no sparse tensors."""
+    entries = torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 3]]), m.p, (3, D))
+    return F.linear(torch.sparse.mm(torch.eye(D, dtype=x.dtype).to_sparse(), x.t()).t(), m.w + entries)
+
+
+def normalised_alone(m: Any, x: Tensor) -> Tensor:
+    """Nothing but scales and shifts is trained: no use has an input that needs a gradient."""
+    return m.head(m.instance(torch.tanh(m.group(m.convolution(x)))).flatten(1))
+
+
+def norms() -> dict[str, Any]:
+    frozen = {"convolution": nn.Conv2d(4, 4, 3), "head": nn.Linear(64, 3)}
+    trained = {"group": nn.GroupNorm(2, 4), "instance": nn.InstanceNorm2d(4, affine=True)}
+    return {name: layer.requires_grad_(False) for name, layer in frozen.items()} | trained
+
+
 VIEWS_AND_COMPLEX = [
+    Case("sparse entries", sparse, lambda: {"w": torch.randn(3, D), "p": torch.randn(2)}, (D,)),
+    Case("norms alone", normalised_alone, norms, (4, 6, 6)),
     Case(
         "real and complex in every operation",
         mixed_complex,
         lambda: {**layer_and_vector(), "w": torch.randn(3, 3), "q": torch.randn(())},
-    )
+    ),
 ]
 
 
