@@ -1,5 +1,6 @@
-"""Every backend of ours through the conformance suite, and what the suite takes for granted: the oracle itself.
+"""Every backend of ours through the conformance suite.
 
+The suite's oracle is the definition: `tests/whole/test_contributing.py` writes a step by hand.
 The tape's backends share their rules. test_clipping_routes.py holds every way of every rule on each case; here `vmap`,
 which has no rules, and `bk_mixed`, which may take any way, meet all cases, and the others those of `FIFTEEN`. The
 contract is met by a backend of each kind, and a few of its checks by all.
@@ -7,7 +8,6 @@ test_clipping_peers.py has the peers.
 """
 
 import pytest
-import torch
 from cases import FIFTEEN, NOT_FOR, TAPE
 from marks import name_of
 from torch import nn
@@ -32,32 +32,6 @@ def median_clip(model, inputs, targets, loss_fn) -> Flat:
     """A threshold that clips some samples and not others."""
     norms = load_backend("microbatch")(model, loss_fn)(inputs, targets).norms
     return Flat(max_grad_norm=float(norms.median()))
-
-
-def by_definition(model, inputs, targets, loss_fn, clip):
-    """Σ_i c_i g_i written out with .backward() and nothing of ours."""
-    sums = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad}
-    norms = []
-    for i in range(len(targets)):
-        model.zero_grad()
-        loss_fn(model(inputs[i : i + 1]), targets[i : i + 1]).sum().backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        norm = sum(g.square().sum() for g in grads.values()).sqrt()
-        norms.append(norm)
-        for n, g in grads.items():
-            sums[n] += g * min(1.0, clip.max_grad_norm / float(norm))
-    model.zero_grad()
-    return sums, torch.stack(norms)
-
-
-def test_the_oracle_is_the_definition():
-    model, x, y, loss = images(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
-    clip = median_clip(model, x, y, loss)
-    sums, norms = by_definition(model, x, y, loss, clip)
-    out = load_backend("microbatch")(model, loss, clip=clip)(x, y)
-    torch.testing.assert_close(out.norms, norms, rtol=1e-12, atol=0)
-    torch.testing.assert_close(out.grads, sums, rtol=1e-12, atol=1e-15)
-    assert 0 < int((norms > clip.max_grad_norm).sum()) < len(norms)
 
 
 def require(name: str, *backends: str, device: str = "cpu") -> None:

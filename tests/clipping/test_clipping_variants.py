@@ -88,22 +88,17 @@ def test_microbatches_of_one_sample_are_clipping_per_sample():
         assert compare(ours, reference).within(1e-14) and ours.norms.shape == (8,)
 
 
-def test_one_microbatch_of_the_whole_batch_is_the_clipped_mean():
-    model, loss_fn, inputs, targets = problem()
-    mean = gradient(model, loss_fn, inputs, targets)
-    assert mean.norm() > 0.3
-    out = answer("tf_microbatch:8", model, loss_fn, inputs, targets, Flat(0.3))
-    torch.testing.assert_close(flat(out.grads), 0.3 * mean / mean.norm())
-    torch.testing.assert_close(out.norms, mean.norm()[None])
-    assert out.losses.shape == (8,)
-
-
-def test_the_sum_is_that_of_the_clipped_means_and_the_last_one_may_be_smaller():
-    model, loss_fn, inputs, targets = problem(batch=7)
-    means = [gradient(model, loss_fn, inputs[i : i + 3], targets[i : i + 3]) for i in (0, 3, 6)]
-    out = answer("tf_microbatch:3", model, loss_fn, inputs, targets, Flat(1.0))
-    torch.testing.assert_close(flat(out.grads), sum(g * min(1.0, 1.0 / g.norm()) for g in means))
-    assert out.norms.shape == (3,)
+@pytest.mark.parametrize(("together", "batch", "bound"), [(8, 8, 0.3), (3, 7, 1.0)])
+def test_the_sum_is_that_of_the_clipped_means_and_the_last_one_may_be_smaller(together, batch, bound):
+    model, loss_fn, inputs, targets = problem(batch)
+    parts = zip(inputs.split(together), targets.split(together), strict=True)
+    means = torch.stack([gradient(model, loss_fn, *part) for part in parts])
+    norms = means.norm(dim=1)
+    assert norms.max() > bound
+    out = answer(f"tf_microbatch:{together}", model, loss_fn, inputs, targets, Flat(bound))
+    torch.testing.assert_close(flat(out.grads), (bound / norms).clamp(max=1) @ means)
+    torch.testing.assert_close(out.norms, norms)
+    assert out.losses.shape == (batch,)
 
 
 def test_one_sample_replaced_can_move_the_sum_by_more_than_the_threshold():
