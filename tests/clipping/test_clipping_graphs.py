@@ -183,30 +183,6 @@ def test_what_a_graph_gives_is_the_caller_s_to_write_to(way, monkeypatch):
         assert not kept[0]["idle.weight"].any()
 
 
-class Scaled(nn.Module):
-    """Times a number that Python keeps, and a count in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(5, 3), 1.0
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        self.count += 1
-        return self.layer(x) * self.scale
-
-
-def test_buffers_are_those_of_the_step_and_change_in_it_alone():
-    model, (x, y) = Scaled(), batch()
-    with opened("bk_mixed", model, verify=False) as b:
-        steps(b, x, y, 2)
-        before = int(model.count)
-        for more in range(1, 10):
-            b(x, y)
-            assert int(model.count) == before + more
-        assert b.graphs.steps > 0
-
-
 @pytest.mark.parametrize("change", ["parameter", "dtype", "mode", "autocast", "frozen", "strides", "tf32"])
 def test_what_is_another_step_has_another_graph(change, request):
     model, (x, y) = small(nn.Dropout(0.4)), batch()

@@ -16,22 +16,22 @@ from dpbench import Misuse, PrivacyEngine
 from dpbench.engine import release
 
 
+def attached(called, optimizer, **settings):
+    """A seeded engine."""
+    engine = PrivacyEngine(called, **settings, generator=torch.Generator().manual_seed(7))
+    with warnings.catch_warnings(action="ignore"):
+        engine.attach(optimizer)
+    return engine
+
+
 def make(rank=0, wrap=False, batch_size=6):
     """(the wrapped model to call, model, optimizer, engine, data)."""
     torch.manual_seed(rank)  # the models differ until the engine synchronises them
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     called = nn.parallel.DistributedDataParallel(model) if wrap else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    engine = PrivacyEngine(
-        called,
-        batch_size=batch_size,
-        sample_size=60,
-        max_grad_norm=0.5,
-        noise_multiplier=1.0,
-        generator=torch.Generator().manual_seed(7),
-    )
-    with warnings.catch_warnings(action="ignore"):
-        engine.attach(optimizer)
+    settings = {"batch_size": batch_size, "sample_size": 60, "max_grad_norm": 0.5, "noise_multiplier": 1.0}
+    engine = attached(called, optimizer, **settings)
     numbers = torch.Generator().manual_seed(1)
     x, y = torch.randn(60, 6, generator=numbers), torch.randint(0, 3, (60,), generator=numbers)
     return called, model, optimizer, engine, torch.utils.data.TensorDataset(x, y)
@@ -90,16 +90,8 @@ def failing(rank):
     torch.manual_seed(0)
     model = nn.Linear(40, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine = PrivacyEngine(
-        model,
-        batch_size=20,
-        sample_size=40,
-        max_grad_norm=1.0,
-        noise_multiplier=0.0,
-        generator=torch.Generator().manual_seed(3),
-    )
-    with warnings.catch_warnings(action="ignore"):
-        engine.attach(optimizer)
+    settings = {"batch_size": 20, "sample_size": 40, "max_grad_norm": 1.0, "noise_multiplier": 0.0}
+    engine = attached(model, optimizer, **settings)
     raised, released = [], []
     for _ in range(4):
         for number, (x,) in enumerate(engine.data_loader(torch.utils.data.TensorDataset(torch.eye(40)))):
