@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 900.0
 
 
-def python(*words: object, cwd: Path = ROOT, **variables: str) -> str:
+def python(*words: object, cwd: Path = ROOT, executable: object = sys.executable, **variables: str) -> str:
     """Run a Python process in `cwd`, by default the repository, and return its standard output."""
-    command, environment = [sys.executable, *map(str, words)], {**os.environ, **variables}
+    command, environment = list(map(str, (executable, *words))), {**os.environ, **variables}
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     return done.stdout

@@ -7,7 +7,6 @@ is as absent as on a machine that never had it, in every process that a run star
 import functools
 import importlib.metadata
 import json
-import os
 import subprocess
 import sysconfig
 import venv
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from waiting import PATIENCE, ROOT, python
+from waiting import ROOT, python
 
 from dpbench.experiment import experiment_names
 from dpbench.records.store import read_records
@@ -26,7 +25,6 @@ from dpbench.trials.outcome import FINAL
 NEEDED = {"torch", "torchvision", "pandas", "matplotlib", "jinja2", "msgspec", "scipy", "scikit-learn", "tqdm"}
 OPTIONAL = {"opacus", "dp-accounting"}
 MODELS = {"timm", "transformers"}
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 @functools.cache
@@ -71,10 +69,9 @@ def bare(tmp_path_factory) -> Path:
     return python_with(tmp_path_factory.mktemp("bare"), with_what_they_need(NEEDED) - OPTIONAL - MODELS)
 
 
-def run(python: Path, output: Path, *arguments: str) -> list[dict]:
-    command = [str(python), "-m", "dpbench", "run", *arguments, "--smoke", "--device", "cpu", "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
+def run(executable: Path, output: Path, *arguments: str) -> list[dict]:
+    command = ["-m", "dpbench", "run", *arguments, "--smoke", "--device", "cpu", "--output", output]
+    python(*command, executable=executable, PYTHONPATH=str(ROOT))
     assert list(output.rglob("*.svg")) and list(output.rglob("report.html"))
     return read_records(output / f"{arguments[0]}-smoke")
 
@@ -133,9 +130,9 @@ print(engine.engine.steps)
 
 
 def test_training_needs_torch_numpy_and_scipy_alone(tmp_path):
-    python = python_with(tmp_path / "three", with_what_they_need({"torch", "numpy", "scipy"}))
-    done = subprocess.run([str(python), "-c", TRAINING], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
-    assert done.stdout.split()[1:] == ["upper_bound", "15", "4"] and float(done.stdout.split()[0]) <= 3.0, done.stderr
+    executable = python_with(tmp_path / "three", with_what_they_need({"torch", "numpy", "scipy"}))
+    epsilon, *others = python("-c", TRAINING, executable=executable, PYTHONPATH=str(ROOT)).split()
+    assert others == ["upper_bound", "15", "4"] and float(epsilon) <= 3.0
 
 
 LIBRARIES = {
@@ -177,16 +174,7 @@ def test_a_library_that_is_missing_is_one_line(bare):
     All in one process: to import torch in each would take most of the time.
     """
     modules = {f"dpbench.integrations.{name}": library for name, library in LIBRARIES.items()}
-    done = subprocess.run(
-        [str(bare), "-c", MISSING, json.dumps(list(modules))],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(python("-c", MISSING, json.dumps(list(modules)), executable=bare, PYTHONPATH=str(ROOT)))
     assert found.pop("torch") is False and len(found) == 17
     for name, library in modules.items():
         how = f"expected the package {library} to be installed (python -m pip install -e '{ROOT}["
@@ -218,8 +206,8 @@ def test_importing_has_no_condition(mode):
 @pytest.mark.skipif("evidence" not in experiment_names(), reason="there is no such experiment")
 def test_the_figures_for_a_gpu_need_the_models_beside_them_and_nothing_else(tmp_path):
     """In miniature and on a CPU: every trial ends, and none by an exception."""
-    python = python_with(tmp_path / "models", with_what_they_need(NEEDED | MODELS) - OPTIONAL)
-    outcomes = {record["outcome"] for record in run(python, tmp_path, "evidence")}
+    executable = python_with(tmp_path / "models", with_what_they_need(NEEDED | MODELS) - OPTIONAL)
+    outcomes = {record["outcome"] for record in run(executable, tmp_path, "evidence")}
     assert "ok" in outcomes <= FINAL
 
 
