@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,29 +242,15 @@ def lightning() -> None:
 
 
 def opacus() -> None:
-    from dpbench.integrations import opacus as ours
+    from opacus_made import Made
 
     def train(device: str, mode: str = "hooks") -> nn.Module:
-        model = net().to(device)
-        engine = ours.PrivacyEngine()
-        made = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            data_loader=DataLoader(data(), batch_size=12),
-            noise_multiplier=0.0,
-            max_grad_norm=0.3,
-            noise_generator=torch.Generator(device).manual_seed(3),
-            poisson_sampling=False,
-            grad_sample_mode=mode,
-            **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}),
-        )
-        private, optimizer, *criterion, loader = made
-        judged = criterion[0] if criterion else nn.CrossEntropyLoss()
-        for x, y in loader:
-            optimizer.zero_grad()
-            value = judged(private(x.to(device)), y.to(device))
-            value.backward()
-            optimizer.step()
+        model, sgd = net().to(device), partial(torch.optim.SGD, lr=0.5)
+        options = {"poisson_sampling": False, "grad_sample_mode": mode, "max_grad_norm": 0.3, "noise_multiplier": 0.0}
+        options |= {"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}
+        numbers = torch.Generator(device).manual_seed(3)
+        made = Made(model, data(), batch_size=12, optimizer=sgd, noise_generator=numbers, **options)
+        made.train(loader=((x.to(device), y.to(device)) for x, y in made.loader))
         return model
 
     on_both(train)
