@@ -9,6 +9,7 @@ from dpbench.models.options import parse_value, split_options
 from dpbench.models.references import validate_reference
 from dpbench.models.workload import ModelError
 
+VIT = "timm:vit_tiny_patch16_224?patch_size=4&depth=1&embed_dim=24&num_heads=3"
 GPT2 = "transformers:gpt2?n_layer=2&n_embd=16&n_head=2&vocab_size=50"
 BERT = "transformers:bert?num_hidden_layers=1&hidden_size=16&num_attention_heads=2&intermediate_size=32&vocab_size=50"
 
@@ -46,7 +47,7 @@ def test_options_of_another_form_are_refused_before_torch_is_imported(ref):
 
 
 def test_keyword_arguments_reach_timm():
-    model = load_workload("timm:vit_tiny_patch16_224?patch_size=4&depth=1&embed_dim=24&num_heads=3").model
+    model = load_workload(VIT).model
     assert model.pos_embed.shape == (1, 65, 24) and len(model.blocks) == 1
     model = load_workload("timm:convnext_atto?depths=(1,1,2,1)&dims=(8,16,24,32)").model
     assert [len(stage.blocks) for stage in model.stages] == [1, 1, 2, 1]
@@ -84,6 +85,8 @@ def test_what_cannot_be_built_is_one_line():
         (f"{GPT2}&n_positions=64@65", "expected at most 64 tokens for transformers:gpt2, got 65"),
         ("transformers:gpt2-xl?n_embd=6400", "expected at most 2,000,000,000 parameters"),
         ("timm:resnet18?a=1&a=2", "expected the option a once, got 'resnet18?a=1&a=2'"),
+        (f"{VIT}&frozen=cls", f"expected a parameter of {VIT}&frozen=cls to freeze, got 'cls'; did you mean 'cls_tok"),
+        (f"{VIT}&positions=true", "expected positions=true for a text model that takes position_ids, got "),
     ]:
         with pytest.raises(ModelError) as caught:
             load_workload(ref)
@@ -107,17 +110,7 @@ def test_positions_are_an_input_and_change_nothing(ref: str):
 
 
 def test_frozen_parameters_are_named_by_themselves_or_by_their_module():
-    vit = "timm:vit_tiny_patch16_224?patch_size=4&depth=1&embed_dim=24&num_heads=3&frozen="
-    frozen = lambda names: {n for n, p in load_workload(vit + names).model.named_parameters() if not p.requires_grad}  # noqa: E731
-    assert frozen("(cls_token,pos_embed)") == {"cls_token", "pos_embed"}
-    assert frozen("patch_embed") == {"patch_embed.proj.weight", "patch_embed.proj.bias"}
-
-
-def test_own_options_that_a_model_cannot_have_are_refused_in_a_line():
-    for ref, said in [
-        ("timm:vit_tiny_patch16_224?patch_size=4&depth=1&frozen=cls", "to freeze, got 'cls'; did you mean 'cls_token'"),
-        ("timm:vit_tiny_patch16_224?patch_size=4&depth=1&positions=true", "a text model that takes position_ids"),
-    ]:
-        with pytest.raises(ModelError, match=said) as caught:
-            load_workload(ref)
-        assert "\n" not in str(caught.value)
+    of_module = {"patch_embed.proj.weight", "patch_embed.proj.bias"}
+    for names, frozen in (("(cls_token,pos_embed)", {"cls_token", "pos_embed"}), ("patch_embed", of_module)):
+        named = load_workload(f"{VIT}&frozen={names}").model.named_parameters()
+        assert {name for name, p in named if not p.requires_grad} == frozen

@@ -113,16 +113,12 @@ def a_program_that_fails_or_errs_is_not_taken(device: str) -> None:
 
     for broken, reason in ((failing, "RuntimeError: no C compiler"), (erring, "it draws other numbers")):
         noise._agrees.cache_clear()
-        noise._launch = broken
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                for _ in range(2):
-                    segments, flat = flat_of(torch.float32, device)
-                    add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE)
-        finally:
-            noise._launch = launch
-            noise._agrees.cache_clear()
+        with patch.object(noise, "_launch", broken), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                segments, flat = flat_of(torch.float32, device)
+                add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE)
+        noise._agrees.cache_clear()
         assert [reason in str(each.message) for each in said] == [True], [str(each.message) for each in said]
         for part, one in zip(segments.parts(flat), expected, strict=True):
             assert torch.equal(part.cpu(), one)
