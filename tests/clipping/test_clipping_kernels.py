@@ -2,9 +2,10 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -123,34 +124,25 @@ def test_supported_where_a_program_can_run(fake_gpu: None, monkeypatch: pytest.M
     assert seen == [False]
 
 
-class Answers:
-    """In the place of a launch: numbers that it gives, or an error that it ends by."""
-
-    def __init__(self, answer: float | Exception) -> None:
-        self.answer, self.asked = answer, 0
-
-    def __call__(self, program: str, each: int, tensors: Any, *given: Any, **named: Any) -> None:
-        self.asked += 1
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        tensors[-1].fill_(self.answer)
-
-
 @pytest.fixture
-def first_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float | Exception], Answers]]:
-    """A device that is there, on which the first program answers so."""
-
-    def answers(answer: float | Exception) -> Answers:
-        played = Answers(answer)
-        monkeypatch.setattr(cuda, "launch", played)
-        cuda.trouble.cache_clear()
-        return played
-
+def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
+    """A device that is there, and a mock in the place of a launch."""
+    monkeypatch.setattr(cuda, "launch", launch := Mock())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     full = torch.full
     monkeypatch.setattr(torch, "full", lambda size, value, device: full(size, value))
-    yield answers
     cuda.trouble.cache_clear()
+    yield launch
+    cuda.trouble.cache_clear()
+
+
+def number(value: float) -> Callable[..., None]:
+    """A launch that gives this number."""
+
+    def launch(program: str, each: int, tensors: Sequence[Tensor], *given: Any, **named: Any) -> None:
+        tensors[-1].fill_(value)
+
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -158,26 +150,26 @@ def first_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float | 
     [
         (RuntimeError("Failed to find C compiler. Please specify via CC"), "RuntimeError: Failed to find C compiler"),
         (PermissionError(13, "Permission denied", "/root/.triton"), "PermissionError: .*Permission denied"),
-        (35.0, "a program computed 35.0 for 36.0"),
-        (float("nan"), "a program computed nan for 36.0"),
+        (number(35.0), "a program computed 35.0 for 36.0"),
+        (number(float("nan")), "a program computed nan for 36.0"),
     ],
 )
 @TRITON
-def test_where_triton_cannot_launch_torchs_operations_remain_and_it_is_said_once(answer, said, fake_gpu, first_launch):
-    played, x = first_launch(answer), torch.empty(2, 3, device="cuda")
+def test_where_triton_cannot_launch_torchs_operations_remain_and_it_is_said_once(answer, said, fake_gpu, launch):
+    launch.side_effect, x = answer, torch.empty(2, 3, device="cuda")
     with pytest.warns(RuntimeWarning, match=f"{said}.*torch's operations run instead"):
         assert not supported(x)
-    assert not supported(x) and played.asked == 1
+    assert not supported(x) and launch.call_count == 1
     rule = LinearWeight(x, torch.empty(2, 5, 3, device="cuda"))
     assert not {GRAM_KERNEL, NORM_KERNEL} & set(rule.ghosts)
 
 
 @TRITON
-def test_no_memory_to_find_out_is_no_reason(fake_gpu, first_launch):
-    played, x = first_launch(torch.OutOfMemoryError("no memory")), torch.empty(2, 3, device="cuda")
+def test_no_memory_to_find_out_is_no_reason(fake_gpu, launch):
+    launch.side_effect, x = torch.OutOfMemoryError("no memory"), torch.empty(2, 3, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
         supported(x)
-    played.answer = 36.0
+    launch.side_effect = number(36.0)
     assert supported(x)
 
 
