@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from hooked import changed
 from hypothesis import Phase, example, given, settings, target
 from hypothesis import strategies as st
 from marks import slow_unless
@@ -29,20 +30,6 @@ from dpbench.trials.outcome import Outcome
 
 CASES = {case.name: case for case in RECORDS}
 CLIPPING = [name for name in BACKENDS if name != "nonprivate"]
-
-
-def changed(change):
-    """The oracle, whose answer is passed through `change(gradient, inputs)`."""
-
-    class Changed(Microbatch):
-        name = "changed"
-
-        def _clipped(self, parameters, inputs, targets, batch_size):
-            out = super()._clipped(parameters, inputs, targets, batch_size)
-            grads = {name: change(grad, inputs) for name, grad in out.grads.items()}
-            return ClippedGradient(grads, out.norms, out.losses)
-
-    return Changed
 
 
 def refusing(error):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attached import attached
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -67,17 +68,15 @@ def copies(monkeypatch):
     return begun
 
 
-def of_layers(count: int, dtype: torch.dtype) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(12, 12, device="cuda", dtype=dtype) for _ in range(count)))
+def of_layers(count: int, dtype: torch.dtype, deviation: float) -> tuple[nn.Module, Any, PrivacyEngine]:
+    model = nn.Sequential(*(nn.Linear(12, 12, device="cuda", dtype=dtype) for _ in range(count)))
+    return attached(model, lr=0.1, batch_size=4, sample_size=100, noise_multiplier=deviation)
 
 
 def launches(count: int, deviation: float, pieces: int = 1, dtype: torch.dtype = torch.float32) -> Counter[str]:
     """Of the engine's part of the second step: of one logical batch, in so many pieces."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = of_layers(count, dtype)
-        engine = PrivacyEngine(model, batch_size=4, sample_size=100, max_grad_norm=1.0, noise_multiplier=deviation)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach(optimizer)
+        model, optimizer, engine = of_layers(count, dtype, deviation)
         counted = Launches()
         inner = engine._patch.inner_step
 
@@ -124,10 +123,7 @@ def test_waiting_for_a_value_is_found():
 @pytest.mark.parametrize("count", [5, 101])
 def test_on_a_gpu_a_step_takes_as_few_and_waits_for_nothing(count):
     """By CUDA's own word: a synchronisation is an error, and the profiler counts."""
-    model = of_layers(count, torch.float32)
-    engine = PrivacyEngine(model, batch_size=4, sample_size=100, max_grad_norm=1.0, noise_multiplier=1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine.attach(optimizer)
+    model, optimizer, engine = of_layers(count, torch.float32, 1.0)
     grads = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     losses = torch.zeros(4, device="cuda")
     engine._recorder.finish = lambda *given: ClippedGradient(dict(grads), losses, losses)

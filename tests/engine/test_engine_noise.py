@@ -206,13 +206,10 @@ def test_a_place_is_drawn_once():
     noise.added(total, 1.0, At(3, 0, 0))
 
 
-@pytest.mark.parametrize("at", [At(2**32, 0, 0), At(0, 2**32, 0), At(0, 0, 2**32), At(0, 0, -1)])
-def test_what_fits_in_no_nonce_is_refused(at):
-    with pytest.raises(ValueError, match="nonce of 3 words of 32 bits"):
-        Secure().added(torch.zeros(2), 1.0, at)
-
-
-def test_a_deviation_that_is_none_is_refused():
+def test_what_fits_in_no_nonce_and_a_deviation_that_is_none_are_refused():
+    for at in (At(2**32, 0, 0), At(0, 2**32, 0), At(0, 0, 2**32), At(0, 0, -1)):
+        with pytest.raises(ValueError, match="nonce of 3 words of 32 bits"):
+            Secure().added(torch.zeros(2), 1.0, at)
     for deviation in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="expected a finite deviation >= 0"):
             Secure().added(torch.zeros(2), deviation, AT)

@@ -1,6 +1,10 @@
-"""A backend with module hooks and per-sample gradients, as libraries have; tests derive faulty backends from it."""
+"""A backend with module hooks and per-sample gradients, as libraries have; tests derive faulty backends from it.
+
+`changed` makes others, of the oracle.
+"""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,12 +12,26 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from clipping import Backend, ClippedGradient, Problem, UnsupportedModel
+from clipping.backends.microbatch import Microbatch
 from clipping.core.reference import with_zeros
 from clipping.numerics.per_sample import norms_and_factors, weighted_sum
 
 KNOWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.GroupNorm, nn.LayerNorm)
 
 Grads = dict[str, Tensor]
+
+
+def changed(change: Callable[[Tensor, Any], Tensor]) -> type[Microbatch]:
+    """The oracle, with change(gradient, inputs) in the place of every sum."""
+
+    class Changed(Microbatch):
+        name = "changed"
+
+        def _clipped(self, parameters: Any, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
+            out = super()._clipped(parameters, inputs, targets, batch_size)
+            return ClippedGradient({n: change(g, inputs) for n, g in out.grads.items()}, out.norms, out.losses)
+
+    return Changed
 
 
 class Hooked(Backend):
