@@ -11,6 +11,7 @@ import pytest
 import torch
 from interpreter import outcome, results
 from kernel_checks import CHECKS, COMPILED, NORMS, embedding_gram_norm, gradient_norm, gram_norm
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from waiting import ROOT, python
 
