@@ -19,9 +19,9 @@ small model, or of any model on a GPU. A graph runs in one of these ways:
 
 A new graph is compared with the eager step and timed in each way, and the fastest is taken: on a CPU Inductor makes a
 ViT faster and a ResNet slower, also without privacy. Each step reads parameters, buffers and the random numbers of
-dropout. The caller's Python may depend on things that TorchDynamo does not guard. So it also runs in a graph's second
-step and in one of 200 later ones, and its losses are compared. One step of 400 runs eagerly and checks that samples do
-not mix.
+dropout. The caller's Python may depend on things that TorchDynamo does not guard. So it also runs when a graph is made,
+in the graph's second step, where losses and gradient are compared, and in one of 200 later ones, where the losses are.
+One step of 400 runs eagerly and checks that samples do not mix.
 """
 
 import logging
@@ -223,14 +223,12 @@ class Graphs:
             self.is_new = True
             raise _AsItIs
         try:
-            if graph.steps == 1 or self._random.random() < RATE:
-                self._was_used = graph.steps > 1
+            is_second = graph.steps == 1
+            if is_second or self._random.random() < RATE:
+                self._was_used = not is_second
                 with suppress(torch.OutOfMemoryError):  # beside the graph's memory there may be none
-                    graph.require_same_losses(given, self._batch)
+                    graph.require_same_step(given, self._batch, only_losses=not is_second)
                 self._was_used = False
-            if graph.is_conditional and graph.steps == 1:  # on the second batch
-                with suppress(torch.OutOfMemoryError):
-                    graph.require_same_gradient(given, self._batch.parameters)
             self._found, outputs = graph(given, self._batch.parameters)
         except OtherValues as error:
             graph.missed, self._was_used = graph.missed + 1, False

@@ -125,7 +125,7 @@ class Graph:
         self._has_norms, self.is_conditional, self._has_flag = True, False, False
         self._written: list[int] = []  # arguments that a conditional step writes to
         self._losses_of = losses_of
-        self.require_same_losses(given, batch)
+        self.require_same_step(given, batch, is_traced=False)
         self._step: Run = self._traced(given)
 
     def __call__(self, given: Sequence[Tensor], parameters: Parameters) -> tuple[ClippedGradient, Sequence[Tensor]]:
@@ -171,15 +171,8 @@ class Graph:
         """
         draws, traced, steps = Draws(), self._step, dict[Way, Run]()
 
-        def eager() -> ClippedGradient:
-            found, _ = self._eager(given)
-            return ClippedGradient(with_zeros(found.grads, parameters), found.norms, found.losses)
-
-        def by_graph() -> ClippedGradient:
-            return self(given, parameters)[0]
-
         with self._repeated(given, draws):
-            expected = _sketched(eager())
+            expected = _sketched(self._eager(given)[0], parameters)
         for way in ways:
             self._step = traced
             try:
@@ -187,7 +180,7 @@ class Graph:
                     self._step = self._made(way, given, draws)
                 if way != "eager":
                     with self._repeated(given, draws):
-                        self._compare(self._first_time(by_graph), expected, given)
+                        self._compare(self._first_time(given, parameters), expected, given)
             except (UnsupportedModel, WrongGradient) as error:
                 if way == "traced":
                     raise
@@ -198,14 +191,14 @@ class Graph:
         if not steps:  # the only way is not available here
             self._step = steps["traced"] = traced
             with self._repeated(given, draws):
-                self._compare(self._first_time(by_graph), expected, given)
+                self._compare(self._first_time(given, parameters), expected, given)
         taken = {way: [0.0] * TURNS for way in steps}
         for turn in range(TURNS if len(steps) > 1 else 0):
             for way, step in steps.items():
                 self._step = step
                 with self._repeated(given, draws):
                     start = time.perf_counter()
-                    eager() if way == "eager" else by_graph()
+                    self._eager(given) if way == "eager" else self(given, parameters)
                     _wait_for(self.device)
                     taken[way][turn] = time.perf_counter() - start
         self.way = min(taken, key=lambda way: sorted(taken[way])[TURNS // 2])
@@ -224,45 +217,53 @@ class Graph:
             finally:
                 put_back(kept)
 
-    def require_same_gradient(self, given: Sequence[Tensor], parameters: Parameters) -> None:
-        """Compare the step with the eager step on this batch; a step traced on another one may hold its values.
+    def require_same_step(
+        self, given: Sequence[Tensor], batch: Batch, *, is_traced: bool = True, only_losses: bool = False
+    ) -> None:
+        """Compare a step with that of the caller's code, which runs once more.
 
-        Raises:
-            WrongGradient: they differ.
-            OtherValues: a condition does not hold.
-        """
-        draws = Draws()
-        with self._repeated(given, draws):
-            found = _sketched(self(given, parameters)[0])
-        with self._repeated(given, draws):
-            eager, _ = self._eager(given)
-        grads = with_zeros(eager.grads, parameters)
-        self._compare(found, _sketched(ClippedGradient(grads, eager.norms, eager.losses)), given)
-
-    def require_same_losses(self, given: Sequence[Tensor], batch: Batch) -> None:
-        """Compare the graph's losses with those of the caller's code, which runs once more.
-
-        TorchDynamo computes some things once (`random.shuffle`) and does not guard others (a generator's next item, an
-        environment variable). Code may also check whether it is being compiled.
+        TorchDynamo computes some things once (`random.shuffle`), does not guard others (a generator's next item, an
+        environment variable), and captures some custom functions with another gradient. Code may also check whether it
+        is being compiled. A step traced on another batch may hold its values.
 
         Args:
             batch: the caller's batch.
+            is_traced: run the traced step; else that of the captured graph.
+            only_losses: run no backward pass of the caller's code.
 
         Raises:
             UnsupportedModel: they differ, or the code draws random numbers outside torch.
+            OtherValues: a condition does not hold.
         """
-        draws = Draws()
+        draws, tensors = Draws(), tensors_of((batch.inputs, batch.targets))
+
+        def losses() -> Tensor:
+            return self._losses_of(batch.inputs, batch.targets)
+
         with self._repeated(given, draws):
-            expected = self._losses_of(batch.inputs, batch.targets).detach()
+            if only_losses:
+                expected = ClippedGradient({}, None, losses().detach())
+            else:
+                found = self._step_of(losses, batch.parameters, tensors, batch.size)
+                expected = _sketched(found, batch.parameters)
             if draws.used_outside_of_torch():
                 raise no_graph(self._name, "it cannot be captured", NotCaptured(DRAWS))
         with self._repeated(given, draws):
-            found = self._captured.graph(*given)[self._captured.losses].detach()
-        limit = of_other_kernels(expected, coarsest([expected, *given], TOLERANCE))
-        finite = bool(expected.isfinite().all())  # other checks reject NaN and infinity
-        if finite and not torch.allclose(found, expected, rtol=0, atol=limit * float(expected.abs().max())):
-            error = NotCaptured("its losses are not the captured graph's: they depend on what TorchDynamo cannot guard")
-            raise no_graph(self._name, "it cannot be captured", error)
+            found, _ = self(given, batch.parameters) if is_traced else self._eager(given)
+            found = _sketched(found, batch.parameters)
+        limit = of_other_kernels(expected.losses, coarsest([expected.losses, *given], TOLERANCE))
+        limit *= float(expected.losses.abs().max())
+        finite = bool(expected.losses.isfinite().all())  # other checks reject NaN and infinity
+        odd = ""
+        if finite and not torch.allclose(found.losses, expected.losses, rtol=0, atol=limit):
+            odd = "losses are not the captured graph's: they depend on what TorchDynamo cannot guard"
+        elif not only_losses:
+            try:
+                self._compare(found, expected, given)
+            except WrongGradient:
+                odd = "gradient is not the captured graph's, as with set_materialize_grads(False)"
+        if odd:
+            raise no_graph(self._name, "it cannot be captured", NotCaptured(f"its {odd}"))
 
     def _parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """Split a traced step's results into the captured graph's outputs, norms and gradients."""
@@ -281,9 +282,9 @@ class Graph:
         mine: Any = {**self._parameters, **{name: given[i] for name, i in self._own.items()}}
         return self._step_of(losses, mine, [given[i] for i in self._data], self._batch_size), outputs
 
-    def _first_time(self, run: Callable[[], ClippedGradient]) -> ClippedGradient:
+    def _first_time(self, given: Sequence[Tensor], parameters: Parameters) -> ClippedGradient:
         try:
-            return _sketched(run())
+            return _sketched(self(given, parameters)[0], parameters)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, OtherValues) as error:
@@ -422,7 +423,7 @@ def no_graph(name: str, why: str, error: Exception) -> UnsupportedModel:
     return UnsupportedModel(name, [Problem("model", f"its step is no graph, for {why}: {said}", REMEDY)])
 
 
-def _sketched(of: ClippedGradient) -> ClippedGradient:
+def _sketched(of: ClippedGradient, parameters: Parameters) -> ClippedGradient:
     """Replace each gradient by 61 sums of every 61st entry, so that two whole gradients are never in memory at once."""
 
     def sums(gradient: Tensor) -> Tensor:
@@ -432,7 +433,8 @@ def _sketched(of: ClippedGradient) -> ClippedGradient:
         found[: len(flat) - whole] += flat[whole:]
         return found
 
-    return ClippedGradient({name: sums(grad) for name, grad in of.grads.items()}, of.norms, of.losses)
+    grads = with_zeros(of.grads, parameters)
+    return ClippedGradient({name: sums(grad) for name, grad in grads.items()}, of.norms, of.losses)
 
 
 def _wait_for(device: torch.device) -> None:

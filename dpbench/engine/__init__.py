@@ -22,7 +22,8 @@ accelerate) ends in `PrivacyEngine.step` and `Recorder.finish`, which enforce th
 | Loss and norm stay if the other records are NaN or replaced. | `checks.rerun` | new shapes, 1 step in 800 |
 | They stay if the batch has more or fewer records. | the same | new shapes, 1 step in 800 |
 | A compiled step (`make_step`) does what the caller's Python does now. | guards (`program.capture`) | every step |
-| Its losses are those of the caller's Python, where guards see nothing. | compared | its second step, 1 in 200 |
+| Losses and gradient are those of the caller's Python, where guards see nothing. | compared | its first two steps |
+| Its losses stay so. | compared | 1 step in 200 |
 | It equals the eager step and keeps the rules above. | compared, checked | when code is captured |
 
 Gradients and replaced records are also checked in eager steps 2, 4, 8, ...: mixing that a schedule begins in step t is

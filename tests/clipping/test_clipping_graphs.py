@@ -378,6 +378,32 @@ def test_what_no_guard_sees_is_an_error_if_it_was_used(compile, monkeypatch):
             b(x, y)
 
 
+class Halves(torch.autograd.Function):
+    """x and 3x, with a backward pass that is told of an output without a gradient, which TorchDynamo's is not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 1, x * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return 0.5 * first if second is None else first + 3 * second
+
+
+def test_a_gradient_that_is_captured_as_another_is_found_before_it_is_used():
+    model, (x, y) = small(), batch(dtype=torch.float64)
+    model.double()
+    loss = lambda outputs, y: cross_entropy(Halves.apply(outputs)[0], y)  # noqa: E731
+    with load_backend("bk_mixed")(model, loss, clip=CLIP, timing=False) as eager:
+        expected = steps(eager, x, y)
+    with load_backend("bk_mixed")(model, loss, clip=CLIP, timing=False, compile="auto") as b:
+        assert compare(steps(b, x, y, 6), expected).within(1e-12)
+        assert "gradient is not the captured graph's" in b.ways["others"]
+    with opened("bk_mixed", model, loss) as b, pytest.raises(UnsupportedModel, match="gradient is not the captured"):
+        steps(b, x, y)
+
+
 def test_an_eager_step_leaves_nothing_of_its_batch_behind():
     model, alive = small(), []
     with opened("bk_mixed", model, verify=False) as b:
