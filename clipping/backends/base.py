@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from clipping.checks.rerun import TOLERANCE, Change, Moving, mixed, mixing
+from clipping.checks.moving import Moving
+from clipping.checks.rerun import TOLERANCE, Change, mixed, mixing
 from clipping.checks.sample_independence import Occasions
 from clipping.checks.verification import verify
 from clipping.core.batches import forward, leading_dimension, losses_of, map_tensors
@@ -102,7 +103,7 @@ class Backend(ABC):
         """The batch size that routes are chosen for, and the expected batch size; 0 if unknown."""
         self._named = tuple(self.model.named_parameters())
         self._closed = False
-        self.moving = Moving(self.model)
+        self.moving = Moving(self.model, loss_fn)
         self.graphs: Graphs | None = None
         """The programs that run the steps; None to run them eagerly."""
         self._why_eager = ""

@@ -15,16 +15,13 @@ Functions take:
     run: (change, return only the losses) -> tensors [B'·k, ...] of a step on the changed batch.
     change, changes: a `Change` of the batch, or several.
     tolerance: the largest difference that rounding explains, relative to the largest number in each tensor.
-    kept: list of (tensor, its copy, its version when copied).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +30,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clipping.checks.verification import CAST_TOLERANCE, in_eval, reading_float64
-from clipping.core.autograd import version_of
 from clipping.core.dtypes import without_autocast
 from clipping.core.types import Problem
-from clipping.numerics.rng_replay import Draws, same_for_each
+from clipping.numerics.rng_replay import same_for_each
 from clipping.numerics.rounding_bounds import rounds_operands
 
 REMEDY = (
@@ -56,12 +52,6 @@ _CHECKED = {F.binary_cross_entropy, torch.bernoulli, Tensor.bernoulli, Tensor.be
 _CHECKED |= {torch.multinomial, Tensor.multinomial, torch.poisson}
 """Functions that refuse NaN; on a GPU they end the process."""
 _CASTS = {Tensor.long, Tensor.int, Tensor.short, Tensor.char, Tensor.byte, Tensor.to, Tensor.type}
-LEVELS = 2
-"""Levels of containers and objects in a module's attributes that a forward pass may change."""
-_CONTAINERS = list, deque, set, dict
-_WHOLE = int, float, str, bytes, Tensor, type, FunctionType, MethodType, ModuleType
-"""Types of values that are not looked into."""
-_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"_buffers"}
 Run = Callable[["Change", bool], Sequence[Tensor]]
 
 
@@ -351,120 +341,3 @@ def mixing(sample: int, what: str) -> Problem:
         what: what changed, such as "gradient".
     """
     return Problem("model", f"samples mix: the {what} of sample {sample} changes with the other samples", REMEDY)
-
-
-class Moving:
-    """The state that a forward pass may write to: module attributes and what they hold, buffers, frozen parameters.
-
-    Args:
-        model: before its first step.
-
-    Attributes:
-        has_moved: True if a repeated pass wrote to it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self.has_moved = model, False
-        self._classes: list[type] = []
-        self._versions = {p: version_of(p) for p in model.parameters()}
-
-    def functions(self, *, again: bool = False) -> list[FunctionType]:
-        """The functions of the modules' classes: `forward` and what it calls.
-
-        Args:
-            again: modules may have changed their classes.
-        """
-        if again or not self._classes:
-            kinds = {kind for module in self._model.modules() for kind in type(module).__mro__}
-            self._classes = list(kinds - {*nn.Module.__mro__})
-        return [x for kind in self._classes for x in vars(kind).values() if isinstance(x, FunctionType)]
-
-    def state(self, also: Iterable[Tensor] = ()) -> State:
-        """The present state; tensors are copied.
-
-        Args:
-            also: other tensors of it.
-        """
-        modules = list(self._model.modules())
-        values = (x for module in modules for name, x in vars(module).items() if name not in _OF_EVERY_MODULE)
-        each = {id(of): of for of in (*map(vars, modules), *_containers(values, LEVELS))}
-        held = [(of, _entries(of)) for of in each.values()]
-        buffers = [x for _, of in held for x in of if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
-        self._versions = {p: self._versions.get(p, -1) for p in self._model.parameters()}  # frees replaced ones
-        frozen = (p for p in self._versions if not (p.requires_grad or p.is_inference()))
-        written = (p for p in frozen if self._versions[p] != p._version)
-        tensors = dict.fromkeys([*buffers, *written, *also])
-        kept = [(x, x.detach().clone(), x._version) for x in tensors if not x.is_inference()]
-        return State(held, kept)
-
-    @contextmanager
-    def repeated(self, draws: Draws, begin: State | None = None) -> Iterator[None]:
-        """Draw the random numbers that followed `draws`, and restore the model on exit.
-
-        Args:
-            draws: the state of the generators to begin from.
-            begin: the state of the model to begin from; None for the present one.
-        """
-        present = self.state(() if begin is None else (x for x, *_ in begin.kept))
-        try:
-            with draws.again():
-                if begin is not None:
-                    modes = [(module, module.training) for module in self._model.modules()]
-                    begin.restore()
-                    for module, mode in modes:  # a look may run in eval mode
-                        module.training = mode
-                yield
-        finally:
-            self.has_moved |= present.restore()
-
-
-class State(NamedTuple):
-    """A copy of the state of `Moving`.
-
-    Attributes:
-        held: (a module's attributes, or a container or an object's attributes among them; their entries).
-        kept: as for `put_back`.
-    """
-
-    held: list[tuple[Any, list[Any]]]
-    kept: list[tuple[Tensor, Tensor, int]]
-
-    def restore(self) -> bool:
-        """Restore the state, and return whether it was another one."""
-        moved = any(x._version != version for x, _, version in self.kept)
-        for of, before in self.held:
-            now = _entries(of)
-            if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
-                moved = True
-                of.clear()
-                if isinstance(of, dict):
-                    of.update(zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True))
-                else:
-                    (of.update if isinstance(of, set) else of.extend)(before)
-        put_back(self.kept)
-        return moved
-
-
-def _containers(values: Iterable[Any], levels: int) -> Iterator[Any]:
-    """The lists, deques, sets and dicts among `values`, the attributes of plain objects, and those within them."""
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _containers(value, levels)
-        elif not isinstance(value, _WHOLE):
-            of = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
-            if isinstance(of, _CONTAINERS):
-                yield of
-                if levels > 1:
-                    yield from _containers(_entries(of), levels - 1)
-
-
-def _entries(of: Any) -> list[Any]:
-    return [*of, *of.values()] if isinstance(of, dict) else [*of]
-
-
-def put_back(kept: Iterable[tuple[Tensor, Tensor, int]]) -> None:
-    """Restore the values of tensors that were written to."""
-    with torch.no_grad():
-        for x, copy, version in kept:
-            if x._version != version:
-                x.copy_(copy)

@@ -221,7 +221,7 @@ _Check = Callable[[Any, Any], tuple[Agreement, Limit, bool]]
 
 def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
     clip = backend.clip if backend.private else Flat(max_grad_norm=float("inf"))
-    with same_for_each(leading_dimension(inputs, targets)) as seeded:
+    with _the_same(backend, leading_dimension(inputs, targets)) as seeded:
         result = backend(inputs, targets)  # first, because its refusals give a reason
         drew = seeded.used_outside_of_torch()
     reference = definition(
@@ -231,12 +231,19 @@ def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
         targets,
         clip=clip,
         together=backend.together,
-        around=partial(same_for_each, 1),
+        around=partial(_the_same, backend, 1),
     )
     first, target = map_tensors(lambda x: x[:1], (inputs, targets))
-    with same_for_each(1), torch.enable_grad():
+    with _the_same(backend, 1), torch.enable_grad():
         losses = backend.loss_fn(forward(backend.model, first), target)
     return _Both(result, reference, formats(losses, *reference.grads.values()), drew)
+
+
+@contextmanager
+def _the_same(backend: Clips, batch_size: int) -> Iterator[Draws]:
+    """Context in which each sample draws the same numbers; what the model and the loss hold is restored afterwards."""
+    with backend.moving.repeated(Draws()), same_for_each(batch_size) as seeded:
+        yield seeded
 
 
 @contextmanager

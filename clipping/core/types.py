@@ -67,5 +67,7 @@ class Clips(Protocol):
     model: nn.Module
     loss_fn: LossFunction
     clip: ClipFunction
+    moving: Any
+    """The state of model and loss (`clipping.checks.moving.Moving`)."""
 
     def __call__(self, inputs: Any, targets: Any) -> ClippedGradient: ...

@@ -35,7 +35,7 @@ import torch
 from torch.nn.modules import module as modules
 
 from clipping.checks import sample_independence
-from clipping.checks.rerun import Moving
+from clipping.checks.moving import Moving
 from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rng_replay import Draws

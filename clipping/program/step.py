@@ -20,7 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_map
 
-from clipping.checks.rerun import TOLERANCE, Moving, of_other_kernels, put_back
+from clipping.checks.moving import Moving, put_back
+from clipping.checks.rerun import TOLERANCE, of_other_kernels
 from clipping.checks.verification import WrongGradient, compare, limit_of
 from clipping.core.autograd import version_of
 from clipping.core.batches import tensors_of

@@ -7,7 +7,8 @@ them, and for batches of another size, only the model's outputs are compared.
 A model may also store information about its records: in a persistent buffer or frozen parameter, which is published
 without noise, or for a later step, whose gradient then depends on records that are not clipped with it. So if a forward
 pass writes to the model, batches of different records must leave the same state_dict, and the same outputs of the next
-batch. A rerun begins from the state before the step, so that it detects a layer that its first batch initialises.
+batch. A rerun begins from the state before the step, so that it detects a layer that its first batch initialises. What
+a known loss function holds (attributes of an object, variables of a closure, globals that it names) is treated alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -164,7 +165,7 @@ class Looks:
         second = of_one(size, few - 1) if few > 1 else first.spoiled
         longer = of_one(size, 0, copies=size + 1)  # a count of records would publish the sizes of Poisson samples
         one, again = (or_none(self._left_behind, first) or () for _ in range(2))
-        others = [or_none(self._left_behind, each) or one for each in (second, longer)]
+        others = [or_none(self._left_behind, each) or one for each in (second, longer, same(size))]
         tolerance = coarsest([*one, *model.parameters()], TOLERANCE)
 
         def agree(x: Tensor, y: Tensor) -> bool:
@@ -179,7 +180,7 @@ class Looks:
 
     def _left_behind(self, change: Change, _: bool) -> list[Tensor]:
         """Return the published tensors after a pass of the changed batch, and then the outputs of the original one."""
-        with self._repeated(), torch.no_grad():
+        with self._repeated(), torch.set_grad_enabled(self._known is not None):
             with change.making() as of:
                 self._forwards(of)
             published = [x.clone() for x in _published(self._backend.model).values()]
@@ -204,6 +205,9 @@ class Looks:
 
     def _forwards(self, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
         outputs = [self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)) for args, kwargs in self._calls]
+        if self._known is not None:
+            loss_fn, targets = self._known
+            outputs.append(loss_fn(outputs[0], map_tensors(of, targets)))
         return [x for x in tensors_of(outputs) if x.is_floating_point()]
 
     def _numbers(self, change: Change, only_losses: bool, *, late: bool = False) -> list[Tensor]:

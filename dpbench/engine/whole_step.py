@@ -35,6 +35,7 @@ class WholeStep:
 
     def __init__(self, engine: State, loss_fn: LossFunction, *, compile: Compile) -> None:
         self._engine, self._loss_fn = engine, loss_fn
+        self._code: Any = loss_fn  # the caller's, whose state is part of a step
         backend = engine._recorder.backend
         self.graphs = backend.use_graphs(self._losses_of, compile, timing=engine.timing)
 
@@ -60,6 +61,7 @@ class WholeStep:
 
     def program(self, inputs: Any, targets: Any) -> Tensor | None:
         """Run a program, and return the losses [B] to step next; None if nothing ran and the step must run eagerly."""
+        self._engine._recorder.backend.moving.loss_fn = self._code
         if self.graphs is None:
             return None
         size = leading_dimension(inputs, targets)
@@ -118,7 +120,7 @@ class Programs(WholeStep):
 
     def __init__(self, engine: State, losses_of: Callable[[Any], Tensor], *, compile: Compile) -> None:
         super().__init__(engine, lambda outputs, targets: outputs, compile=compile)
-        self._of_batch = losses_of
+        self._of_batch = self._code = losses_of
 
     def _losses(self, inputs: Any, targets: Any) -> Tensor:
         return self._of_batch(inputs)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from clipping.checks.rerun import Moving
+from clipping.checks.moving import Moving
 from clipping.checks.verification import reading_float64
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest, without_autocast

@@ -318,6 +318,29 @@ def test_a_model_that_keeps_a_part_of_its_records_is_refused(kind, whole, size):
     assert torch.equal(before, model.layer.weight) == bool(reason)
 
 
+class Balanced(nn.Module):
+    """Weighs classes by how often they were in earlier batches, or only keeps that."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads = reads
+        self.register_buffer("shares", torch.ones(5) / 5)
+
+    def forward(self, outputs, targets):
+        weights = 0.2 / self.shares.clone() if self.reads else None
+        self.shares.lerp_(F.one_hot(targets, 5).float().mean(0), 0.1)
+        return F.cross_entropy(outputs, targets, weights, reduction="none")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_loss_that_keeps_a_part_of_its_records_for_the_next_step_is_refused(reads):
+    _, _, engine = made()
+    step = engine.make_step(Balanced(reads), compile=False)
+    y = torch.tensor([0] + [1] * (B - 2) + [0])  # the first and the last record are alike
+    with pytest.raises(UnsupportedModel, match="the next batch's output changes") if reads else nullcontext():
+        step(X, y)
+
+
 HELD = {
     "a list": (list, lambda held, x: held.append(x), list),
     "a deque": (lambda: deque(maxlen=4), lambda held, x: held.append(x), list),

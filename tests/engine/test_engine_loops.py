@@ -1,7 +1,9 @@
 """Loops in which a model is trained beside another one, frozen and thawed, or computes what differs by itself."""
 
 import copy
+import functools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from attached import attached, cross_entropy
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from clipping import UnsupportedModel
+from clipping import UnsupportedModel, load_backend
 from dpbench import Misuse, PrivacyEngine
 
 B = 6
@@ -212,6 +214,89 @@ def test_a_teacher_and_a_temperature_move_once_a_step(compiled):
             optimizer.step(loss=cross_entropy(model(x), y)) if step is None else step(x, y)
             alone(x)
         torch.testing.assert_close(model.state_dict()[state], alone.state_dict()[state])
+
+
+class Annealed(nn.Module):
+    """Counts its calls in an attribute, a buffer and a tensor that is bound anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bound = 0, torch.zeros(())
+        self.register_buffer("buffer", torch.zeros(()))
+
+    def forward(self, outputs, targets):
+        self.calls += 1
+        self.buffer += 1
+        self.bound = self.bound + 1
+        return cross_entropy(outputs, targets) * (1 + 0.1 * self.calls)
+
+    def counts(self):
+        return {self.calls, int(self.buffer), int(self.bound)}
+
+
+def in_closure():
+    calls, box = 0, {"calls": [0]}
+
+    def loss(outputs, targets):
+        nonlocal calls
+        calls += 1
+        box["calls"][0] += 1
+        return cross_entropy(outputs, targets) * (1 + 0.1 * calls)
+
+    return loss, lambda: {calls, *box["calls"]}
+
+
+COUNTED, SHARED = 0, Annealed()
+
+
+def by_globals(outputs, targets):
+    global COUNTED
+    COUNTED += 1
+    return SHARED(outputs, targets)
+
+
+def of_a_trainer():
+    trainer = SimpleNamespace(criterion=Annealed(), calls=0)
+
+    def loss(outputs, targets):
+        trainer.calls += 1
+        return trainer.criterion(outputs, targets)
+
+    return loss, lambda: {trainer.calls, *trainer.criterion.counts()}
+
+
+def of_an_object(call):
+    loss = Annealed()
+    return call(loss), loss.counts
+
+
+MOVING = {
+    "a module": lambda: of_an_object(lambda loss: loss),
+    "a method": lambda: of_an_object(lambda loss: loss.forward),
+    "partial": lambda: of_an_object(lambda loss: functools.partial(lambda of, *given: of(*given), loss)),
+    "a closure": in_closure,
+    "globals": lambda: (by_globals, lambda: {COUNTED, *SHARED.counts()}),
+    "a trainer": of_a_trainer,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, "auto"])
+@pytest.mark.parametrize("kind", MOVING)
+def test_a_loss_moves_what_it_holds_once_a_step(kind, compiled, monkeypatch):
+    """Beside looks, verification and programs, which all call it again."""
+    for known in (True, False):
+        monkeypatch.setitem(globals(), "COUNTED", 0)
+        monkeypatch.setitem(globals(), "SHARED", Annealed())
+        torch.manual_seed(0)
+        model, x, y = nn.Linear(4, 3), torch.randn(B, 4), torch.randint(0, 3, (B,))
+        loss, counts = MOVING[kind]()
+        if known:
+            step = private(model)[0].make_step(loss, compile=compiled)
+        else:
+            step = load_backend("bk_mixed")(model, loss, compile=compiled, timing=False)
+        for _ in range(5):
+            step(x, y)
+        assert counts() == {5}
 
 
 class Tagger(nn.Module):

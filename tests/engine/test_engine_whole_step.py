@@ -177,6 +177,20 @@ def test_what_changes_in_python_changes_the_compiled_step(monkeypatch):
         assert step.graphs.steps > before, name
 
 
+def test_a_method_of_the_loss_that_is_replaced_is_the_one_that_runs(monkeypatch):
+    class Criterion(nn.Module):
+        def forward(self, outputs, targets):
+            return cross_entropy(outputs, targets)
+
+    engine, _ = make(nn.Linear(5, 3), batch_size=6, sampling="shuffled")
+    step, x, y = engine.make_step(Criterion(), compile=True), torch.randn(6, 5), torch.randint(3, (6,))
+    for _ in range(4):
+        step(x, y)
+    assert step.graphs.steps > 0
+    monkeypatch.setattr(Criterion, "forward", lambda self, outputs, targets: cross_entropy(outputs, targets) * 0 + 7)
+    assert step(x, y).tolist() == [7] * 6
+
+
 def test_a_backend_whose_step_is_no_graph():
     engine, _ = make(backend="microbatch")
     with pytest.raises(ValueError, match=r"^expected compile=False for microbatch"):
