@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from numbers import Real
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -22,6 +23,7 @@ from clipping.checks.moving import Moving
 from clipping.checks.rerun import TOLERANCE, Change, mixed, mixing
 from clipping.checks.sample_independence import Occasions
 from clipping.checks.verification import verify
+from clipping.core.autograd import hooks_of
 from clipping.core.batches import forward, leading_dimension, losses_of, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
@@ -96,7 +98,8 @@ class Backend(ABC):
         self.loss_fn = loss_fn
         self.clip: ClipFunction = Flat(max_grad_norm=1.0) if clip is None else clip
         self.coverage: dict[str, float] = {}
-        self._verify = verify and not self.trusted and not self.sharded
+        self._verify = self._verifies = verify and not self.trusted and not self.sharded
+        self._hooks = 0
         self.occasions = Occasions() if self._verify and self.private and self.together == 1 else None
         """When to check that samples do not mix; None for never."""
         self.chosen_for = self.expected = 0
@@ -156,6 +159,8 @@ class Backend(ABC):
         if batch_size == 0:
             with torch.enable_grad():
                 return self._nothing(parameters, inputs, targets)
+        before, self._hooks = self._hooks, hooks_of(parameters.values())
+        self._verify |= self._verifies and self._hooks != before  # a hook that changes a gradient must be found
         if self._verify:
             verify(self._bare(self.loss_fn), inputs, targets)
             self._verify = batch_size <= self.together  # one sample cannot show that samples are told apart
@@ -177,8 +182,8 @@ class Backend(ABC):
     def _bare(self, loss_fn: LossFunction) -> Self:
         """A copy without verification, checks and programs, for calls beside the caller's."""
         bare = copy.copy(self)
-        bare._verify, bare.occasions, bare.graphs, bare.replicated = False, None, None, False
-        bare.loss_fn = loss_fn
+        bare._verify = bare._verifies = bare.replicated = False
+        bare.occasions, bare.graphs, bare.loss_fn = None, None, loss_fn
         return bare
 
     def _twice(
@@ -260,10 +265,13 @@ class Backend(ABC):
             UnsupportedModel: the clipping function is mutable, so a change would go unnoticed.
         """
         clip: Any = self.clip
-        if not getattr(getattr(clip, "__dataclass_params__", None), "frozen", False):
-            reason = f"{type(clip).__name__} is no frozen dataclass: its factors may change where no graph sees it"
-            raise UnsupportedModel(self.name, [Problem("clip", reason, "make it one, or compile=False")])
-        return self.chosen_for, f"{type(clip).__qualname__}{[getattr(clip, field.name) for field in fields(clip)]}"
+        own = vars(type(clip)).get("__dataclass_params__")  # a subclass inherits it, and may do anything
+        frozen = own is not None and own.frozen
+        values = [getattr(clip, field.name) for field in fields(clip)] if frozen else []
+        if not frozen or not all(x is None or isinstance(x, (Real, str)) for x in values):
+            reason = f"{type(clip).__name__} is no frozen dataclass of numbers: its factors may change where no graph "
+            raise UnsupportedModel(self.name, [Problem("clip", reason + "sees it", "make it one, or compile=False")])
+        return self.chosen_for, f"{type(clip).__qualname__}{values}"
 
     def of_losses(
         self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int

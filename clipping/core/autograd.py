@@ -11,6 +11,15 @@ def version_of(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
+def hooks_of(parameters: Iterable[Tensor]) -> int:
+    """Count the hooks of parameters, which may change their gradients.
+
+    Args:
+        parameters: leaves.
+    """
+    return sum(map(len, [p._backward_hooks or () for p in parameters]))
+
+
 def nodes(roots: Iterable[Any]) -> Iterator[Any]:
     """Yield the nodes of the graph below some roots, each once.
 

@@ -36,6 +36,7 @@ from torch.nn.modules import module as modules
 
 from clipping.checks import sample_independence
 from clipping.checks.moving import Moving
+from clipping.core.autograd import hooks_of
 from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rng_replay import Draws
@@ -193,9 +194,10 @@ class Graphs:
         self._told = True
 
     def _read_unguarded(self, *, again: bool = False) -> object:
-        """Read what TorchDynamo does not guard: functions of the modules' classes, global hooks, cuDNN's precision."""
+        """Read what TorchDynamo does not guard: functions of the modules' classes, hooks, cuDNN's precision."""
         switches: Any = torch.backends
-        hooks = tuple(map(tuple, GLOBAL_HOOKS))
+        assert self._batch is not None
+        hooks = (*map(tuple, GLOBAL_HOOKS), hooks_of(self._batch.parameters.values()))
         return self._moving.functions(again=again), hooks, switches.cudnn.conv.fp32_precision
 
     def _instead(self, captured: Captured, given: Sequence[Any]) -> Sequence[Any]:

@@ -22,7 +22,7 @@ from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
-from clipping.core.autograd import version_of
+from clipping.core.autograd import hooks_of, version_of
 from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
 from clipping.distributed.spread import no_rows, row_of_zeros
@@ -262,7 +262,7 @@ class Recorder:
                 f"expected a forward pass of the model's own parameters, got another tensor for {swapped[0]!r}, as by "
                 "functional_call: make it within the model, by torch.nn.utils.parametrize or functional_call in forward"
             )
-        hooks = sum(map(len, [p._backward_hooks or () for p in recording.parameters.values()]))
+        hooks = hooks_of(recording.parameters.values())
         self._verify |= hooks != self._leaf_hooks  # a hook that changes a gradient must be found
         self._leaf_hooks = hooks
         few = recording.batch_size if drawn is None else drawn[0]

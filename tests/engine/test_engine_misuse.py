@@ -11,7 +11,7 @@ from attached import attached, cross_entropy, says
 from torch import nn
 from torch.func import functional_call
 
-from clipping import Flat, UnsupportedModel, WrongGradient
+from clipping import Flat, UnsupportedModel, WrongGradient, load_backend
 from dpbench import Misuse, PrivacyWarning
 
 
@@ -306,9 +306,25 @@ def test_batches_that_are_kept_and_used_again_are_refused_or_told():
         optimizer.step(loss=model(kept[-1][0])[:, 0])
 
 
-def test_a_hook_of_a_parameter_that_comes_later_is_verified_anew():
-    model, optimizer, _ = made()
-    optimizer.step(loss=losses_of(model))
+@pytest.mark.parametrize("compiled", [None, False, True])
+def test_a_hook_of_a_parameter_that_comes_later_is_verified_anew(compiled):
+    """In a program, too, which runs no hook of a parameter."""
+    model, optimizer, engine = made(sampling="shuffled")
+    x, y = torch.randn(6, 5), torch.zeros(6, dtype=torch.long)
+    whole = None if compiled is None else engine.make_step(cross_entropy, compile=compiled)
+    step = whole or (lambda x, y: optimizer.step(loss=cross_entropy(model(x), y)))
+    for _ in range(4):
+        step(x, y)
+    assert not compiled or whole.graphs.steps > 0
     model[0].weight.register_hook(lambda g: 0 * g)
     with says(WrongGradient, "0.weight"):
-        optimizer.step(loss=losses_of(model))
+        step(x, y)
+
+
+def test_a_hook_that_comes_later_is_verified_anew_by_a_backend():
+    model, x, y = nn.Linear(5, 3), torch.randn(6, 5), torch.zeros(6, dtype=torch.long)
+    with load_backend("bk_mixed")(model, cross_entropy) as backend:
+        backend(x, y)
+        model.weight.register_hook(torch.zeros_like)
+        with says(WrongGradient, "'weight'"):
+            backend(x, y)

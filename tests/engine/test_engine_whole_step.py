@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import TensorDataset
 
 import clipping.program.graphs
-from clipping import Automatic, UnsupportedModel
+from clipping import Automatic, Flat, UnsupportedModel
 from dpbench import Misuse
 from dpbench.engine.adjust import set_clip
 
@@ -330,14 +330,24 @@ class Scheduled:
         return (0.5 / norms).clamp(max=1.0) * self.share
 
 
-def test_a_clipping_function_that_may_change_unseen_runs_eagerly():
+class Fading(Flat):
+    """The same, of a frozen dataclass whose `share` is the class's."""
+
+    share = 1.0
+
+    def factors(self, norms):
+        return super().factors(norms) * self.share
+
+
+@pytest.mark.parametrize("clip", [Scheduled(), Fading(max_grad_norm=0.5)])
+def test_a_clipping_function_that_may_change_unseen_runs_eagerly(clip, monkeypatch):
     def run(engine, step):
         for turn in range(6):
-            engine.clip.share = 1 / (1 + turn)
+            monkeypatch.setattr(type(clip), "share", 1 / (1 + turn))
             step()
 
-    ends, step = both(Odd, run, clip=Scheduled())
-    assert "Scheduled is no frozen dataclass" in step.graphs.ways["others"]
+    ends, step = both(Odd, run, clip=clip)
+    assert f"{type(clip).__name__} is no frozen dataclass" in step.graphs.ways["others"]
     assert torch.equal(*ends)
     with pytest.raises(UnsupportedModel, match=r"no frozen dataclass.*compile=False"):
-        both(Odd, run, compile=True, clip=Scheduled())
+        both(Odd, run, compile=True, clip=clip)
