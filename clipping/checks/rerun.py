@@ -36,8 +36,9 @@ from clipping.numerics.rng_replay import same_for_each
 from clipping.numerics.rounding_bounds import rounds_operands
 
 REMEDY = (
-    "let no sample's loss depend on another one or on their number: statistics, sorting and attention within a sample "
-    "(GroupNorm for BatchNorm); if only the order of rows differs from that of the samples, use microbatch or vmap"
+    "let no sample's loss depend on another one, of this batch or an earlier one, or on their number: statistics, "
+    "sorting and attention within a sample (GroupNorm for BatchNorm); if only the order of rows differs from that of "
+    "the samples, use microbatch or vmap"
 )
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative tolerance of a rerun of the same shapes, and so of the same kernels, by the dtype of the computation."""
@@ -84,6 +85,16 @@ class Change(NamedTuple):
         if self.wide and rows.is_floating_point():
             rows = rows.double()
         return self._poisoned(rows)
+
+    def of_kept(self, x: Tensor) -> Tensor:
+        """Apply the change to a tensor kept from an earlier batch, of the same records if it has [B·k, ...]."""
+        x = x.detach()
+        if self.wide and x.is_floating_point():
+            x = x.double()
+        if not x.dim() or not len(x) or len(x) % self.size:
+            poisoned = self.poison and (x.is_floating_point() or x.is_complex())
+            return torch.full_like(x, float("nan")) if poisoned else x
+        return self.of(x)
 
     def _poisoned(self, x: Tensor) -> Tensor:
         if self.poison and (x.is_floating_point() or x.is_complex()):

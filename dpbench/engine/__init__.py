@@ -32,6 +32,11 @@ compute of inputs and labels before the model and in the loss. The rule on more 
 loss function is known: in `make_step` and `load_backend`. In other loops it covers the model's outputs; losses there
 that are divided by their number are not detected: divide by constants.
 
+Nothing of an earlier batch may be in a later loss (a queue of outputs, a running mean of losses or labels): its records
+would be in several sums, clipped in one. `make_step` detects it in what the model and the loss function hold. Other
+loops detect tensors computed from the first batches before the step. They do not detect tensors written in place,
+numbers that left torch, and what is computed after the step.
+
 A compiled program does the same to every batch of its shape. A model whose behaviour depends on values in tensors, such
 as one that mixes samples once a buffer reaches some count, is detected in eager steps only, 1 in 800.
 

@@ -71,7 +71,8 @@ class Looks:
         self, backend: Backend, changes: Sequence[Change], known: tuple[Any, Any] | None, trace: Trace | None
     ) -> None:
         self._backend, self._changes, self._known = backend, changes, known
-        self._trace, self._draws, self._begin = trace or Trace(), Draws(), backend.moving.state()
+        self._trace = trace or Trace(id(backend))
+        self._draws, self._begin = Draws(), backend.moving.state()
         new = len(changes) > 1 or changes[0].size == 1  # else a random step, in which there may be no room for copies
         self._parameters = {p: p.detach().clone() for p in backend.model.parameters() if new and p.requires_grad}
         self._calls: list[tuple[Any, Any]] = []
@@ -217,7 +218,7 @@ class Looks:
         with self._repeated(None if self._known is not None else self._trace.draws), change.making() as of:
             try:
                 with torch.set_grad_enabled(not only_losses), self._recording or nullcontext():
-                    losses = change.alone(self._computed(of, change.wide, late))
+                    losses = change.alone(self._computed(of, change, late))
                 if self._recording is None:
                     return [losses]
                 result = self._recording.finish(losses)
@@ -228,7 +229,7 @@ class Looks:
         assert result.norms is not None
         return [result.losses, result.norms]
 
-    def _computed(self, of: Callable[[Tensor], Tensor], wide: bool, late: bool) -> Tensor:
+    def _computed(self, of: Callable[[Tensor], Tensor], change: Change, late: bool) -> Tensor:
         if self._known is not None:
             (args, kwargs), (loss_fn, targets) = self._calls[0], self._known
             losses: Tensor = loss_fn(
@@ -237,10 +238,7 @@ class Looks:
             return losses
         assert self._losses is not None
 
-        def fixed(x: Tensor) -> Tensor:
-            return x.detach().double() if wide and x.is_floating_point() else x.detach()
-
-        return self._trace.again([self._losses], of, fixed, late=late)[0]
+        return self._trace.again([self._losses], of, _fixed(self._trace, change), late=late)[0]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._recording is not None:
@@ -267,7 +265,7 @@ def require_own_rows(model: nn.Module, by: str, trace: Trace, batch: Any) -> Non
 
     def again(change: Change, _: bool) -> list[Tensor]:
         with trace.draws.again():
-            return real(trace.again(rows, change.of, torch.Tensor.detach))
+            return real(trace.again(rows, change.of, _fixed(trace, change)))
 
     def real(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [(torch.view_as_real(x) if x.is_complex() else x).double() for x in tensors]
@@ -278,6 +276,17 @@ def require_own_rows(model: nn.Module, by: str, trace: Trace, batch: Any) -> Non
     sample = mixed(model, again, real(before), changes, tolerance, may_move=True)
     if sample is not None:
         raise UnsupportedModel(by, [Problem("batch", READS.format(sample), ALONE)])
+
+
+def _fixed(trace: Trace, change: Change) -> Callable[[Tensor], Tensor]:
+    """What a change does to tensors that are not the batch's: those kept from an earlier batch are of other records."""
+
+    def fixed(x: Tensor) -> Tensor:
+        if trace.is_kept(x):
+            return change.of_kept(plain(x))
+        return x.detach().double() if change.wide and x.is_floating_point() else x.detach()
+
+    return fixed
 
 
 def _published(model: nn.Module) -> dict[str, Tensor]:

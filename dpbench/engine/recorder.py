@@ -150,7 +150,7 @@ class Recorder:
         """
         if self._occasions is None or not self.follows_batches or not self._occasions.follows():
             return batch
-        self._followed.append(Trace())
+        self._followed.append(Trace(id(self.backend)))
         if len(self._followed) > AHEAD:
             self._followed.pop(0).close()
         return self._followed[-1].batch(batch)

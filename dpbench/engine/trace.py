@@ -6,12 +6,16 @@ forward passes.
 
 A number that leaves torch (`.item()`) and returns unchanged is followed. A value computed from it outside of torch, or
 a branch that it decides, stays constant. A tensor returned by a custom function, say, cannot be followed.
+
+A tensor computed in one such step may be read in the next one (a queue of outputs, a running mean of losses). It is
+known as kept from an earlier batch, and so are tensors computed from it while a later step is recorded.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +29,10 @@ from clipping.numerics.rng_replay import Draws
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
 """Returns the tensor that a view refers to, and computes nothing. (torch.compile reads it, and that of the result.)"""
 
+_CONSTANT = {torch.zeros_like, torch.ones_like, torch.empty_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty}
+"""Functions whose results depend on no value."""
+_OPEN: weakref.WeakSet[Trace] = weakref.WeakSet()
+
 
 class _Note(NamedTuple):
     operation: Any
@@ -37,6 +45,9 @@ class _Note(NamedTuple):
 class Trace:
     """Records the operations on some tensors until closed.
 
+    Args:
+        of: equal in all steps of a training.
+
     Attributes:
         room: most memory of results before the model reads the batch, relative to the batch.
         draws: the state of the random generators before the first operation.
@@ -45,9 +56,10 @@ class Trace:
 
     room = 32.0  # all results are kept, and those of a frozen network would be too large
 
-    def __init__(self) -> None:
-        self.draws, self.size = Draws(), 0
+    def __init__(self, of: int = 0) -> None:
+        self.draws, self.size, self.of = Draws(), 0, of
         self._open, self._room = True, math.inf  # bytes that results may still take
+        _OPEN.add(self)
         self._begun_with: list[Tensor] = []
         self._notes: list[_Note] = []
         self._passes: list[int] = []  # places of the model's forward passes among the notes
@@ -103,6 +115,20 @@ class Trace:
         """Returns whether `x` was computed, or changed in place, while the trace recorded."""
         return id(x) in self._others or (isinstance(x, Traced) and x.noted_by is self)
 
+    def is_kept(self, x: Tensor) -> bool:
+        """Returns whether `x` was computed from an earlier batch of the same training."""
+        return isinstance(x, Traced) and x.noted_by.of == self.of and x.noted_by not in (self, *_OPEN)
+
+    def kept(self, result: Any) -> Any:
+        """Return the result of an operation on this batch's tensors after its step; marked while another is recorded.
+
+        Args:
+            result: nested containers.
+        """
+        if all(trace.of != self.of for trace in _OPEN):
+            return result
+        return map_tensors(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
+
     def again(
         self,
         found: Sequence[Tensor],
@@ -142,10 +168,11 @@ class Trace:
     def pause(self) -> None:
         """Stop recording; later operations return ordinary tensors."""
         self._open = False
+        _OPEN.discard(self)
 
     def close(self) -> None:
         """Stop recording, and free the record."""
-        self._open = False
+        self.pause()
         self._begun_with.clear()
         self._notes.clear()
         self._passes.clear()
@@ -202,10 +229,14 @@ class Traced(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func == _BASE:
+            if func == _BASE or func in _CONSTANT:
                 return func(*args)
-            traces = [x.noted_by for x in tensors_of((args, kwargs)) if isinstance(x, Traced) and x.noted_by._open]
-            return traces[0].run(func, args, kwargs) if traces else func(*args, **kwargs)
+            traces = [x.noted_by for x in tensors_of((args, kwargs)) if isinstance(x, Traced)]
+            for trace in traces:
+                if trace._open:
+                    return trace.run(func, args, kwargs)
+            result = func(*args, **kwargs)
+            return traces[0].kept(result) if traces else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)

@@ -1,5 +1,7 @@
 """In one's own loop over `data_loader`: inputs and labels are followed to the losses."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -106,6 +108,73 @@ def test_losses_that_depend_on_the_labels_of_others_are_refused(name):
 def test_they_are_without_a_tape():
     with pytest.raises(UnsupportedModel, match="samples mix"):
         train(loss=LOSSES["over the sum of weights"], backend="microbatch")
+
+
+def queued():
+    """Each output is compared with those of the last batch, as in momentum contrast."""
+    kept = []
+
+    def loss(o, y, w):
+        similar = [o @ each.t() for each in kept]
+        kept[:] = [o.detach()]
+        return torch.cat([F.cross_entropy(o, y, reduction="none")[:, None], *similar], 1).logsumexp(1)
+
+    return loss
+
+
+def relative(of):
+    """Losses over a running mean."""
+    kept = []
+
+    def loss(o, y, w):
+        losses = F.cross_entropy(o, y, reduction="none")
+        mean = kept[-1] if kept else torch.ones(())
+        kept.append(0.9 * mean + 0.1 * of(losses.detach(), w).mean())
+        return losses / mean
+
+    return loss
+
+
+def as_before():
+    """Sound: weighs by a constant that is made once, and keeps losses for a log."""
+    kept, log = [], []
+
+    def loss(o, y, w):
+        kept.append(torch.ones_like(o[0, 0]))
+        log.append(F.cross_entropy(o.detach(), y))
+        assert float(torch.stack(log).mean()) > 0
+        return F.cross_entropy(o, y, reduction="none") * kept[0]
+
+    return loss
+
+
+FROM_BEFORE = {
+    "outputs": queued,
+    "losses": lambda: relative(lambda losses, w: losses),
+    "the batch": lambda: relative(lambda losses, w: w),
+    "nothing": as_before,
+}
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "microbatch"])
+@pytest.mark.parametrize("name", FROM_BEFORE)
+def test_losses_that_depend_on_an_earlier_batch_are_refused(name, backend):
+    refused = pytest.raises(UnsupportedModel, match=r"samples mix.*of this batch or an earlier one")
+    with refused if name != "nothing" else nullcontext():
+        train(loss=FROM_BEFORE[name](), backend=backend)
+
+
+def test_inputs_that_are_scaled_by_an_earlier_batch_are_refused():
+    kept = [torch.ones(5)]
+
+    def scaled(x, y, w):
+        kept.append(0.9 * kept[-1] + 0.1 * x.abs().mean(0))
+        return x / kept[-2], y, w
+
+    with pytest.raises(UnsupportedModel, match="what the model reads for sample"):
+        train(scaled, known=True)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        train(scaled)
 
 
 def augmented_in_place(x, y, w):
