@@ -64,6 +64,8 @@ class PrivateLoader:
             raise ValueError(
                 "expected a dataset, got a DataLoader: hand its dataset, with collate_fn and num_workers beside"
             )
+        if not hasattr(dataset, "__len__"):
+            raise ValueError("expected a dataset with a length and records by index, got one that is only iterable")
         settings = engine.settings
         if len(dataset) != settings.sample_size:
             raise ValueError(f"expected a dataset of sample_size={settings.sample_size}, got {len(dataset)} records")

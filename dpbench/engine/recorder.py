@@ -9,6 +9,7 @@ batch size, or on another batch of the loader, starts a fresh recording; so does
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,7 +63,7 @@ class Recorder:
         self._model, self.backend, self._reads = model, backend, reads
         self._norms = batch_norms(model)
         self._recording: Recording | None = None
-        self._entered: list[bool] = []
+        self._passes: dict[int, list[bool]] = {}  # thread -> its passes that have begun, and whether each is recorded
         self._handles: list[Any] = []
         self._owner: Any = None
         self._dropped, self._skipped = 0, False  # number of the node after a dropped recording; 0 for none
@@ -89,6 +90,10 @@ class Recorder:
         It is summed over the pieces of a logical batch, and dropped, retried and saved with their sums.
         """
         self.counted = 0.0
+
+    @property
+    def _entered(self) -> list[bool]:
+        return self._passes.setdefault(threading.get_ident(), [])  # another thread may evaluate the model
 
     def open(self, owner: Any) -> None:
         """Hook the model: before any other pre-hook, and after the forward pass even if it raises.

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -183,6 +184,37 @@ def test_evaluation_copies_and_failed_forward_passes_do_not_count():
             optimizer.step(loss=losses)
         ends.append(parameters(model))
     torch.testing.assert_close(ends[1], ends[0])
+
+
+class Waits(nn.Module):
+    """Evaluates itself in another thread in the middle of a forward pass."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            with ThreadPoolExecutor(1) as other:
+                other.submit(self.evaluated, x).result()
+        return x
+
+    def evaluated(self, x):
+        with torch.no_grad():
+            self.whole[0](x)
+
+
+def test_an_evaluation_in_another_thread_does_not_count():
+    ends, whole = [], []
+    for kind in (nn.Identity, lambda: Waits(whole)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), kind(), nn.Linear(5, 3))
+        whole[:] = [model]
+        _, optimizer, _ = made(model)
+        for _ in range(2):
+            optimizer.step(loss=model(torch.ones(4, 5)).square().sum(1))
+        ends.append(parameters(model))
+    torch.testing.assert_close(*ends)
 
 
 def test_a_loss_of_two_views_of_each_sample():

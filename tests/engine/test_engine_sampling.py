@@ -152,6 +152,8 @@ def test_a_loader_of_other_data_or_another_order_is_refused():
     engine, _, data, _ = make()
     with pytest.raises(ValueError, match="expected a dataset of sample_size=40, got 7 records"):
         engine.data_loader(range(7))
+    with pytest.raises(ValueError, match="a length and records by index, got one that is only iterable"):
+        engine.data_loader(iter(range(40)))
     with pytest.raises(ValueError, match="expected no shuffle: how batches are drawn is the engine's `sampling`"):
         engine.data_loader(data, shuffle=True)
     with pytest.raises(ValueError, match="expected no in_order"):  # the engine would take one batch for another
