@@ -70,7 +70,7 @@ class Moving:
         values = (x for _, of in held if len(of) <= MANY for x in of)
         buffers = [x for x in values if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
         mine = set(self._model.parameters())
-        every = dict.fromkeys(p for module in modules for p in module.parameters(recurse=False))
+        every = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
         # frees replaced ones; a parameter that replaces one of the model's may be written to already
         self._versions = {p: self._versions.get(p, -1 if p in mine else version_of(p)) for p in every}
         frozen = (p for p in self._versions if not (p.requires_grad or p.is_inference()))
