@@ -234,13 +234,14 @@ class PrivacyEngine(State):
 
     def empty_step(self) -> None:
         """Release a logical batch without samples, for a model that cannot run on one: adds noise, and counts."""
-        require_accounted(self._attached().optimizer, self.steps)
+        patch = self._attached()
+        require_accounted(patch.optimizer, self.steps)
         if sharded_modules(self.model):
             raise Misuse("expected a forward pass in every process, of no samples too: the model's shards are gathered")
         self._recorder.drop()
         ticket = self._tickets.take_empty(self.drawn)
         self.stepped = True
-        self._end(ticket, lambda: None)
+        self._end(ticket, patch.require_no_other_gradient)
 
     @property
     def mask(self) -> Tensor:
@@ -405,9 +406,11 @@ class PrivacyEngine(State):
 
     def _accumulate(self, losses: Any, drawn: tuple[int, int] | None) -> None:
         """Add the clipped gradients of a physical batch; `drawn`: the (real, padded) samples of the loader's batch."""
-        require_accounted(self._attached().optimizer, self.steps)
+        patch = self._attached()
+        require_accounted(patch.optimizer, self.steps)
         with torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode, losses keep their graph
             result = self._recorder.finish(losses, drawn)
+        patch.require_no_other_gradient()
         if result is None:
             return
         sums = gathered(result.grads, self._recorder.backend.members(), counted=self._recorder.counted)
@@ -422,7 +425,7 @@ class PrivacyEngine(State):
 
     def _release(self, *, sampled: bool) -> None:
         patch, parameters = self._attached(), self._recorder.backend.members()
-        require_own(patch.optimizer, parameters.values())
+        require_own(patch.optimizer, parameters)
         deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound)
         sums, self._sums, self.counted = self._sums, Sums(), self._sums.counted
         self.noise.in_turn(self.drawn - self.steps if sampled else None)

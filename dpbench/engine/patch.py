@@ -2,14 +2,15 @@
 
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from clipping.distributed.spread import reshard
+from clipping.core.autograd import version_of
+from clipping.distributed.spread import here, reshard
 from dpbench.engine.adam import AdamBC
 from dpbench.engine.errors import Misuse
 from dpbench.engine.state import State
@@ -53,6 +54,8 @@ class Patch:
         self._beneath = _beneath(optimizer)  # accelerate's wrapper skips steps within accumulate()
         self._inner: Any = inner if self._beneath is None else self._beneath.step
         self._innermost = self._beneath or optimizer
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._know_gradients()
         patch = self
         claim(engine)
 
@@ -114,6 +117,32 @@ class Patch:
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns about the order of calls
         finally:
             self.stepping = False
+            self._know_gradients()
+
+    def _know_gradients(self) -> None:
+        """Remember the gradients in `.grad`: the next step may overwrite them."""
+        self._known = {key: (weakref.ref(p.grad), version_of(p.grad)) for key, p in self._with_gradient().items()}
+
+    def _with_gradient(self) -> dict[int, Any]:
+        """Identity -> parameter, of the optimizer's parameters with a gradient in `.grad`."""
+        return {key: p for key, p in held_by(self.optimizer).items() if p.grad is not None}
+
+    def require_no_other_gradient(self) -> None:
+        """Raise Misuse if a gradient was put into `.grad`, or added to one, since the last step: it would be lost."""
+        for key, p in self._with_gradient().items():
+            known, version = self._known.get(key, (None, 0))
+            is_known = known is not None and known() is p.grad
+            if not p.requires_grad or (is_known and version_of(p.grad) == version):
+                continue
+            mine = here(p.grad)
+            if mine.is_sparse or bool(mine.any()):
+                assert self.engine is not None
+                name = next((name for name, q in self.engine.model.named_parameters() if q is p), "")
+                raise Misuse(
+                    f"expected no gradient in .grad before a step on losses, got one at parameter {name!r}, which was "
+                    "not clipped and would be lost: add a term that depends on no record to the noisy gradients in "
+                    "optimizer.register_step_pre_hook, take weight_decay=, or call zero_grad() after another backward()"
+                )
 
     def undo(self) -> None:
         """Restore the optimizer. A wrapper added later stays, and reaches the optimizer's own step."""
@@ -166,34 +195,38 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
                 )
     if not mine:
         raise Misuse("expected a model with trainable parameters, got none that requires grad")
-    held = require_own(optimizer, parameters.values())
-    loose = [name for key, name in mine.items() if key not in held]
-    if loose:
-        raise Misuse(
-            f"expected the optimizer to hold every trainable parameter, but {loose[0]!r} is not among its: freeze it "
-            "(requires_grad_(False)) or add it"
-        )
+    require_own(optimizer, parameters)
 
 
-def require_own(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> set[int]:
-    """Return the identities of the optimizer's parameters.
+def held_by(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+    """Identity -> parameter, of an optimizer's parameters."""
+    return {id(p): p for group in optimizer.param_groups for p in group["params"]}
+
+
+def require_own(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Require that an optimizer moves the trainable parameters of the model, all of them and no others.
 
     Args:
         optimizer: any.
-        parameters: all of the model, resharded: gathered shards are other tensors.
+        parameters: name -> parameter, all of the model, resharded: gathered shards are other tensors.
 
     Raises:
-        Misuse: the optimizer would move a parameter outside the model.
+        Misuse: it holds others, or not all.
     """
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    mine = set(map(id, parameters))
+    held = held_by(optimizer)
+    mine = set(map(id, parameters.values()))
     others = [p for key, p in held.items() if key not in mine and (p.requires_grad or p.grad is not None)]
     if others:
         raise Misuse(
             f"expected an optimizer of the model's parameters alone, got {len(others)} of others: it would apply their "
             "gradients as they are, neither clipped nor noised; give them an optimizer of their own, on public data"
         )
-    return set(held)
+    loose = [name for name, p in parameters.items() if p.requires_grad and id(p) not in held]
+    if loose:
+        raise Misuse(
+            f"expected the optimizer to hold every trainable parameter, but {loose[0]!r} is not among its: freeze it "
+            "(requires_grad_(False)) or add it"
+        )
 
 
 def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -202,8 +235,7 @@ def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         patch = engine._patch
         if patch is not None and patch.is_of(optimizer) and patch.stepping:
             return
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if held.isdisjoint(map(id, dict(engine.model.named_parameters()).values())):
+        if held_by(optimizer).keys().isdisjoint(map(id, dict(engine.model.named_parameters()).values())):
             continue
         if patch is not None:
             raise Misuse("expected steps of the attached optimizer alone, got one that goes round the privacy engine")

@@ -51,6 +51,7 @@
 |---|---|---|
 | dividing by the sampled batch size | the expected size always divides; the sampled one is private | `test_empty_batches_move_the_parameters_and_count` |
 | a GradScaler, for half precision | refused: every gradient would be above the threshold | `test_a_grad_scaler_is_refused` |
+| a gradient put into `.grad` before the step, by a penalty's `backward()` or a hook of Lightning or Trainer | refused: "would be lost"; a pre-hook of `optimizer.step` may add to the noisy gradient | `test_a_gradient_beside_the_losses_would_be_lost_and_is_refused` |
 | a sum over the batch declared as a mean, or a mean as a sum | refused: "the loss is a sum over the batch" | `test_a_sum_is_no_mean_and_a_mean_no_sum` |
 | `max_grad_norm=0`, Trainer's way to turn clipping off | refused: nothing would be learned | `test_what_cannot_be_private_is_refused_by_name` |
 | LBFGS, or a closure | refused: a step has one gradient | `test_an_optimizer_of_several_gradients_a_step_is_refused` |

@@ -41,6 +41,7 @@ def test_backward_by_hand(backend):
     with says(Misuse, r"expected no backward\(\): optimizer.step\(loss=losses\) runs it"):
         losses.mean().backward()
         optimizer.step(loss=losses)
+    optimizer.zero_grad()
     optimizer.step(loss=losses_of(model))  # and training can go on
     assert engine.steps == 1
 
@@ -107,6 +108,38 @@ def test_a_parameter_in_the_loss(loop):
     optimizer.step(loss=losses_of(model))
     with says(UnsupportedModel, r"2.weight: is read where the tape does not see it"):
         optimizer.step(loss=losses_of(model) + model[2].weight.square().sum())
+    assert engine.steps == 1
+
+
+def test_a_gradient_beside_the_losses_would_be_lost_and_is_refused(loop):
+    """As by the backward() of a penalty. Zeros, and the gradients of the last step, are no loss."""
+    model, optimizer, engine = loop
+    said = r"expected no gradient in \.grad before a step on losses, got one at parameter '0.weight', .*step_pre_hook"
+    for to_none in (True, False):
+        optimizer.step(loss=losses_of(model))
+        optimizer.step(loss=losses_of(model))
+        optimizer.zero_grad(set_to_none=to_none)
+        optimizer.step(loss=losses_of(model))
+        for cleared in (True, False):
+            if cleared:
+                optimizer.zero_grad(set_to_none=to_none)
+            sum(p.square().sum() for p in model.parameters()).backward()
+            for step in (lambda: optimizer.step(loss=losses_of(model)), engine.empty_step):
+                with says(Misuse, said):
+                    step()
+        optimizer.zero_grad(set_to_none=to_none)
+    assert engine.steps == 6
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model[0].weight.grad.clone()))
+    optimizer.step(loss=losses_of(model))
+    assert torch.equal(seen[0], model[0].weight.grad) and seen[0].any()
+
+
+def test_gradients_from_before_the_engine_are_no_loss():
+    model, optimizer, engine = made(attach=False)
+    losses_of(model).mean().backward()
+    engine.attach(optimizer)
+    optimizer.step(loss=losses_of(model))
     assert engine.steps == 1
 
 
@@ -215,6 +248,9 @@ def test_parameters_of_optimizer_and_model(loop):
     engine_of(model).attach(optimizer)
     optimizer.step(loss=losses_of(model))
     assert torch.equal(frozen, model[0].weight)
+    model[0].requires_grad_(True)
+    with says(Misuse, r"'0.weight' is not among its: freeze it"):
+        optimizer.step(loss=losses_of(model))
 
 
 def test_arguments():

@@ -388,6 +388,12 @@ class Unpacks(Callback):
         _, _ = batch
 
 
+class Decays(Classifier):
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            p.grad = 0.1 * p.detach()
+
+
 class Parts(Classifier):
     """Calls its parts, as Lightning's quickstart does."""
 
@@ -416,6 +422,7 @@ def test_the_plan_has_the_steps_of_a_limited_epoch():
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=None"),
         ({"overfit_batches": 1}, "overfit_batches=0"),
         ({"module": Manual}, "automatic_optimization=True"),
+        ({"module": Decays}, r"got one at parameter .* would be lost: .* optimizer\.register_step_pre_hook"),
         ({"module": Without}, "expected the optimizer to hold every trainable parameter"),
         ({"loader": {"sampler": WeightedRandomSampler([1.0] * 60, 60)}}, "got WeightedRandomSampler"),
         ({"loader": {"drop_last": True}}, "got drop_last=True"),

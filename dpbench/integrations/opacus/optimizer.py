@@ -67,7 +67,6 @@ class DPOptimizer(Optimizer):
         self.losses = losses
         self._engine, self._clips, self._stepped = engine, clips, stepped
         self._skip = self._told = False
-        self._grads = {p: p.grad for p in self.params}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         quantile = clips.quantile
         if quantile is not None:
@@ -166,7 +165,6 @@ class DPOptimizer(Optimizer):
                 closure()
         try:
             losses = self.losses.take()
-            self._refuse_other_gradients()
         except BaseException:
             self._give_up()
             raise
@@ -176,7 +174,6 @@ class DPOptimizer(Optimizer):
             self._engine.virtual_step(losses)
         else:
             self._engine.step(losses)
-        self._grads = {p: p.grad for p in self.params}
         if self._engine.stepped:
             self._stepped()
             self._see_who_draws()
@@ -236,14 +233,3 @@ class DPOptimizer(Optimizer):
             PrivacyWarning,
             stacklevel=4,
         )
-
-    def _refuse_other_gradients(self) -> None:
-        """Raise Misuse for a gradient that reached a parameter past the model's outputs, as it would be lost."""
-        names = {id(p): name for name, p in self._engine.model.named_parameters()}
-        for p in self.params:
-            if p.grad is not None and p.grad is not self._grads.get(p):
-                raise Misuse(
-                    "expected a loss of the model's outputs alone, got one with a gradient of its own at parameter "
-                    f"{names.get(id(p))!r}, or a backward() of an output in eval mode: weight decay is the optimizer's "
-                    "(weight_decay=); call zero_grad() after backward passes of other losses"
-                )
