@@ -77,10 +77,11 @@ class _Turns:
 
 
 class _Epsilon(Callback):
-    """Logs `epsilon` as often as the Trainer logs."""
+    """Logs `epsilon` as often as the Trainer logs; never with `barebones=True` or `log_every_n_steps=0`."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step % trainer.log_every_n_steps == 0 or trainer.is_last_batch:
+        every = trainer.log_every_n_steps
+        if every and (trainer.global_step % every == 0 or trainer.is_last_batch):
             pl_module.log("epsilon", trainer.strategy.engine.privacy_spent().epsilon, on_step=True, on_epoch=False)
 
 

@@ -190,6 +190,13 @@ def test_epsilon_is_that_of_the_engine_alone_and_in_the_log(tmp_path):
     module(torch.randn(2, 6, dtype=torch.float64)).sum().backward()  # an ordinary module again
 
 
+@pytest.mark.parametrize("options", [{"barebones": True}, {"log_every_n_steps": 0}], ids=str)
+def test_a_trainer_that_logs_nothing_trains_the_same(options):
+    strategy = strategy_of()
+    _, module = fit(strategy, **options)
+    assert_same(module, wanted_of(strategy))
+
+
 def test_bf16_is_near():
     def found(**options):
         strategy = strategy_of()
