@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import slow_unless
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_made import Made
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -551,6 +552,8 @@ def test_one_engine_has_one_model():
     for refused, words in (
         (lambda: private(engine=made.engine), "expected one make_private of a PrivacyEngine"),
         (lambda: made.optimizer.grad_samples, "got optimizer.grad_samples"),
+        (lambda: made.optimizer.pre_step(), "without per-sample gradients, got optimizer.pre_step: "),
+        (lambda: made.model.disable_hooks(), r"expected eval mode or torch\.no_grad\(\)"),
         (lambda: made.optimizer.signal_skip_step(True), "expected BatchMemoryManager"),
         (
             lambda: made.engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1),
@@ -559,6 +562,12 @@ def test_one_engine_has_one_model():
     ):
         with pytest.raises(Misuse, match=words):
             refused()
+
+
+def test_opacus_own_manager_of_batches_names_ours():
+    made = private()
+    with pytest.raises(AttributeError, match=r"take BatchMemoryManager of dpbench\.integrations\.opacus"):
+        BatchMemoryManager(data_loader=made.loader, max_physical_batch_size=4, optimizer=made.optimizer).__enter__()
 
 
 def test_losses_of_the_ghost_criterion_are_added_and_weighed():

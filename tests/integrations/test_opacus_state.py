@@ -57,6 +57,9 @@ def test_what_is_returned_has_opacus_names():
     theirs = opacus.GradSampleModule(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     assert list(made.model.state_dict()) == list(theirs.state_dict())
     assert len(made.loader) == 12 and made.loader.dataset is DATA and made.loader.sample_rate == 1 / 12
+    with pytest.raises(AttributeError, match="no setter"):
+        made.optimizer.expected_batch_size = 100  # it would divide nothing
+    made.model.set_grad_sample_to_none()
     assert made.optimizer.expected_batch_size == 50 and made.optimizer.accumulated_iterations == 1
     assert made.optimizer.original_optimizer.param_groups is made.optimizer.param_groups
     normed = nn.Sequential(nn.BatchNorm1d(4))

@@ -39,7 +39,10 @@ class DPDataLoader(DataLoader[Any]):
         if name.startswith("__") or name == "source":
             raise AttributeError(name)
         if self.poisson and name in ("sampler", "batch_sampler"):
-            raise AttributeError(f"expected the batches of this loader itself, got its {name}: the engine samples them")
+            raise AttributeError(
+                f"expected the batches of this loader itself, got its {name}: the engine samples them; for pieces of a "
+                "batch take BatchMemoryManager of dpbench.integrations.opacus"
+            )
         return getattr(self.source, name)
 
     def stepped(self) -> None:

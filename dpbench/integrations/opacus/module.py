@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from dpbench.engine import Misuse
+
 
 class GradSampleHooks:
     """Returned by `wrap_model=False`: removes the hooks from the model, which trains as it is.
@@ -29,6 +31,18 @@ class GradSampleHooks:
 
     def forbid_grad_accumulation(self) -> None:
         """Does nothing, as a step always has one backward pass."""
+
+    def set_grad_sample_to_none(self) -> None:
+        """Does nothing, as no per-sample gradient is stored."""
+
+    del_grad_sample = set_grad_sample_to_none
+
+    def disable_hooks(self) -> None:
+        """Always raises Misuse, as the hooks ignore what is evaluated."""
+        raise Misuse(
+            "expected eval mode or torch.no_grad() for what is not trained, got disable_hooks(); remove_hooks() ends "
+            "private training"
+        )
 
 
 class GradSampleModule(GradSampleHooks, nn.Module):

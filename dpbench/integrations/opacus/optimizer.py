@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dpbench.engine import AdamBC, Misuse, PrivacyEngine, PrivacyWarning
@@ -31,6 +31,18 @@ def _of_original(name: str) -> Any:
         setattr(self.original_optimizer, name, value)
 
     return property(get, put)
+
+
+def _without(name: str) -> Any:
+    """An attribute of Opacus' optimizer that always raises Misuse."""
+
+    def get(self: DPOptimizer) -> Any:
+        raise Misuse(
+            f"expected code that does without per-sample gradients, got optimizer.{name}: step() clips and sums them "
+            "without keeping any; clipping.load_backend('vmap') computes gradients one by one"
+        )
+
+    return property(get)
 
 
 class DPOptimizer(Optimizer):
@@ -62,7 +74,6 @@ class DPOptimizer(Optimizer):
     ) -> None:  # not Optimizer's: it has no parameters of its own
         self.original_optimizer = optimizer
         self.loss_reduction = loss_reduction
-        self.expected_batch_size = engine.settings.batch_size
         self.step_hook: StepHook | None = None
         self.losses = losses
         self._engine, self._clips, self._stepped = engine, clips, stepped
@@ -96,6 +107,11 @@ class DPOptimizer(Optimizer):
             self._clips.norm = float(value)
 
     @property
+    def expected_batch_size(self) -> int:
+        """b, which divides the noisy sum: that of the engine."""
+        return self._engine.settings.batch_size
+
+    @property
     def adaptive(self) -> bool:
         """Whether the norm adapts itself."""
         return self._clips.quantile is not None
@@ -110,13 +126,11 @@ class DPOptimizer(Optimizer):
         """Always 1: the loader handles the pieces of a logical batch."""
         return 1
 
-    @property
-    def grad_samples(self) -> list[Tensor]:
-        """Always raises Misuse, as per-sample gradients are not stored."""
-        raise Misuse(
-            "expected code that does without per-sample gradients, got optimizer.grad_samples: they are clipped and "
-            "summed without being kept; clipping.load_backend('vmap') computes gradients one by one"
-        )
+    grad_samples = _without("grad_samples")
+    pre_step = _without("pre_step")
+    clip_and_accumulate = _without("clip_and_accumulate")
+    add_noise = _without("add_noise")
+    scale_grad = _without("scale_grad")
 
     param_groups = _of_original("param_groups")
     state = _of_original("state")
