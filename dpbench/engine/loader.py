@@ -50,6 +50,7 @@ class PrivateLoader:
         most: samples in a physical batch; None for no limit.
 
     Attributes:
+        dataset: as given.
         is_last: the last yielded physical batch ends its logical batch.
         is_empty: it holds no record of the data, but for padding.
 
@@ -86,8 +87,16 @@ class PrivateLoader:
             collate.require_empty()
         options.setdefault("generator", torch.Generator())  # else the loader would draw from the global one
         self.is_last = self.is_empty = False
-        self._engine, self._pieces = engine, _Pieces(engine, most, pad)
+        self.dataset, self._engine, self._pieces = dataset, engine, _Pieces(engine, most, pad)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._pieces, collate_fn=collate, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("sampler", "batch_sampler"):  # accelerate.skip_first_batches asks for them
+            raise AttributeError(
+                f"expected the batches of data_loader itself, got its {name}: the engine draws them, and skips none; "
+                "after engine.load_state_dict it goes on behind the last step"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __len__(self) -> int:
         """Physical batches in the current epoch of training; draws and counts them all if logical batches are split."""

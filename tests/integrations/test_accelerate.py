@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from ranks import ranks
 
 from dpbench import AdamBC, Misuse, PrivacyEngine
@@ -116,6 +116,15 @@ def test_a_step_round_the_engine_is_refused():
     model(data().tensors[0][:4])
     with pytest.raises(Misuse, match="goes round the privacy engine"):
         optimizer.optimizer.step()
+    engine.detach()
+
+
+def test_skipping_batches_says_that_the_engine_resumes_by_itself():
+    accelerator, _, _, _, engine = parts("last")
+    loader = accelerator.prepare(engine.data_loader(data()))
+    assert len(loader.dataset) == 60  # as PyTorch's quickstart reads it
+    with pytest.raises(AttributeError, match=r"after engine\.load_state_dict it goes on behind the last step"):
+        skip_first_batches(loader, 2)
     engine.detach()
 
 
