@@ -363,7 +363,11 @@ class PrivacyEngine(State):
         saved = {**state["settings"], "sensitivity": state["sensitivity"]}
         for name in mine:
             if mine[name] != saved.get(name):
-                raise ValueError(f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}")
+                calibrated = name == "noise_multiplier" and self.settings.target_epsilon is not None
+                raise ValueError(
+                    f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}"
+                    + ": give it in place of target_epsilon, whose noise is that of the planned steps" * calibrated
+                )
         if state["sums"] and state["place"] != list(place()):
             raise ValueError(
                 "expected the checkpoint of process {} of {} in the middle of a logical batch, got that of {} of {}: "

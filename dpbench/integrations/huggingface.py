@@ -144,7 +144,6 @@ class PrivateTrainer(Trainer):
         self.privacy = privacy
         self.engine: PrivacyEngine | None = None
         self._steps: Steps | None = None
-        self._has_begun = False
         if train_dataset is not None:
             self.engine = self._made()
 
@@ -156,6 +155,8 @@ class PrivateTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
         """As `Trainer.train`. From a checkpoint the engine resumes with noise of a fresh key.
 
+        Afterwards model and optimizer are ordinary ones, and the engine continues to count if training goes on here.
+
         Raises:
             ValueError: the checkpoint lacks the engine's state, or has that of an engine with other settings.
         """
@@ -164,8 +165,12 @@ class PrivateTrainer(Trainer):
             checkpoint = get_last_checkpoint(self.args.output_dir)
         if checkpoint:
             self._engine.load_state_dict(_state_in(Path(checkpoint), self.args.process_index))
-        self._has_begun = False
-        return super().train(resume_from_checkpoint, *others, **options)
+        try:
+            return super().train(resume_from_checkpoint, *others, **options)
+        finally:
+            steps, self._steps = self._steps, None
+            if steps is not None:
+                steps.close()
 
     def get_train_dataloader(self) -> Any:
         """An epoch's turns, for Trainer's loop to count and skip; the engine draws the records."""
@@ -254,9 +259,7 @@ class PrivateTrainer(Trainer):
             compile = vars(self.privacy)["compile"]
             self._steps = Steps(self._engine, self.optimizer, self._losses_of, advice=advice, compile=compile)
             self.programs = self._steps.programs
-        if not self._has_begun:
             self._steps.begin(self._loader())
-            self._has_begun = True
         return self._steps
 
     @property

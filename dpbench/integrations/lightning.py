@@ -284,11 +284,11 @@ class _Private:
 
     def teardown(self) -> None:
         """As Lightning's; restores module and optimizer, and keeps the engine."""
-        self._steps = self._output = None
         for name in ("_on_before_batch_transfer", "log"):
             vars(self.lightning_module).pop(name, None)
-        if self.engine is not None:
-            self.engine.detach()
+        steps, self._steps, self._output = self._steps, None, None
+        if steps is not None:
+            steps.close()
         super().teardown()  # type: ignore[misc]
 
     def _made(self, dataloader: Any) -> PrivacyEngine:

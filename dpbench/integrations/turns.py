@@ -73,12 +73,12 @@ class Steps:
         compile: Compile,
     ) -> None:
         self._engine, self._losses_of, self._advice = engine, losses_of, advice
-        self._attach(optimizer)
         self.programs = Programs(engine, losses_of, compile=compile)
         self._sum: Tensor | float = 0.0
         self._count = 0
         self._last: Tensor | None = None  # losses of the last piece, None if it has no samples
         self._is_held = self._is_last = False
+        self._attach(optimizer)
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         self._engine.attach(optimizer)
@@ -95,10 +95,15 @@ class Steps:
                 private(loss=losses)
             return result
 
-        self._step = private
+        self._step, self._optimizer = private, optimizer
         if hasattr(private, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Restore the optimizer, and detach the engine."""
+        self._optimizer.step = self._step  # type: ignore[method-assign]
+        self._engine.detach()
 
     def begin(self, loader: PrivateLoader) -> None:
         """Take the next pieces from this loader, epoch after epoch.

@@ -365,6 +365,18 @@ def test_the_last_checkpoint_and_training_once_more(tmp_path):
     assert more.state.global_step == 8 and more.engine.privacy_spent().steps == 16
 
 
+def test_model_and_optimizer_are_ordinary_after_training(tmp_path):
+    trainer = trainer_of(tmp_path, privacy={"noise_multiplier": 1.0})
+    trainer.train()
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.model(**{name: x[None] for name, x in Records("gpt2")[0].items()}).loss.backward()
+    trainer.optimizer.step()
+    assert not all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    Trainer(trainer.model, arguments(tmp_path), train_dataset=Records("gpt2")).train()
+    trainer.train()
+    assert trainer.engine.privacy_spent().steps == trainer.engine.steps == 24
+
+
 def test_a_checkpoint_of_an_ordinary_trainer_is_refused(tmp_path):
     ordinary = Trainer(
         model=model_of("gpt2"),
@@ -380,6 +392,9 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     trainer_of(tmp_path, save_strategy="steps", save_steps=6, max_steps=6).train()
     with pytest.raises(ValueError, match=r"expected batch_size=8 as in the checkpoint, got 4"):
         trainer_of(tmp_path, per_device_train_batch_size=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    with pytest.raises(ValueError, match=r"noise_multiplier=0\.0 .*: give it in place of target_epsilon, whose noise"):
+        longer = trainer_of(tmp_path, privacy={"target_epsilon": 3.0})
+        longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
