@@ -4,6 +4,7 @@ import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,14 @@ def test_steps_on_one_batch_are_passes():
             made.train(loader=[(x, y)] * steps)
     of_five = load_accountant("prv").epsilon(SubsampledGaussian(1.0, 1.0), steps=5, delta=1e-5)
     assert made.steps == 7 and made.engine.get_epsilon(1e-5) == pytest.approx(of_five)
+
+
+def test_iterations_that_take_turns_may_use_a_record_each():
+    made = private(poisson_sampling=False, data_loader=DataLoader(DATA, batch_size=50, shuffle=True))
+    for batch, other in islice(zip(made.loader, made.loader, strict=True), 3):
+        made.train(loader=[other if made.steps == 1 else batch])
+    of_three = load_accountant("prv").epsilon(SubsampledGaussian(1.0, 1.0), steps=3, delta=1e-5)
+    assert made.engine.get_epsilon(1e-5) == pytest.approx(of_three)
 
 
 def test_noise_that_changes_keeps_the_passes_that_were_broken_off():

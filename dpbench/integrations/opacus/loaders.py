@@ -72,12 +72,13 @@ class Epochs:
     """Counts how often the iterations of a loader may have used a record.
 
     An iteration counts as many times as there were steps after one of its batches and before the next, also if it is
-    interrupted: the next one may begin with the same records.
+    interrupted: the next one may begin with the same records. So may one that it takes turns with, as in zip.
     """
 
     def __init__(self, engine: PrivacyEngine) -> None:
         self._engine = engine
         self._counted = self._steps = 0
+        self._iteration: object = None
 
     def of(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of a loader; the first step within them begins an epoch.
@@ -85,8 +86,10 @@ class Epochs:
         Args:
             loader: of the caller's.
         """
-        self._counted = 0
+        mine = object()
         for batch in loader:
+            if self._iteration is not mine:
+                self._iteration, self._counted = mine, 0
             self._steps = 0
             yield batch
 
