@@ -85,7 +85,9 @@ class PrivateLoader:
         collate = _Collate(dataset, collate_fn)
         if settings.mechanism.sampling in ("poisson", "truncated_poisson", "balls_and_bins") and not pad:
             collate.require_empty()
-        options.setdefault("generator", torch.Generator())  # else the loader would draw from the global one
+        self._seeds = None
+        if options.get("generator") is None:  # else the loader would draw from the global one
+            self._seeds = options["generator"] = torch.Generator()
         self.is_last = self.is_empty = False
         self.dataset, self._engine, self._pieces = dataset, engine, _Pieces(engine, most, pad)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._pieces, collate_fn=collate, **options)
@@ -105,6 +107,8 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         self._engine._begin_drawing()
         key = self._pieces.key
+        if self._seeds is not None:  # workers draw other numbers in each iteration
+            self._seeds.manual_seed(self._engine._sampler.seed_of_workers(self._pieces.first))
         with torch.device("cpu"):  # the generator's device, whatever the default
             batches = iter(self._loader)
         drawn = self._pieces.drawn
@@ -156,7 +160,7 @@ class _Pieces:
 
     def _generate(self, drawn: deque[tuple[int, bool, int, int]]) -> Iterator[list[int]]:
         rank, processes = self._shard
-        first = self._first()
+        first = self.first
         self.end = (first // self.steps_per_epoch + 1) * self.steps_per_epoch
         for step in range(first, self.end):
             sample = self._sampler.batch(step)
@@ -173,14 +177,15 @@ class _Pieces:
         """Physical batches of the epoch."""
         if self._most is None:
             return self.steps_per_epoch
-        epoch = self._first() // self.steps_per_epoch
+        epoch = self.first // self.steps_per_epoch
         if self._counted is None or self._counted[:2] != (self.key, epoch):
             steps = range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
             pieces = sum(-(-self._longest(len(self._sampler.batch(step))) // self._most) for step in steps)
             self._counted = self.key, epoch, pieces
         return self._counted[2]
 
-    def _first(self) -> int:
+    @property
+    def first(self) -> int:
         """The logical batch that an iteration begins with; skipped batches are not drawn again."""
         return max(self._engine.drawn, self._engine._ended)
 

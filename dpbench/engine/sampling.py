@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from dpbench.engine.distributed import shared_key
+from dpbench.engine.distributed import place, shared_key
 from dpbench.engine.settings import Settings
 
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -86,6 +86,11 @@ class Sampler:
         if scheme == "balls_and_bins":
             return np.flatnonzero(self._of_epoch(epoch) == place)
         return self._of_epoch(epoch)[place * b : (place + 1) * b]
+
+    def seed_of_workers(self, step: int) -> int:
+        """A loader's base seed for an iteration from this logical batch, another one in each process."""
+        rank, processes = place()
+        return int(self._words("workers", step, processes)[rank])
 
     def _of_epoch(self, epoch: int) -> Indices:
         """The order of the records; under balls and bins, each record's batch."""

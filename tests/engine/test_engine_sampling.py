@@ -186,3 +186,25 @@ def test_who_goes_back_draws_other_batches_and_who_replays_the_same(sampling, re
     if sampling in ("shuffled", "balls_and_bins"):  # an epoch has 20 batches: this one, and one for each left behind
         six = load_accountant("prv").guarantee(engine.settings.mechanism, steps=6 * 20, delta=1e-5)
         assert engine.privacy_spent(1e-5).epsilon == pytest.approx(six.epsilon)
+
+
+class Augmented(TensorDataset):
+    """Records with random numbers, as augmentation draws them."""
+
+    def __getitem__(self, i):
+        return torch.rand(3), *super().__getitem__(i)
+
+
+def test_workers_draw_other_numbers_in_each_iteration_and_training():
+    """Also from a new loader, as each epoch or BatchMemoryManager makes one; a seeded engine repeats them."""
+    drawn = []
+    for seed in (None, None, 5, 5):
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        engine, optimizer, data, losses = make(20, sampling="shuffled", generator=generator)
+        for _ in range(2):
+            epoch = list(engine.data_loader(Augmented(*data.tensors), num_workers=1))
+            drawn.append(torch.cat([numbers for numbers, _, _ in epoch]))
+            for _, _, x in epoch:
+                optimizer.step(loss=losses(x))
+    assert torch.equal(drawn[4], drawn[6]) and torch.equal(drawn[5], drawn[7])
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn[:6], 2))
