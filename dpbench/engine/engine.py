@@ -80,6 +80,7 @@ class PrivacyEngine(State):
 
     Raises:
         ValueError: an invalid argument.
+        NoAnswer: the accountant has no bound for this sampling and group size, or no noise meets `target_epsilon`.
         UnsupportedModel: the model has no per-sample gradients, or none that the backend can compute.
     """
 

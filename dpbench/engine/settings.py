@@ -145,7 +145,8 @@ def resolve(
     """Check the engine's arguments, and find the noise multiplier.
 
     Raises:
-        ValueError: an invalid argument, named. `accounting.NoAnswer` if the target cannot be met.
+        ValueError: an invalid argument, named.
+        NoAnswer: the target cannot be met, or the accountant has no bound for this sampling and group size.
     """
     batch_size, sample_size = int(whole("batch_size", batch_size, 1)), int(whole("sample_size", sample_size, 1))
     steps = None if steps is None else int(whole("steps", steps, 1))
@@ -181,9 +182,11 @@ def resolve(
             alone = calibrate_noise_multiplier(accountant, sample_rate=1.0, steps=1, **at)
             noise_multiplier = alone * blt.sensitivity(planned) * (1 + 1e-12)  # rounded up
     mechanism = SubsampledGaussian(noise_multiplier, q, **scheme)
-    return Settings(
+    settings = Settings(
         batch_size, sample_size, planned, delta, target_epsilon, accountant, mechanism, bands=bands, blt=blt
     )
+    settings.guarantee(1, 0.5)  # raises NoAnswer now rather than after training
+    return settings
 
 
 def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:

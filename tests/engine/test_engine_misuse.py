@@ -11,6 +11,7 @@ from attached import attached, cross_entropy, says
 from torch import nn
 from torch.func import functional_call
 
+from accounting import NoAnswer
 from clipping import Flat, UnsupportedModel, WrongGradient, load_backend
 from dpbench import Misuse, PrivacyWarning
 
@@ -293,6 +294,20 @@ def test_fixed_batches_are_not_taken_for_poisson_samples(loop):
     spent = engine.privacy_spent()
     assert spent.sampled_by == "assumed" and not spent.private
     assert "these are not Poisson samples" in spent.caveats[0] and "Poisson sampling assumed" in str(spent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sampling": "shuffled", "accountant": "gdp"}, "no valid bound by this accountant under one pass an epoch"),
+        ({"group_size": 3, "accountant": "rdp"}, "no bound for a group of records by this accountant; prv and pld"),
+        ({"group_size": 3, "sampling": "balls_and_bins"}, "no bound for a group of records but under Poisson"),
+    ],
+    ids=str,
+)
+def test_an_accountant_without_a_bound_is_refused_before_training(changes, said):
+    with says(NoAnswer, said):
+        engine_of(nn.Linear(2, 2), **changes)
 
 
 def test_beyond_the_planned_steps():
