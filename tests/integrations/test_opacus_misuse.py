@@ -16,7 +16,7 @@ from marks import slow_unless
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_made import Made
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from clipping.core.types import UnsupportedModel
 from dpbench import Misuse, PrivacyWarning
@@ -598,6 +598,13 @@ def test_the_batch_size_that_was_chosen_divides(records):
     """Not int(n / len(loader)), which is 22 of 245 records, and tells of their number."""
     settings = private(records=data(records)).engine.engine.settings
     assert settings.batch_size == 24 and settings.mechanism.sample_rate == 1 / -(-records // 24)
+
+
+def test_a_loader_of_one_process_s_share_has_the_batch_size_of_all():
+    records = TensorDataset(torch.zeros(96, 6), torch.zeros(96, dtype=torch.long))
+    sampler = DistributedSampler(records, num_replicas=4, rank=0)
+    settings = private(data_loader=DataLoader(records, batch_size=6, sampler=sampler)).engine.engine.settings
+    assert settings.batch_size == 24 and settings.mechanism.sample_rate == 1 / 4
 
 
 def test_the_ghost_mode_names_its_criterion():

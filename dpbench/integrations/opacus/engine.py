@@ -14,12 +14,11 @@ from dpbench.engine import PrivacyEngine as Engine
 from dpbench.engine.adjust import set_rate
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import batch_norm_problem, batch_norms, require_known, require_usable
-from dpbench.integrations.loader_options import batch_size_of
 from dpbench.integrations.opacus import checkpoint
 from dpbench.integrations.opacus.accountant import Accountant
 from dpbench.integrations.opacus.clips import Clips
 from dpbench.integrations.opacus.criterion import Backward, DPLoss
-from dpbench.integrations.opacus.loaders import DPDataLoader, scheme_of
+from dpbench.integrations.opacus.loaders import DPDataLoader, records_of, scheme_of
 from dpbench.integrations.opacus.module import GradSampleHooks, GradSampleModule, unwrapped
 from dpbench.integrations.opacus.optimizer import DPOptimizer
 from dpbench.integrations.opacus.outputs import Outputs
@@ -80,7 +79,8 @@ class PrivacyEngine:
             module: any that `dpbench.PrivacyEngine` can train, also with nn.LSTM or tied weights, unlike Opacus.
             optimizer: of the module's parameters.
             data_loader: of a dataset with a length. It is the same in all processes, with the batch size of all
-                together; each process gets its part of every sample.
+                together, or has a DistributedSampler and the batch size of one process; each process gets its part of
+                every sample.
             noise_multiplier: σ.
             max_grad_norm: C; with clipping="per_layer" also one of each trainable parameter.
             criterion: nn.CrossEntropyLoss() if None; used in the ghost modes alone.
@@ -135,7 +135,7 @@ class PrivacyEngine:
         records = len(data_loader.dataset)  # type: ignore[arg-type]
         engine = Engine(
             model,
-            batch_size=batch_size_of(data_loader),
+            batch_size=records_of(data_loader),
             sample_size=records,
             max_grad_norm=function.sensitivity,
             noise_multiplier=noise_multiplier,

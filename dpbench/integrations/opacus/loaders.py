@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from dpbench.engine import Misuse, PrivacyEngine
-from dpbench.integrations.loader_options import shared_options
+from dpbench.integrations.loader_options import batch_size_of, shared_options
 
 
 class DPDataLoader(DataLoader[Any]):
@@ -145,6 +145,16 @@ class _Pieces:
             for start in range(0, len(batch), self._most):
                 is_last.append(start + self._most >= len(batch))
                 yield batch[start : start + self._most]
+
+
+def records_of(source: DataLoader[Any]) -> int:
+    """The chosen batch size of all processes together; a loader with a DistributedSampler has that of one process.
+
+    Args:
+        source: the caller's loader.
+    """
+    sampler: Any = getattr(source.batch_sampler, "sampler", None)
+    return batch_size_of(source) * (sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1)
 
 
 def scheme_of(source: DataLoader[Any], poisson: bool) -> str:
