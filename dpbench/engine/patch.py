@@ -87,7 +87,14 @@ class Patch:
         self.engine: State | None = engine
         own = vars(optimizer)
         # attributes of accelerate's own wrappers: it then leaves the optimizer as it is
-        wrapper = {"_is_accelerate_prepared": True, "optimizer": optimizer, "step_was_skipped": False}
+        wrapper: dict[str, Any] = {
+            "_is_accelerate_prepared": True,
+            "optimizer": optimizer,
+            "step_was_skipped": False,
+        }
+        if self._beneath is not None:  # the wrapper has no hooks to register with
+            wrapper["register_step_pre_hook"] = self._beneath.register_step_pre_hook
+            wrapper["register_step_post_hook"] = self._beneath.register_step_post_hook
         self._added = {
             "step": types.MethodType(step, optimizer),
             "virtual_step": types.MethodType(virtual_step, optimizer),

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 from accelerate import Accelerator, skip_first_batches
 from ranks import ranks
 
 from dpbench import AdamBC, Misuse, PrivacyEngine
+from dpbench.integrations.opacus import PrivacyEngine as OpacusEngine
 
 SGD = partial(torch.optim.SGD, momentum=0.5)
 
@@ -109,6 +111,30 @@ def test_a_step_without_losses_says_what_to_do(order):
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()  # an ordinary one again
     assert all(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_the_interface_of_opacus_takes_what_accelerate_has_prepared(mode):
+    def weights(prepare):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3).double()
+        made = (model, SGD(model.parameters(), lr=0.5), DataLoader(data(), batch_size=12))
+        model, optimizer, loader = prepare(*made)
+        settings = {"noise_multiplier": 1.0, "max_grad_norm": 0.3, "noise_generator": torch.Generator().manual_seed(3)}
+        private = OpacusEngine()
+        model, optimizer, *criterion, loader = private.make_private(
+            module=model, optimizer=optimizer, data_loader=loader, grad_sample_mode=mode, **settings
+        )
+        steps = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        for x, y in loader:
+            optimizer.zero_grad()
+            (criterion or [F.cross_entropy])[0](model(x), y).backward()
+            optimizer.step()
+        assert len(steps) == private.engine.steps == 5
+        return torch.cat([p.detach().flatten() for p in made[0].parameters()])
+
+    assert torch.equal(weights(Accelerator(cpu=True).prepare), weights(lambda *made: made))
 
 
 def test_a_step_round_the_engine_is_refused():

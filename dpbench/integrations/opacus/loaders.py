@@ -40,8 +40,9 @@ class DPDataLoader(DataLoader[Any]):
             raise AttributeError(name)
         if self.poisson and name in ("sampler", "batch_sampler"):
             raise AttributeError(
-                f"expected the batches of this loader itself, got its {name}: the engine samples them; for pieces of a "
-                "batch take BatchMemoryManager of dpbench.integrations.opacus"
+                f"expected the batches of this loader itself, got its {name}: the engine samples them; leave it "
+                "out of accelerate's prepare, and for pieces of a batch take BatchMemoryManager of "
+                "dpbench.integrations.opacus"
             )
         return getattr(self.source, name)
 
