@@ -13,6 +13,16 @@ from transformers import Trainer
 
 DRAWN = "batches are drawn as privacy.sampling says"
 SECRET = "a checkpoint holds the keys of the noise and of the sampling, which are as secret as the data"
+TRUE = ("true", "1", "on", "yes")
+UPLOADS = (
+    ("wandb", "WANDB_LOG_MODEL", "false", ("checkpoint",)),
+    ("mlflow", "HF_MLFLOW_LOG_ARTIFACTS", "false", TRUE),
+    ("dagshub", "HF_DAGSHUB_LOG_ARTIFACTS", "false", TRUE),
+    ("comet_ml", "COMET_LOG_ASSETS", "false", TRUE),
+    ("clearml", "CLEARML_LOG_MODEL", "true", TRUE),
+    ("dvclive", "HF_DVCLIVE_LOG_MODEL", "false", ("all",)),
+)
+"""(tracker, environment variable, its value if it is not set, the values by which whole checkpoints are uploaded)."""
 Refusal = tuple[Any, str, Any, str, str]
 """(is it refused?, name, what came, what is expected, why)."""
 
@@ -58,8 +68,10 @@ def _of_arguments(args: Any) -> Iterator[Refusal]:
         yield kwargs.get("use_reentrant"), name, repr(kwargs), "{'use_reentrant': False}", "it records nothing"
     yield inside, "optim", repr(optimizer), "'adamw_torch'", "it steps within backward, before anything is clipped"
     yield published, "hub_strategy", repr(hub), "'end'", SECRET
-    logged = os.environ.get("WANDB_LOG_MODEL") == "checkpoint" and "wandb" in args.report_to
-    yield logged, "WANDB_LOG_MODEL", "'checkpoint'", "'end'", SECRET
+    keeps = args.save_strategy != "no" and not args.save_only_model
+    for tracker, variable, usual, values in UPLOADS:
+        value = os.environ.get(variable, usual)
+        yield keeps and tracker in args.report_to and value.lower() in values, variable, repr(value), "'false'", SECRET
 
 
 def _of_options(options: dict[str, Any]) -> Iterator[Refusal]:

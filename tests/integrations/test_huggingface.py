@@ -15,6 +15,7 @@ from transformers import BartConfig, BartForCausalLM, HfArgumentParser, Trainer,
 from dpbench import Misuse, PrivacyEngine
 from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
 from dpbench.integrations.transformers_losses import per_sample_losses
+from dpbench.integrations.transformers_refusals import refuse
 
 LR, CLIP = 0.5, 0.3
 ADAM = {"optim": "adamw_torch", "learning_rate": 0.01}
@@ -450,6 +451,19 @@ def test_what_needs_a_gpu_is_refused_by_name(name, value, words, tmp_path):
     setattr(args, name, value)  # TrainingArguments refuse it elsewhere
     with pytest.raises(ValueError, match=f"expected {words}"):
         PrivateTrainer(model_of("gpt2"), args, train_dataset=Records("gpt2"), privacy=PrivacyArguments())
+
+
+@pytest.mark.parametrize(
+    ("tracker", "variable", "value"),
+    [("wandb", "WANDB_LOG_MODEL", "checkpoint"), ("mlflow", "HF_MLFLOW_LOG_ARTIFACTS", "1"), ("clearml", None, "true")],
+)
+def test_a_tracker_that_uploads_checkpoints_would_publish_the_keys(tracker, variable, value, tmp_path, monkeypatch):
+    if variable is not None:
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"^expected {variable or 'CLEARML_LOG_MODEL'}='false' .*, got '{value}': "):
+        trainer_of(tmp_path, report_to=[tracker], save_strategy="steps")
+    whole = {"args": arguments(tmp_path, report_to=[tracker], save_strategy="steps", save_only_model=True)}
+    refuse(PrivateTrainer.__new__(PrivateTrainer), {**whole, "privacy": PrivacyArguments()})  # weights alone may be
 
 
 def test_what_there_is_to_train_on_and_with_is_asked_for(tmp_path):
