@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -22,11 +27,15 @@ def refuse(trainer: Any) -> None:
     norm = "privacy['max_grad_norm'] clips each sample's gradient"
     trial = "its steps on trial spend ε and are undone; find the value on public data, or account for its steps as well"
     tuners = [type(each).__name__ for each in callbacks if isinstance(each, (BatchSizeFinder, LearningRateFinder))]
+    whole = any(isinstance(each, ModelCheckpoint) and not each.save_weights_only for each in callbacks)
+    uploads = [type(each).__name__ for each in trainer.loggers if getattr(each, "_log_model", False)]
+    secret = "checkpoints hold the keys of noise and sampling; leave log_model out, or keep save_weights_only=True"
     grows = any(isinstance(each, GradientAccumulationScheduler) for each in callbacks)
     for wrong, wanted, came, why in (
         (not module.automatic_optimization, "automatic_optimization=True", "False", steps),
         (trainer.accumulate_grad_batches != 1, "accumulate_grad_batches=1", trainer.accumulate_grad_batches, pieces),
         (tuners, "no tuner", " and ".join(tuners), trial),
+        (whole and uploads, "no logger that uploads checkpoints", " and ".join(uploads), secret),
         (grows, "no GradientAccumulationScheduler", "one", pieces),
         (trainer.gradient_clip_val is not None, "gradient_clip_val=None", trainer.gradient_clip_val, norm),
         (precision.startswith("16"), "precision='bf16-mixed'", precision, "losses cannot be scaled and then clipped"),

@@ -243,6 +243,15 @@ def test_training_once_more_goes_on_counting():
     assert strategy.engine.privacy_spent().steps == 10
 
 
+def test_a_logger_that_uploads_checkpoints_would_publish_the_keys(tmp_path):
+    logger = CSVLogger(tmp_path)
+    logger._log_model = "all"  # as in wandb's, MLflow's and Lightning's own
+    options = {"logger": logger, "default_root_dir": tmp_path, "max_epochs": 1}
+    with pytest.raises(ValueError, match=r"expected no logger that uploads checkpoints .*, got CSVLogger: .*the keys"):
+        fit(strategy_of(), callbacks=[ModelCheckpoint(tmp_path)], **options)
+    fit(strategy_of(), callbacks=[ModelCheckpoint(tmp_path, save_weights_only=True)], **options)
+
+
 def test_weights_alone_and_ordinary_checkpoints(tmp_path):
     saved = ModelCheckpoint(dirpath=tmp_path, filename="weights", save_weights_only=True)
     fit(strategy_of(), callbacks=[saved])
