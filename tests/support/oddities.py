@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from dpbench.conformance.oddities import Fused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from dpbench.conformance.oddities import Fused
 
 B, T, D = 5, 4, 6
 Forward = Callable[[nn.Module, Tensor], Tensor]
