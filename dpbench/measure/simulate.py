@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._dynamo  # the fake mode imports it; loaded here, before a server forks a trial
@@ -38,22 +38,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import InTurn, Parts, taken_by
 from clipping.numerics.convolution_memory import Convolution
-from dpbench.measure.bench import BACKWARD, FORWARD, Memory, Phases, storage_bytes
+from dpbench.measure.bench import BACKWARD, FORWARD, Memory, Phases, Step, storage_bytes
 
 #: Files whose functions wrap a mode, to keep the compiler away from it.
 _WRAPPERS = {torch._dynamo.eval_frame.__file__, torch._compile.__file__}
 
 
-class _SimulatedStep(Protocol):
-    """A step to simulate, and the tensors that live before and after it (`dpbench.measure.bench.Step`)."""
-
-    def __call__(self) -> object: ...
-
-    def holds(self) -> list[Tensor]:
-        """Tensors that live before and after the step."""
-
-
-OpenStep = Callable[[], AbstractContextManager[_SimulatedStep]]
+OpenStep = Callable[[], AbstractContextManager[Step]]
 
 
 class StorageLifetimes(TorchDispatchMode):

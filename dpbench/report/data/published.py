@@ -12,7 +12,7 @@ Functions take:
 import csv
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpbench.report import style
 
@@ -122,22 +122,18 @@ def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
     return None if found is None else Beside(f"Figure 5 of {BOOK_KEEPING}", time_ratio=found)
 
 
-class Alone(NamedTuple):
-    """A published time ratio to ordinary training, of a method that no backend here is."""
+def alone() -> list[dict[str, Any]]:
+    """Rows of ratios to ordinary training of methods that no backend here is.
 
-    source: str
-    model: str
-    method: str
-    time_ratio: float
-
-
-def alone() -> list[Alone]:
-    """Ratios that stand in a row of their own: FlashNorm's on GPT-2, which is exact, and FlashDP's, which is not."""
+    FlashNorm's on GPT-2, which is exact, and FlashDP's, which is not.
+    """
     found = [
-        Alone(FLASH_NORM, f"transformers:gpt2@{tokens}", f"flashnorm{after.replace(' BK', '_bk')}", value)
+        (FLASH_NORM, f"transformers:gpt2@{tokens}", f"flashnorm{after.replace(' BK', '_bk')}", value)
         for tokens in (4096, 32768)
         for after in ("", " BK")
         if (value := _number(FLASH_NORM, "README", f"GPT-2 T={tokens}", f"FlashNorm{after}", "time_ratio"))
     ]
-    speed = _number(FLASH_DP, "Abstract", "Llama-13B", "FlashDP", "throughput_ratio")
-    return found + ([Alone(FLASH_DP, "Llama-13B", "flashdp", 1 / speed)] if speed else [])
+    if speed := _number(FLASH_DP, "Abstract", "Llama-13B", "FlashDP", "throughput_ratio"):
+        found.append((FLASH_DP, "Llama-13B", "flashdp", 1 / speed))
+    columns = ("published_in", "model", "backend", "published_time_ratio")
+    return [dict(zip(columns, row, strict=True)) for row in found]

@@ -85,10 +85,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
                 row["published_memory_ratio"] = None if ordinary else told.memory_ratio
             rows.append(row)
     if any(str(row.get("published_in")).endswith(published.BOOK_KEEPING) and row["image_size"] is None for row in rows):
-        rows += [
-            {"model": a.model, "backend": a.method, "published_in": a.source, "published_time_ratio": a.time_ratio}
-            for a in published.alone()
-        ]
+        rows += published.alone()
     frame = statistics.frame_of(rows, _COLUMNS)
     whole = ("simulated_batch_size", "simulated_bytes", "max_batch_fails_at", "max_batch_budget_bytes")
     return statistics.in_order(frame.astype(dict.fromkeys(whole, "Int64")), "model", "image_size", "backend")
