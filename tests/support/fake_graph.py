@@ -1,4 +1,7 @@
-"""A recorder in place of a CUDA graph, which runs the recorded operations in the same memory."""
+"""A recorder in place of a CUDA graph, which runs the recorded operations in the same memory.
+
+Tests that look at the operations of a step read `ran`.
+"""
 
 from typing import Any, ClassVar
 

@@ -35,6 +35,8 @@ def without_accel(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.rmtree(folder / "clipping/accel")
+    (folder / "clipping/accel").mkdir()  # where the project is installed for editing, its own would be found
+    (folder / "clipping/accel/__init__.py").write_text("raise ModuleNotFoundError('deleted', name='clipping.accel')\n")
     return folder
 
 
