@@ -59,7 +59,7 @@
 | torch.compile of the model, or of a function that calls it | refused; `make_step(loss_fn, compile=True)` compiles the step | `test_what_is_compiled_after_the_engine_is_refused_or_exact` |
 | numbers, modules, buffers and hooks that change after a compiled step was traced | the step is captured again | `test_what_changes_in_python_changes_the_compiled_step` |
 | compiled steps on batches of many sizes | a warning: "pad batches to few shapes" | `test_more_shapes_than_there_are_graphs_for` |
-| Adam, whose second moment is mostly noise | not changed; `AdamBC` subtracts the noise's part | `test_its_second_moment_is_that_of_gradients_without_noise` |
+| Adam, whose second moment is mostly noise | not changed; `AdamBC` subtracts the noise's part | `test_it_is_the_paper_s_algorithm` |
 | one loss for the whole batch | refused: "one loss a sample" | `test_scalar_loss` |
 | a record with NaN | named by its position; the step is not taken | `test_a_record_that_is_not_a_number_is_named_and_the_model_is_not_blamed` |
 | an empty batch | an ordinary step, of noise alone | `test_empty_batches_move_the_parameters_and_count` |
