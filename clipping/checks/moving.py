@@ -44,7 +44,7 @@ class Moving:
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._model, self.loss_fn, self.has_moved = model, loss_fn, False
-        self._classes: list[type] = []
+        self._classes: dict[int, list[type]] = {}  # by loss, as several may take turns
         self._versions = {p: version_of(p) for p in model.parameters()}
 
     def functions(self, *, again: bool = False) -> list[FunctionType]:
@@ -53,11 +53,12 @@ class Moving:
         Args:
             again: modules may have changed their classes.
         """
-        if again or not self._classes:
+        loss = id(self.loss_fn)
+        if again or loss not in self._classes:
             modules, _ = self._reached()
             kinds = {kind for module in modules for kind in type(module).__mro__}
-            self._classes = list(kinds - {*nn.Module.__mro__})
-        return [x for kind in self._classes for x in vars(kind).values() if isinstance(x, FunctionType)]
+            self._classes[loss] = list(kinds - {*nn.Module.__mro__})
+        return [x for kind in self._classes[loss] for x in vars(kind).values() if isinstance(x, FunctionType)]
 
     def state(self, also: Iterable[Tensor] = ()) -> State:
         """The present state; tensors are copied.

@@ -191,6 +191,20 @@ def test_a_method_of_the_loss_that_is_replaced_is_the_one_that_runs(monkeypatch)
     assert step(x, y).tolist() == [7] * 6
 
 
+def test_steps_of_several_losses_may_take_turns():
+    engine, _ = make(nn.Linear(5, 3), batch_size=6, sampling="shuffled")
+    x, y, z = torch.randn(6, 5), torch.randint(3, (6,)), torch.randn(6, 3)
+    losses = (
+        nn.CrossEntropyLoss(reduction="none"),
+        lambda outputs, targets: nn.MSELoss(reduction="none")(outputs, z)[:, 0],
+    )
+    steps = [engine.make_step(loss, compile=True) for loss in losses]
+    for _ in range(8):
+        for step in steps:
+            step(x, y)
+    assert min(step.graphs.steps for step in steps) > 4
+
+
 def test_a_backend_whose_step_is_no_graph():
     engine, _ = make(backend="microbatch")
     with pytest.raises(ValueError, match=r"^expected compile=False for microbatch"):
