@@ -16,6 +16,7 @@ DROPPED = {
     F.scaled_dot_product_attention: (4,),
     F.multi_head_attention_forward: (10,),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (5, 6)),  # padded and packed
+    torch.dropout: (1,),  # of `rules.recurrent` between layers
 }
 """Operation with internal dropout -> positions of its dropout argument. Samples may not come first in its operands."""
 

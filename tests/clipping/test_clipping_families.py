@@ -404,6 +404,18 @@ def test_a_recurrent_weight_is_one_use_over_all_steps(kind: type[nn.RNNBase]) ->
     assert set(tape.counts) == set(dict(layer.named_parameters())) and set(tape.counts.values()) == {1}
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers_is_verified(kind: type[nn.RNNBase]) -> None:
+    """The definition and the rule draw alike, though only the rule's dropout is an operation of its own."""
+    torch.manual_seed(0)
+    layer, x = kind(D, 3, 2, dropout=0.5, batch_first=True), torch.randn(B, 9, D)
+    with load_backend("bk_mixed")(layer, lambda outputs, _: outputs[0].square().sum((1, 2))) as b:
+        torch.manual_seed(1)
+        found = b(x, torch.zeros(B))
+    torch.manual_seed(1)
+    torch.testing.assert_close(found.losses, layer(x)[0].square().sum((1, 2)).detach())
+
+
 def test_refused_by_name():
     for case, said in REFUSED:
         model, x, y = made(case)
