@@ -224,12 +224,15 @@ class _Private:
         if not isinstance(turn, Turn):
             raise ValueError(
                 f"expected one train DataLoader with a private strategy, got {len(turn)}: ε is that of one data set; "
-                "put the records of all into one (torch.utils.data.ConcatDataset, StackDataset)"
+                "put the records of all into one (torch.utils.data.ConcatDataset, StackDataset), whose loader is in no "
+                "list or CombinedLoader"
             )
         steps, self._output, before = self._steps, None, self._buffers()
         assert steps is not None
+        self._log_means_over(None)
         for piece in steps.take(turn):
             self._logged = []
+            self._log_means_over(piece)
             if steps.run((self._transferred(piece), *others)):
                 for args, options in self._logged:
                     self.lightning_module.log(*args, **options)
@@ -237,6 +240,12 @@ class _Private:
             warnings.warn(BUFFER.format(name, "training_step"), PrivacyWarning, stacklevel=2)
         mean = torch.as_tensor(steps.mean(), device=self.root_device)
         return {**self._output, "loss": mean} if isinstance(self._output, Mapping) else mean
+
+    def _log_means_over(self, piece: Any) -> None:
+        """Let `self.log(..., on_epoch=True)` weigh a mean by the size of this piece, as the turn has none."""
+        results = self._trainer._results
+        if results is not None:
+            results.batch, results.batch_size = piece, None
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
         """Name -> (identity, version) of each buffer in a checkpoint that is outside of the engine's model."""

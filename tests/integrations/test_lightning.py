@@ -190,6 +190,24 @@ def test_epsilon_is_that_of_the_engine_alone_and_in_the_log(tmp_path):
     module(torch.randn(2, 6, dtype=torch.float64)).sum().backward()  # an ordinary module again
 
 
+class Logs(Classifier):
+    def training_step(self, batch, batch_idx):
+        losses = super().training_step(batch, batch_idx)
+        self.log("train_loss", losses.mean(), on_step=True, on_epoch=True)
+        self.seen[-1] = (float(losses.detach().sum()), len(losses))
+        return losses
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("ended", float(batch_idx), on_epoch=True, on_step=False)
+
+
+def test_the_mean_of_an_epoch_is_over_the_records_of_its_pieces():
+    trainer, module = fit(strategy_of(batch_size=2), Logs(), max_epochs=1)
+    sums, counts = map(sum, zip(*module.seen, strict=True))
+    assert float(trainer.callback_metrics["train_loss_epoch"]) == pytest.approx(sums / counts, rel=1e-6)
+    assert 0 < float(trainer.callback_metrics["ended"]) < 30
+
+
 @pytest.mark.parametrize("options", [{"barebones": True}, {"log_every_n_steps": 0}], ids=str)
 def test_a_trainer_that_logs_nothing_trains_the_same(options):
     strategy = strategy_of()
