@@ -262,8 +262,9 @@ class PrivacyEngine(State):
                 piece alone (`engine.stepped` says so; step a scheduler then).
             pad: pad physical batches to one of a few sizes, each with a plan and a graph: the multiples of √b, where b
                 is `max_physical_batch_size` or `batch_size`; 1/(2√b) more work on average. None: pad if
-                `max_physical_batch_size` is given and the model is on a CUDA device or sharded by FSDP2. Padding comes
-                last and has weight 0, whatever its loss; `engine.mask` marks it, for averages of your own.
+                `max_physical_batch_size` is given and the model is on a CUDA device or sharded by FSDP2, or there are
+                several processes. Padding comes last and has weight 0, whatever its loss; `engine.mask` marks it, for
+                averages of your own.
             options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
         """
         return PrivateLoader(self, dataset, max_physical_batch_size, pad, options)

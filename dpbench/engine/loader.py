@@ -76,7 +76,8 @@ class PrivateLoader:
         if mine:
             raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
         collate_fn = options.pop("collate_fn", None) or default_collate
-        large = most is not None and (is_on_gpu(engine.model) or bool(sharded_modules(engine.model)))
+        several = place()[1] > 1  # they run the same pieces, and a loop may communicate in each
+        large = most is not None and (several or is_on_gpu(engine.model) or bool(sharded_modules(engine.model)))
         wanted = large if pad is None else pad
         self._ordered = not wanted or collate_fn is default_collate or keeps_order(dataset, collate_fn)
         pad = wanted and (self._ordered or pad is True)

@@ -16,6 +16,7 @@ from clipping.core.batches import tensors_of
 from clipping.distributed.spread import sharded_modules
 from clipping.program.graphs import Compile
 from dpbench.engine import Misuse, PrivacyEngine
+from dpbench.engine.distributed import place
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.trace import is_followed, plain
 from dpbench.engine.whole_step import Programs
@@ -123,8 +124,10 @@ class Steps:
         """
         for piece in self._in_turn(turn):
             turn.pieces.append(piece)
-            if self._loader.is_empty and not sharded_modules(self._engine.model):
-                self._last, self._is_held = None, True  # all processes run a piece if they share parameters
+            # all processes run a piece if they share parameters, or may communicate in the caller's loss
+            alone = place()[1] == 1 or not len(self._engine.mask)
+            if self._loader.is_empty and alone and not sharded_modules(self._engine.model):
+                self._last, self._is_held = None, True
             else:
                 yield piece
 

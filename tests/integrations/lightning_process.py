@@ -18,6 +18,15 @@ class Whole(Classifier):
     momentum = 0.5
 
 
+class Synced(Whole):
+    """Each process waits for the others in every piece, also if its own has no records."""
+
+    def training_step(self, batch, batch_idx):
+        losses = super().training_step(batch, batch_idx)
+        self.log("train_loss", losses.mean(), sync_dist=True)
+        return losses
+
+
 class Sharded(Whole):
     """Each process has half of every parameter."""
 
@@ -37,6 +46,7 @@ class Counted(Whole):
 
 KINDS = {
     "ddp": (PrivateDDPStrategy, Whole, {}),
+    "synced": (PrivateDDPStrategy, Synced, {}),
     "compiled": (PrivateDDPStrategy, Counted, {"compile": True, "pad": True}),
     "sharded": (PrivateModelParallelStrategy, Sharded, {"save_distributed_checkpoint": False}),
     "saved in parts": (PrivateModelParallelStrategy, Sharded, {"save_distributed_checkpoint": True}),

@@ -533,14 +533,14 @@ def test_tensor_parallelism_is_refused_by_name():
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-@pytest.mark.parametrize("kind", ["ddp", "compiled", "sharded", "saved in parts"])
+@pytest.mark.parametrize("kind", ["ddp", "synced", "compiled", "sharded", "saved in parts"])
 @pytest.mark.slow
 def test_two_processes_are_one(kind, tmp_path):
     strategy, module = strategy_of(), Classifier()
     module.momentum = 0.5  # without a state of the optimizer Lightning cannot load one file for all processes
     fit(strategy, module)
     for found in ranks(tmp_path, Path(__file__).with_name("lightning_process.py"), kind):
-        assert found["sharded"] == ("ddp" != kind != "compiled")
+        assert found["sharded"] == (kind in ("sharded", "saved in parts"))
         assert found["programs"] > 4 if kind == "compiled" else not found["programs"]
         assert found["steps"] == 15 and found["epsilon"] == strategy.engine.privacy_spent().epsilon
         for way in ("whole", "resumed"):
