@@ -24,6 +24,8 @@ from clipping.numerics.rng_replay import Draws
 LEVELS, MANY = 3, 1000
 """Levels of containers and objects, from the model, in which a step may change something; the most entries of a
 container that are looked into."""
+LARGEST = 2**26
+"""Bytes of the largest tensor outside of modules that is copied. A dataset that a loss can reach is larger."""
 _CONTAINERS = list, deque, set, dict, FunctionType
 """Types of values that hold others; a function holds the variables from outside of it."""
 _WHOLE = int, float, str, bytes, Tensor, type, ModuleType
@@ -68,8 +70,14 @@ class Moving:
         """
         modules, containers = self._reached()
         held = [(of, _entries(of)) for of in containers]
-        values = (x for _, of in held if len(of) <= MANY for x in of)
-        buffers = [x for x in values if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+        of_modules = {id(of) for module in modules for of in (vars(module), module._buffers)}
+        buffers = [
+            x
+            for of, entries in held
+            for x in (entries if len(entries) <= MANY else ())
+            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+            if id(of) in of_modules or x.nbytes <= LARGEST
+        ]
         mine = set(self._model.parameters())
         every = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
         # frees replaced ones; a parameter that replaces one of the model's may be written to already
