@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DROPPED = {
     F.scaled_dot_product_attention: (4,),
     F.multi_head_attention_forward: (10,),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (5, 6)),  # padded and packed
-    torch.dropout: (1,),  # of `rules.recurrent` between layers
 }
 """Operation with internal dropout -> positions of its dropout argument. Samples may not come first in its operands."""
 
@@ -105,13 +104,27 @@ class WithoutDropping(TorchFunctionMode):
     """Disables dropout inside fused attention and recurrence."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for at in DROPPED.get(func, ()):
-            if at < len(args) and isinstance(args[at], float):
-                args = (*args[:at], 0.0, *args[at + 1 :])
-            if "dropout_p" in kwargs:
-                kwargs = kwargs | {"dropout_p": 0.0}
+        args, kwargs = _without_dropping(func, args, kwargs or {})
         return func(*args, **kwargs)
+
+
+def undropped(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of an operation as `WithoutDropping` changes them, if it is active beneath the caller's mode.
+
+    For modes that compute the operation by others (`clipping.tape`), which that mode would not know.
+    """
+    if func in DROPPED and any(isinstance(mode, WithoutDropping) for mode in _get_current_function_mode_stack()):
+        return _without_dropping(func, args, kwargs)
+    return args, kwargs
+
+
+def _without_dropping(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    for at in DROPPED.get(func, ()):
+        if at < len(args) and isinstance(args[at], float):
+            args = (*args[:at], 0.0, *args[at + 1 :])
+        if "dropout_p" in kwargs:
+            kwargs = kwargs | {"dropout_p": 0.0}
+    return args, kwargs
 
 
 @contextmanager

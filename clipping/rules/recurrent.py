@@ -318,7 +318,7 @@ def _unrolled(
             last_state.append(s)
         out = torch.cat(outputs, dim=2) if directions == 2 else outputs[0]
         if dropout and train and layer < num_layers - 1:
-            out = torch.dropout(out, dropout, train)  # by this name `rng_replay` knows that it is inside
+            out = F.dropout(out, dropout, train)
         # steps first in memory, as in torch: dropout draws in that order
         x = mark_data(out.transpose(0, 1), samples_of(h))
     return x if batch_first else x.transpose(0, 1), torch.stack(last_hidden), torch.stack(last_state)

@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from clipping.core.batches import tensors_of
 from clipping.core.types import Parameters, Problem
 from clipping.numerics import kernels
+from clipping.numerics.rng_replay import undropped
 from clipping.provenance.derived_parameters import Source, depends_on_data, derive, mark_data, parameter_source, remade
 from clipping.rules.base import Gradient, Refused, Spec, as_refused, title
 from clipping.rules.fallback import fallback
@@ -93,7 +94,7 @@ class Tape(TorchFunctionMode):
             mark_data(x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = undropped(func, args, kwargs or {})
         sources, data = [], []
         for operand in tensors(args, kwargs):
             source = self._sources.get(id(operand))
