@@ -187,9 +187,7 @@ def fine_tuned(
         trainer = PrivateTrainer(adapted, chosen, train_dataset=Lines(private), privacy=privacy)
         trainer.train()
     assert trainer.engine is not None
-    spent = trainer.engine.privacy_spent()
-    trainer.engine.detach()
-    return adapted, spent
+    return adapted, trainer.engine.privacy_spent()
 
 
 @torch.no_grad()
