@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from oddities import Odd, filled_in_place, layer_and_vector
+from oddities import filled_in_place, layer_and_vector
 from torch import Tensor, nn
 
 from clipping import Automatic, Flat, UnsupportedModel, load_backend
 from clipping.backends import tape
 from clipping.tape.compiled import compiled_modules, explained
 from dpbench.conformance.cases import cross_entropy
+from dpbench.conformance.modules import Net
 
 TAPE = ["ghost", "bk_mixed"]  # two passes, and one; all record alike
 OURS = ["nonprivate", "microbatch", "vmap", *TAPE, "opacus_hooks"]
@@ -23,7 +24,7 @@ X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
 @pytest.mark.parametrize("backend", TAPE)
 def test_every_problem_is_listed_and_hooks_are_gone(backend: str):
     """`test_refused_by_name` has the problems one by one."""
-    first, second = (Odd(filled_in_place, **layer_and_vector()) for _ in range(2))
+    first, second = (Net(filled_in_place, **layer_and_vector()) for _ in range(2))
     model = nn.Sequential(first, nn.Unflatten(1, (3, 1)), nn.Flatten(), nn.Linear(3, 6), second)
     with load_backend(backend)(model, cross_entropy) as b, pytest.raises(UnsupportedModel) as error:
         b(X, Y)

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from dpbench.conformance.oddities import Fused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from dpbench.conformance.modules import Fused
 
 B, T, D = 5, 4, 6
 Forward = Callable[[nn.Module, Tensor], Tensor]
