@@ -12,12 +12,12 @@ def version_of(x: Tensor) -> int:
 
 
 def hooks_of(parameters: Iterable[Tensor]) -> int:
-    """Count the hooks of parameters, which may change their gradients.
+    """Count the hooks of parameters, which may change their gradients or read them.
 
     Args:
         parameters: leaves.
     """
-    return sum(map(len, [p._backward_hooks or () for p in parameters]))
+    return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in parameters)
 
 
 def nodes(roots: Iterable[Any]) -> Iterator[Any]:

@@ -268,8 +268,13 @@ class Recorder:
                 "functional_call: make it within the model, by torch.nn.utils.parametrize or functional_call in forward"
             )
         hooks = hooks_of(recording.parameters.values())
-        self._verify |= hooks != self._leaf_hooks  # a hook that changes a gradient must be found
-        self._leaf_hooks = hooks
+        if hooks != self._leaf_hooks:
+            self._verify, self._leaf_hooks = True, hooks  # a hook that changes a gradient must be found
+            for name in [name for name, p in recording.parameters.items() if p._post_accumulate_grad_hooks]:
+                raise Misuse(
+                    f"expected no register_post_accumulate_grad_hook on {name!r}, got one, which would never run: a "
+                    "gradient reaches .grad once a step, with its noise; let the attached optimizer step"
+                )
         few = recording.batch_size if drawn is None else drawn[0]
         verify = self._verify and (drawn is None or few > 1)
         if verify:

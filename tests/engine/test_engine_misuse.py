@@ -372,6 +372,19 @@ def test_a_hook_of_a_parameter_that_comes_later_is_verified_anew(compiled):
         step(x, y)
 
 
+@pytest.mark.parametrize("compiled", [None, False, True])
+def test_an_optimizer_in_the_backward_pass_would_never_step_and_is_refused(compiled):
+    model, optimizer, engine = made(sampling="shuffled")
+    x, y = torch.randn(6, 5), torch.zeros(6, dtype=torch.long)
+    whole = None if compiled is None else engine.make_step(cross_entropy, compile=compiled)
+    step = whole or (lambda x, y: optimizer.step(loss=cross_entropy(model(x), y)))
+    for _ in range(3):
+        step(x, y)
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with says(Misuse, "no register_post_accumulate_grad_hook on '0.weight'"):
+        step(x, y)
+
+
 def test_a_hook_that_comes_later_is_verified_anew_by_a_backend():
     model, x, y = nn.Linear(5, 3), torch.randn(6, 5), torch.zeros(6, dtype=torch.long)
     with load_backend("bk_mixed")(model, cross_entropy) as backend:
