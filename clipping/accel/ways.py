@@ -110,7 +110,7 @@ class _CompiledPixels(_C[ConvolutionWeight]):
     kind = ConvolutionWeight
 
     def supports(self, rule: ConvolutionWeight) -> bool:
-        few = max(rule.positions, math.prod(rule.x.shape[2:])) <= MOST_PIXELS
+        few = max(rule.positions, math.prod(rule.image[1:])) <= MOST_PIXELS
         return few and _is_flat(rule) and super().supports(rule)
 
     def norms(self, rule: ConvolutionWeight, g: Tensor, samples: slice) -> Parts:
@@ -125,7 +125,7 @@ class _CompiledPixels(_C[ConvolutionWeight]):
 
     def bytes_at_once(self, rule: ConvolutionWeight, g: Tensor | Spec, block: int) -> int:
         features = max(rule.parameter.shape[1], rule.outputs)
-        return cpu.scratch_bytes(math.prod(rule.x.shape[2:]), rule.positions, features, block, g.dtype)
+        return cpu.scratch_bytes(math.prod(rule.image[1:]), rule.positions, features, block, g.dtype)
 
 
 WAYS: tuple[_Triton[Any], ...] = _GramTiles(), _GradientTiles(), _TilesOfIds(), _Compiled(), _CompiledPixels()

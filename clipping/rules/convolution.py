@@ -5,17 +5,16 @@ Then a convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d]
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import as_autocast, wide_dtype
-from clipping.core.microbatching import Parts
 from clipping.numerics import kernels
-from clipping.numerics.per_sample import part
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
-from clipping.rules.base import Bias, Gradient, Refused, Spec, Work
+from clipping.rules.base import Bias, Gradient, Refused, Spec
 from clipping.rules.patches import ANY, DEPTHWISE, POINTWISE, UNFOLD, FromOperands, OfPatches
 from clipping.rules.pixel_gram import reach_of_pixels
 
@@ -117,28 +116,18 @@ def of_each(value: int | tuple[int, ...], spatial: int) -> list[int]:
 class TransposedConvolutionWeight(ConvolutionWeight):
     """∂/∂W of a transposed convolution, [C, p, *kernel]: that of the adjoint convolution.
 
-    The roles swap: patches are of the output's gradient, and the input multiplies them.
+    The operands change places: patches are of the output's gradient, and the input multiplies them.
+
+    Args:
+        weight, x, geometry: as for the convolution.
+        image: [p, *size] of the output.
     """
 
-    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        return self._swapped(g).instantiate(self.x.to(g.dtype), samples, way)
+    def __init__(self, weight: Tensor, x: Tensor, image: torch.Size, *geometry: Any) -> None:
+        super().__init__(weight, x, x.shape[2:], *geometry, None, image)
 
-    def work(self, g: Tensor | Spec, way: str) -> Work:
-        return self._swapped(g).work(self.x, way)
-
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        return self._swapped(g).weighted(part(self.x, slice(0, g.shape[0])).to(g.dtype), factors)
-
-    def norms(self, g: Tensor, samples: slice, way: str) -> Parts:
-        return self._swapped(g).norms(self.x.to(g.dtype), samples, way)
-
-    def reach(self, g: Tensor) -> Reach:
-        return self._swapped(g).reach(self.x.to(g.dtype))
-
-    def _swapped(self, g: Tensor | Spec) -> ConvolutionWeight:
-        size = self.x.shape[2:]
-        x = cast(Tensor, g)
-        return ConvolutionWeight(self.parameter, x, size, self.stride, self.padding, self.dilation, self.groups)
+    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        return super().operands(g, samples)[::-1]
 
 
 def transposed_convolution(
@@ -159,6 +148,5 @@ def transposed_convolution(
         raise Refused("output_padding as large as the stride has no rule", "output_padding < stride")
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     output = function(input, weight, bias, strides, pads, extra, groups, dilations)
-    size = input.shape[2:]
-    made_of = (input, size, strides, pads, dilations, groups)
+    made_of = (input, output.shape[1:], strides, pads, dilations, groups)
     return output, ((weight, TransposedConvolutionWeight, *made_of), (bias, Bias, 1))

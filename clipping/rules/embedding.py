@@ -118,7 +118,7 @@ class EmbeddingWeight(Rule):
                 return products(h[:, rows], columns).mul_(other_ids[:, rows, None] == ids[:, None, :])
 
             return within(same, h.shape[1], columns, self.workspace(g))
-        if not isinstance(other, LinearWeight) or other.transposed:
+        if not isinstance(other, LinearWeight):
             return None
         a, h = other.unpadded(other_g)
 

@@ -112,11 +112,11 @@ class GatheredLinear(_OfRows, LinearWeight):
     def __init__(self, rule: LinearWeight, rows: Rows) -> None:
         super().__init__(rule.parameter, rule.a, rule.transposed)
         self.rule, self.order = rule, rows
-        of_row = rule.a.numel() // rule.inputs // len(rows.owners)
+        of_row = rule.a.numel() // rule.a.shape[-1] // len(rows.owners)
         self.positions = power_of_two(of_row * rows.padded.shape[1])  # the same in most steps, as plans depend on it
         self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
 
-    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+    def by_position(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         index = self.order.padded[samples]
         a, g = taken(self.a, index), taken(g, index, filled=True)
         a = a if a.dtype == g.dtype else a.to(g.dtype)

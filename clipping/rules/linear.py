@@ -112,6 +112,8 @@ class _Gram(Gram["LinearWeight"]):
 class LinearWeight(Bilinear):
     """∂/∂W of one sample is Σ_t g_t a_tᵀ = gᵀa, [p, d].
 
+    The gradient of a transposed weight is the transpose, aᵀg: a and g change places in `operands`, and so do d and p.
+
     Args:
         weight: [p, d], or [d, p] if `transposed`.
         a: [n, *, d].
@@ -124,9 +126,9 @@ class LinearWeight(Bilinear):
     ways: tuple[Way[Any], ...] = (_Gram(), DIRECT)
 
     def __init__(self, weight: Tensor, a: Tensor, transposed: bool = False, fold: int = 1) -> None:
-        outputs, inputs = weight.shape[::-1] if transposed else weight.shape
+        outputs, inputs = weight.shape
         samples = max(1, a.shape[0] // fold)
-        super().__init__(weight, positions=a.numel() // inputs // samples, inputs=inputs, outputs=outputs)
+        super().__init__(weight, positions=a.numel() // a.shape[-1] // samples, inputs=inputs, outputs=outputs)
         self.a, self.transposed, self.fold = a, transposed, fold
         self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
 
@@ -134,29 +136,27 @@ class LinearWeight(Bilinear):
         return LinearWeight(self.parameter, self.a, self.transposed, fold)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        a, g = self.operands(g, samples)
-        a, g = a.transpose(1, 2), g.transpose(1, 2)
-        return self.sliced(products(a, g) if self.transposed else products(g, a))
+        x, g = self.operands(g, samples)
+        return self.sliced(products(g.transpose(1, 2), x.transpose(1, 2)))
 
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        x, g = x.flatten(0, 1), g.flatten(0, 1)
-        return self.sliced(product(x, g) if self.transposed else product(g, x))
+        return self.sliced(product(g.flatten(0, 1), x.flatten(0, 1)))
 
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
         x, g = (y.unflatten(0, (count, -1)).flatten(1, 2) for y in (x, g))
-        return self.sliced(product(x, g) if self.transposed else product(g, x))
+        return self.sliced(product(g, x))
 
     def sliced(self, found: Tensor) -> Tensor:
         """Remove the rows and columns of zeros that `aligned` adds.
 
         Args:
-            found: [..., p or more, d or more], or transposed as the weight is.
+            found: [..., p or more, d or more].
         """
         rows, columns = self.parameter.shape
         return found[..., :rows, :columns].contiguous()
 
     def laid_out(self, g: Tensor, *, ghost: bool) -> Tensor:
-        return aligned(g, self.inputs) if on_gpu(g) else g
+        return aligned(g, self.a.shape[-1]) if on_gpu(g) else g
 
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
@@ -167,8 +167,9 @@ class LinearWeight(Bilinear):
     def copied(self, g: Tensor | Spec) -> int:
         entries = min(self.inputs, self.outputs)
         if on_gpu(self.parameter):
-            more = padding((self.samples(g) * self.positions, self.inputs), g.dtype, self.outputs)
-            entries += self.inputs + more if more else 0  # of the padded copy of the input
+            width = self.a.shape[-1]
+            more = padding((self.samples(g) * self.positions, width), g.dtype, self.parameter.numel() // width)
+            entries += width + more if more else 0  # of the padded copy of the input
         return self.positions * entries * g.element_size()
 
     def geometry(self) -> Geometry:
@@ -176,12 +177,12 @@ class LinearWeight(Bilinear):
         return LINEAR
 
     def images(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """`operands` as images of one row, [b, d, T] and [b, p, T]; swapped if the weight is transposed."""
-        a, g = (x.mT for x in self.operands(g, samples))
-        return (g, a) if self.transposed else (a, g)
+        """`operands` as images of one row, [b, d, T] and [b, p, T]."""
+        x, g = self.operands(g, samples)
+        return x.mT, g.mT
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
-        if not isinstance(other, LinearWeight) or other.transposed != self.transposed:
+        if not isinstance(other, LinearWeight):
             return None
         (a, g), (b, h) = self.unpadded(g), other.unpadded(other_g)
         return cross_gram(a, g, b, h, self.workspace(g))
@@ -192,17 +193,18 @@ class LinearWeight(Bilinear):
         return part(a, slice(0, self.inputs), -1), part(g, slice(0, self.outputs), -1)
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """a [b, T, d] and g [b, T, p] in g's dtype, which under autocast may be narrower than the input's.
+        """[b, T, d] and [b, T, p], padded with zeros if that makes products faster (`products.padding`)."""
+        x, g = self.by_position(g, samples)
+        x, g = (g, x) if self.transposed else (x, g)
+        return (aligned(x, self.outputs), aligned(g, self.inputs)) if g.dtype in HALF and on_gpu(g) else (x, g)
 
-        Rows are padded with zeros if that makes products faster (`products.padding`).
-        """
+    def by_position(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """a and g, positions in one dimension, in g's dtype: under autocast it may be narrower than the input's."""
         a = self.a
         if samples.start or samples.stop * self.fold < len(a):  # g may be of fewer samples, to time them
             rows = self.rows(samples)
             a, g = a[rows], g[rows]
         a = a if a.dtype == g.dtype else a.to(g.dtype)
-        if g.dtype in HALF and on_gpu(g):
-            a, g = aligned(a, self.outputs), aligned(g, self.inputs)
         if self.fold == 1 and a.dim() == 3:
             return a, g
         count = a.shape[0] // self.fold

@@ -29,11 +29,12 @@ class OfPatches(Bilinear):
 
     Args:
         weight: [p·groups, C/groups, *kernel].
-        x: [B, C, *size], already padded if the padding differs between the two sides (`work` accepts a `Spec`).
+        x: [B, C, *size], already padded if the padding differs between the two sides.
         output_size: spatial size of the output.
         stride, padding, dilation: one number a spatial dimension.
         groups: as in torch.nn.Conv2d.
         share: `chunked_conv.Share` of the convolution's node, or None.
+        image: [C, *size] of the images that patches are taken of, if not of x.
 
     Methods take:
         x, g: some samples' input, and their output's gradient (or its `Spec`).
@@ -53,6 +54,7 @@ class OfPatches(Bilinear):
         dilation: list[int],
         groups: int,
         share: Any = None,
+        image: torch.Size | None = None,
     ) -> None:
         super().__init__(
             weight,
@@ -62,7 +64,8 @@ class OfPatches(Bilinear):
             groups=groups,
         )
         self.x, self.stride, self.padding, self.dilation, self.share = x, stride, padding, dilation, share
-        self.kernel = list(weight.shape[2:])
+        self.kernel, self.output_size = list(weight.shape[2:]), output_size
+        self.image = x.shape[1:] if image is None else image
 
     def grouped(self, x: Tensor) -> Tensor:
         """[b, groups · C, *size] to [b · groups, C, *size]."""
@@ -132,12 +135,12 @@ class OfPatches(Bilinear):
 
     def pixels_of_phase(self) -> float:
         """Pixels of the image that one remainder of the stride reads."""
-        return math.prod(self.x.shape[2:]) / math.prod(self.stride)
+        return math.prod(self.image[1:]) / math.prod(self.stride)
 
     def multiplications_of_pixels(self) -> float:
         """Multiplications of one sample's Gram matrices of pixels and of the output's gradient."""
         grams = sum(1 for _ in phases(self.geometry()))
-        return self.positions**2 * self.groups * self.outputs + grams * self.pixels_of_phase() ** 2 * self.x.shape[1]
+        return self.positions**2 * self.groups * self.outputs + grams * self.pixels_of_phase() ** 2 * self.image[0]
 
     def geometry(self) -> Geometry:
         """Kernel, stride, padding and dilation."""
@@ -205,7 +208,7 @@ class _Grouped(FromOperands):
 
     def gradients(self, rule: OfPatches, x: Tensor, g: Tensor) -> Tensor:
         x, g = (y.to(wide_dtype(y.dtype)).reshape(1, -1, *y.shape[2:]) for y in (x, g))
-        return rule.weight_gradient(x, g, x.shape[1] // rule.x.shape[1])
+        return rule.weight_gradient(x, g, x.shape[1] // rule.image[0])
 
     def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
         """Many small products instead of one weight gradient: dot products if depthwise."""
@@ -216,9 +219,10 @@ class _Grouped(FromOperands):
     def bytes_at_once(self, rule: OfPatches, g: Tensor | Spec, block: int) -> int:
         if not rule.parameter.is_cpu:
             return super().bytes_at_once(rule, g, block)
-        spare = 0 if g.numel() >= block * rule.parameter.numel() else block * rule.instantiated_bytes(g)
         outputs, *others = rule.parameter.shape
-        x, y = ([1, block * shape[1], *shape[2:]] for shape in (rule.x.shape, g.shape))
+        fits = rule.samples(g) * outputs * rule.positions >= block * rule.parameter.numel()
+        spare = 0 if fits else block * rule.instantiated_bytes(g)
+        x, y = ([1, block * channels, *size] for channels, *size in (rule.image, (outputs, *rule.output_size)))
         folded = Convolution(x, (block * outputs, *others), y, rule.stride, block * rule.groups, g.dtype)
         return spare + folded.weight_gradient()
 
@@ -248,7 +252,7 @@ class _Shifts(FromOperands):
 
     def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
         """Touches only where image and shifted kernel overlap."""
-        moved = math.prod(min(k, 2 * n - 1) for k, n in zip(rule.kernel, rule.x.shape[2:], strict=True))
+        moved = math.prod(min(k, 2 * n - 1) for k, n in zip(rule.kernel, rule.image[1:], strict=True))
         bytes_ = rule.positions * rule.groups * g.element_size()
         return Work(0.0, 3 * moved * bytes_, super().work(rule, g).workspace + bytes_)
 
@@ -268,7 +272,7 @@ class _Pairs(FromOperands):
         return found.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)
 
     def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
-        count, size = rule.positions * math.prod(rule.x.shape[2:]) * rule.groups, g.element_size()
+        count, size = rule.positions * math.prod(rule.image[1:]) * rule.groups, g.element_size()
         return Work(count * rule.inputs, 2 * count * size, super().work(rule, g).workspace + count * size)
 
 
@@ -303,19 +307,20 @@ class _Pixels(Way[OfPatches]):
     def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
         wide = norm_dtype(g.dtype).itemsize
         if self._is_whole(rule, g):
-            entries = self._pairs(rule, g)
-            return Work(entries / rule.groups * max(rule.x.shape[1], g.shape[1]), 2 * entries * wide, entries * wide)
+            entries = self._pairs(rule)
+            channels = max(rule.image[0], rule.parameter.shape[0])
+            return Work(entries / rule.groups * channels, 2 * entries * wide, entries * wide)
         count, phase = rule.positions**2 * rule.groups, rule.pixels_of_phase() ** 2
         traffic = 3 * sum(rule.kernel) * count * wide
         return Work(rule.multiplications_of_pixels(), traffic, (2 * count + phase * rule.groups) * wide)
 
     def _is_whole(self, rule: OfPatches, g: Tensor | Spec) -> bool:
-        fits = self._pairs(rule, g) * norm_dtype(g.dtype).itemsize <= rule.room()
+        fits = self._pairs(rule) * norm_dtype(g.dtype).itemsize <= rule.room()
         runs = len(rule.kernel) <= 2 and kernels.fused.runs(rule.parameter)
         return fits and runs and g.dtype in kernels.cuda.DTYPES
 
-    def _pairs(self, rule: OfPatches, g: Tensor | Spec) -> int:
-        return rule.groups * pairs(rule.geometry(), rule.x.shape[2:], g.shape[2:])
+    def _pairs(self, rule: OfPatches) -> int:
+        return rule.groups * pairs(rule.geometry(), rule.image[1:], rule.output_size)
 
 
 UNFOLD, GROUPED, PATCHES = _Unfold(), _Grouped(), _Patches()
