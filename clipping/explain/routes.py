@@ -390,8 +390,7 @@ def _instantiating(rule: Rule, g: Tensor) -> int | None:
     if isinstance(inner, Broadcast) and inner.dim:  # concatenated: its gradient is a segment of g
         entries = entries * inner.parameter.shape[inner.dim] // g.shape[inner.dim]
     # entries of g are added; for a product they are first multiplied by the other factor
-    multiplied = getattr(inner, "factor", None) is not None or hasattr(inner, "x")
-    return entries * (2 if multiplied else 1)
+    return entries * (1 if getattr(inner, "factor", None) is None else 2)
 
 
 def _why(reading: Reading, route: str | None, best: str | None, wanted: bool) -> str | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from clipping.core.dtypes import HALF, norm_dtype
 from clipping.core.microbatching import Parts, added, blocks, concatenated, each
 from clipping.numerics.per_sample import HALVED, part, sum_of_squares, weighted_sum
-from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
+from clipping.numerics.rounding_bounds import Reach
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
 """Bytes that one norm, or a copy for a sum, may always use besides the operation's input and output gradient. They fit
@@ -408,27 +408,3 @@ class Regrouped(Rule):
     def reach(self, g: Tensor) -> Reach | None:
         found = self.rule.reach(g)
         return found and Reach(*(each.unflatten(0, (-1, self.fold)).sum(1) for each in found))
-
-
-class Bias(Rule):
-    """A bias added to every position: the per-sample gradient is the sum of g over positions.
-
-    Args:
-        parameter: [p].
-        channel: dimension of the output that the bias applies to; negative counts from the end.
-    """
-
-    def __init__(self, parameter: Tensor, channel: int) -> None:
-        super().__init__(parameter)
-        self.channel = channel
-
-    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        g = part(g, samples)
-        if g.dim() == 2:
-            return g
-        channel = self.channel % g.dim()
-        return g.sum([d for d in range(1, g.dim()) if d != channel], dtype=norm_dtype(g.dtype))
-
-    def reach(self, g: Tensor) -> Reach:
-        norms = row_norms(g, self.channel % g.dim()).reshape(len(g), -1)
-        return of_rows(torch.ones_like(norms[:, :1]), norms, 1, self.parameter.numel())

@@ -14,7 +14,8 @@ from torch import Tensor
 from clipping.core.dtypes import as_autocast, wide_dtype
 from clipping.numerics import kernels
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
-from clipping.rules.base import Bias, Gradient, Refused, Spec
+from clipping.rules.base import Gradient, Refused, Spec
+from clipping.rules.elementwise import Bias
 from clipping.rules.patches import ANY, DEPTHWISE, POINTWISE, UNFOLD, FromOperands, OfPatches
 from clipping.rules.pixel_gram import reach_of_pixels
 
@@ -99,7 +100,7 @@ def convolution(
         output = kernels.chunked_conv.Pieces.apply(share, input, weight, bias, *geometry)
     else:
         output = function(input, weight, bias, *geometry)
-    return output, ((weight, ConvolutionWeight, input, output.shape[2:], *geometry, share), (bias, Bias, 1))
+    return output, ((weight, ConvolutionWeight, input, output.shape[2:], *geometry, share), (bias, Bias, output.shape))
 
 
 def of_each(value: int | tuple[int, ...], spatial: int) -> list[int]:
@@ -149,4 +150,4 @@ def transposed_convolution(
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     output = function(input, weight, bias, strides, pads, extra, groups, dilations)
     made_of = (input, output.shape[1:], strides, pads, dilations, groups)
-    return output, ((weight, TransposedConvolutionWeight, *made_of), (bias, Bias, 1))
+    return output, ((weight, TransposedConvolutionWeight, *made_of), (bias, Bias, output.shape))

@@ -2,6 +2,7 @@
 
 y = x + D: the gradient of D is g, summed over the dimensions that D was broadcast along, except the samples'.
 y = x · D: the same with g · x. Output rows are samples; each row of D, if it has as many, meets its own output row.
+A bias is such a sum, and the scale of a normalisation such a product (`clipping.rules.normalisation`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
+from clipping.core.microbatching import blocks, concatenated
 from clipping.numerics.per_sample import part
 from clipping.numerics.rounding_bounds import Reach, all_alike
 from clipping.rules.base import Gradient, Refused, Rule
@@ -28,7 +30,15 @@ class Broadcast(Rule):
         output: that shape, [n, ...].
         factor: multiplies g (for a product, the other factor); None is 1.
         dim, start: position of D in the output if it was concatenated along `dim` rather than broadcast.
+
+    Attributes:
+        after: number of the output's dimensions after D's last.
+
+    Methods take:
+        g, at: as `Rule.instantiate`: the output's gradient, and some samples.
     """
+
+    after = 0
 
     def __init__(
         self,
@@ -57,37 +67,61 @@ class Broadcast(Rule):
         self.parameter, self.aligned = tensor, False
         return self
 
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        def summed(block: slice) -> Tensor:
+            return self._summed(g, slice(samples.start + block.start, samples.start + block.stop))
+
+        return concatenated(summed, blocks(samples.stop - samples.start, self._bytes(g), self.workspace(g)))
+
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
-            return all_alike(self._terms(g, samples), self.parameter.numel())
+            return all_alike(self.sizes(g, samples), self.parameter.numel())
 
-        return self._reach_of_rows(g, of_block, math.prod(g.shape[1:]) * g.element_size())
+        return self._reach_of_rows(g, of_block, self._bytes(g) or math.prod(g.shape[1:]) * g.element_size())
 
-    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        g = self._terms(g, samples)
-        shape = (1,) * (g.dim() - self.parameter.dim()) + self.parameter.shape
-        over = [i for i, (mine, its) in enumerate(zip(shape, g.shape, strict=True)) if i and mine == 1 and its > 1]
-        if over:
-            g = g.sum(over, keepdim=True, dtype=norm_dtype(g.dtype))
-        if not self.aligned:
-            return g.reshape(-1, *self.parameter.shape)
-        placed = g.new_zeros(g.shape[0], *self.parameter.shape)
-        rows = torch.arange(g.shape[0], device=g.device)
-        placed[rows, rows + samples.start] = g
-        return placed
-
-    def _terms(self, g: Tensor, samples: slice) -> Tensor:
+    def terms(self, g: Tensor, at: slice) -> Tensor:
         """Return the terms to sum over the dimensions that D was broadcast along."""
-        g = part(g, samples)
+        g = part(g, at)
         if self.dim:
             g = g.narrow(self.dim, self.start, self.length)
         if isinstance(self.factor, Tensor):
             # a factor without the samples' dimension broadcasts as it is
             per_sample = self.factor.dim() == g.dim() and self.factor.shape[0] > 1
-            g = g * (part(self.factor, samples) if per_sample else self.factor)
+            g = g * (part(self.factor, at) if per_sample else self.factor)
         elif self.factor is not None:
             g = g * self.factor
         return g
+
+    def sizes(self, g: Tensor, at: slice) -> Tensor:
+        """Return the terms, or larger numbers where a term is a difference itself, up to their signs."""
+        return self.terms(g, at)
+
+    def _summed(self, g: Tensor, at: slice) -> Tensor:
+        g, shape = self.terms(g, at), self.parameter.shape
+        lifted = (*(1,) * (g.dim() - len(shape) - self.after), *shape, *(1,) * self.after)
+        over = [i for i, (mine, its) in enumerate(zip(lifted, g.shape, strict=True)) if i and mine == 1 and its > 1]
+        if over:
+            g = g.sum(over, dtype=norm_dtype(g.dtype))
+        inner = shape[1:] if self.aligned else shape
+        g = g if g.shape[1:] == inner else g.reshape(-1, *inner)
+        if not self.aligned:
+            return g
+        placed = g.new_zeros(len(g), *shape)
+        rows = torch.arange(len(g), device=g.device)
+        placed[rows, rows + at.start] = g
+        return placed
+
+    def _bytes(self, g: Tensor) -> int:
+        """Bytes of one sample's product, which is as large as g; 0 for a sum, whose terms are g itself."""
+        return 0 if self.factor is None else 2 * math.prod(g.shape[1:]) * norm_dtype(g.dtype).itemsize
+
+
+class Bias(Broadcast):
+    """D [p] in an output [n, p, *size]."""
+
+    def __init__(self, parameter: Tensor, output: torch.Size) -> None:
+        super().__init__(parameter, output)
+        self.after = len(output) - 2
 
 
 class Copies(Rule):

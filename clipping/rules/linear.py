@@ -19,7 +19,7 @@ from clipping.numerics import kernels
 from clipping.numerics.per_sample import added_at_once, at_once, gram_norms_and_reach, gram_product, part, within
 from clipping.numerics.products import aligned, on_gpu, padding, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands, portion
-from clipping.rules.base import DIRECT, Bias, Gradient, Gram, Refused, Rule, Spec, Way, of_columns
+from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec, Way, of_columns
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.pixel_gram import LINEAR, Geometry
 
@@ -226,7 +226,8 @@ def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Te
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.linear and the gradients of its parameters."""
     input = _as_multiplied(input)
-    return F.linear(input, weight, bias), ((weight, LinearWeight, input), (bias, Bias, -1))
+    output = F.linear(input, weight, bias)
+    return output, ((weight, LinearWeight, input), (bias, Broadcast, output.shape))
 
 
 def addmm(

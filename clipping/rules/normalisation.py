@@ -4,8 +4,6 @@ The per-sample gradients are Σ_t g x̂ of γ and Σ_t g of β. Group and instan
 pass computes them. Layer norm keeps the forward kernel's mean and rstd, so that x̂ needs no second normalisation.
 """
 
-import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,78 +11,49 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
-from clipping.core.microbatching import blocks, concatenated
+from clipping.core.microbatching import blocks
 from clipping.numerics import kernels
 from clipping.numerics.per_sample import part
-from clipping.numerics.rounding_bounds import Reach, row_norms
-from clipping.rules.base import Gradient, Refused, Rule
+from clipping.rules.base import Gradient, Refused
 from clipping.rules.elementwise import Broadcast
 
 
-class _Scale(Rule):
-    """γ of a normalisation: Σ_t g x̂, in blocks of samples, as g x̂ is as large as the activation."""
-
-    @abstractmethod
-    def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
-        """Return x̂ of some samples in a fresh tensor."""
-
-    def sizes(self, at: slice, dtype: torch.dtype) -> Tensor:
-        """Return |x| rstd + |mean| rstd, the size of the terms in x̂, in a fresh tensor."""
-        return self.normalised(at, dtype)
-
-    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        dtype = norm_dtype(g.dtype)
-
-        def summed(block: slice) -> Tensor:
-            at = slice(samples.start + block.start, samples.start + block.stop)
-            terms = self.normalised(at, dtype).mul_(part(g, at))
-            positions = tuple(range(1, terms.dim() - self.parameter.dim()))
-            return terms.sum(positions) if positions else terms
-
-        size = 2 * math.prod(g.shape[1:]) * dtype.itemsize
-        return concatenated(summed, blocks(samples.stop - samples.start, size, self.workspace(g)))
-
-    def reach(self, g: Tensor) -> Reach:
-        dtype = norm_dtype(g.dtype)
-        positions = max(1, math.prod(g.shape[1:]) // self.parameter.numel())
-
-        def of_block(samples: slice) -> Reach:
-            terms = row_norms(self.sizes(samples, dtype).mul_(part(g, samples)).flatten(1))
-            return Reach(terms * math.sqrt(positions), torch.zeros_like(terms), terms.square())
-
-        return self._reach_of_rows(g, of_block, 2 * math.prod(g.shape[1:]) * dtype.itemsize)
-
-
-class LayerNormWeight(_Scale):
+class LayerNormWeight(Broadcast):
     """γ [*normalized]; x̂ from the statistics of the forward kernel."""
 
     def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
-        super().__init__(weight)
+        super().__init__(weight, x.shape, x)
         self.x, self.mean, self.rstd = x, mean.detach(), rstd.detach()  # avoids a reference cycle with the node
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        given = x, mean, rstd, of = tuple(part(each, samples) for each in (self.x, self.mean, self.rstd, g))
+        given = x, mean, rstd, of = self._parts(g, samples)
         if kernels.fused.runs(*given) and all(each.is_contiguous() for each in given):
             found = kernels.fused.scale_gradient(x, mean, rstd, of, self.parameter.numel())
             return found.reshape(-1, *self.parameter.shape)
         return super().instantiate(g, samples)
 
-    def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
-        return (part(self.x, at).to(dtype) - part(self.mean, at)).mul_(part(self.rstd, at))
+    def terms(self, g: Tensor, at: slice) -> Tensor:
+        x, mean, rstd, g = self._parts(g, at)
+        return (x.to(norm_dtype(g.dtype)) - mean).mul_(rstd).mul_(g)
 
-    def sizes(self, at: slice, dtype: torch.dtype) -> Tensor:
-        return (part(self.x, at).to(dtype).abs() + part(self.mean, at).abs()).mul_(part(self.rstd, at))
+    def sizes(self, g: Tensor, at: slice) -> Tensor:
+        x, mean, rstd, g = self._parts(g, at)
+        return (x.to(norm_dtype(g.dtype)).abs() + mean.abs()).mul_(rstd).mul_(g)
+
+    def _parts(self, g: Tensor, at: slice) -> tuple[Tensor, ...]:
+        return tuple(part(each, at) for each in (self.x, self.mean, self.rstd, g))
 
 
-class RMSNormWeight(_Scale):
+class RMSNormWeight(Broadcast):
     """γ of an RMS norm, [*normalized_shape]; recomputes x̂."""
 
     def __init__(self, weight: Tensor, x: Tensor, normalized_shape: list[int], eps: float | None) -> None:
-        super().__init__(weight)
+        super().__init__(weight, x.shape, x)
         self.x, self.normalized_shape, self.eps = x, normalized_shape, eps
 
-    def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
-        return F.rms_norm(part(self.x, at).detach(), self.normalized_shape, None, self.eps).to(dtype)
+    def terms(self, g: Tensor, at: slice) -> Tensor:
+        normalised = F.rms_norm(part(self.x, at).detach(), self.normalized_shape, None, self.eps)
+        return normalised.to(norm_dtype(g.dtype)).mul_(part(g, at))
 
 
 def layer_norm(

@@ -17,8 +17,9 @@ import clipping.planning.planner
 from clipping import load_backend
 from clipping.planning.costs import CostCache, Costs, measured, predicted
 from clipping.planning.planner import Choice, Plan, Planner, accepted
-from clipping.rules.base import Bias, Route, Spec
+from clipping.rules.base import Route, Spec
 from clipping.rules.convolution import ConvolutionWeight
+from clipping.rules.elementwise import Broadcast
 from clipping.rules.linear import LinearWeight
 from clipping.tape.record import Tape
 
@@ -70,7 +71,7 @@ ROOM = 16 * 2**20
     ("strategy", "expected"), [("time", (False, True)), ("auto", (True, False)), ("memory", (False, False))]
 )
 def test_what_each_strategy_takes(strategy, expected):
-    rule = Bias(torch.zeros(3), 1)
+    rule = Broadcast(torch.zeros(3), torch.Size((2, 3)))
     assert rule.room() == ROOM
     choices = [
         Choice(Route(ghost=True, block=8), 2.0, 1000, ROOM),  # a large workspace

@@ -25,8 +25,9 @@ from clipping.checks.verification import WrongGradient
 from clipping.core.batches import forward
 from clipping.norms import collection as norms
 from clipping.numerics.per_sample import gram_product, norms_and_factors, sum_of_squares
-from clipping.rules.base import Bias, Rule
+from clipping.rules.base import Rule
 from clipping.rules.convolution import ConvolutionWeight
+from clipping.rules.elementwise import Bias, Broadcast
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight
 from clipping.rules.pixel_gram import patches
@@ -264,7 +265,7 @@ class NeverLooks(LooksOnce):
     trusted = True
 
 
-def bias_norm_by_position(self: Bias, g: Tensor, samples: slice, way: str) -> tuple[Tensor]:
+def bias_norm_by_position(self: Broadcast, g: Tensor, samples: slice, way: str) -> tuple[Tensor]:
     """Σ_t ‖g_t‖² in the place of ‖Σ_t g_t‖²."""
     return (sum_of_squares(g[samples]),)
 
@@ -308,7 +309,7 @@ MUTANTS = [
     Mutant("clipping per parameter, black box", "sensitivity: flat", EachParameterByItself),
     Mutant("inverted factor", "linear 2-D", Inverted),
     Mutant("nothing clipped, black box", "sensitivity: global bound", NeverClips),
-    Mutant("bias norm not summed over T", "linear 3-D", "ghost", Bias, "norms", bias_norm_by_position),
+    Mutant("bias norm not summed over T", "linear 3-D", "ghost", Broadcast, "norms", bias_norm_by_position),
     Mutant("bias norm of a convolution", "conv2d", "fastgradclip", Bias, "norms", bias_norm_by_position),
     Mutant("groups ignored", "conv2d groups", "ghost", ConvolutionWeight, "norms", gram_over_all_groups),
     Mutant("groups ignored, book-kept", "conv1d strided", "bk_ghost", ConvolutionWeight, "norms", gram_over_all_groups),
