@@ -22,15 +22,12 @@ numbers of samples would wait for each other), and other ways of sharding. The f
 check the model before sharding it.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from clipping.distributed.spread import as_sharded
-from clipping.norms.collection import Book, LayerByLayer, Norms, Term
+from clipping.norms.collection import Book, Kept, LayerByLayer, Norms, Term
 from clipping.numerics.per_sample import weighted_sum
-from clipping.provenance.derived_parameters import Source
 from clipping.tape.uses import Use
 
 
@@ -78,23 +75,22 @@ class ShardedBook(_Sharded, Book):
         with torch.no_grad():
             total, bound = self._total()
             factors = self._clip.factors(bound)
-            parts: dict[str, list[tuple[Source, Callable[[Tensor], Tensor]]]] = {}
-            while self._entries:
-                source, weigh = self._entries.pop()
-                parts.setdefault(next(iter(source.parameters)), []).append((source, weigh))
+            parts: dict[str, list[Term | Kept]] = dict(self._pairs)  # type: ignore[arg-type]
+            for entry in reversed(self._entries):
+                parts.setdefault(next(iter(entry.source.parameters)), []).append(entry)
+            self._pairs.clear()
+            self._entries.clear()
             return total, {
                 name: reduced(self._formed(name, parts.pop(name, []), factors), p)
                 for name, p in self._parameters.items()
             }
 
-    def _formed(
-        self, name: str, parts: list[tuple[Source, Callable[[Tensor], Tensor]]], factors: Tensor
-    ) -> Tensor | None:
+    def _formed(self, name: str, parts: list[Term | Kept], factors: Tensor) -> Tensor | None:
         """This process's Σ_i c_i g_i of one parameter; None if its loss does not depend on it."""
-        found = [weighted_sum(factors, self._sums.pop(name))] if name in self._sums else []
-        found += [term.rule.weighted(term.g, factors) for term in self._pairs.pop(name, [])]
-        found += [source.pull_back_one(weigh(factors))[name] for source, weigh in parts]
-        return sum(found[1:], found[0]) if found else None
+        grads = {name: weighted_sum(factors, self._sums.pop(name))} if name in self._sums else {}
+        for entry in parts:
+            entry.add_sum(grads, factors)
+        return grads.get(name)
 
 
 class ShardedLayers(_Sharded, LayerByLayer):

@@ -12,7 +12,6 @@ gradients are instantiated and added.
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -107,6 +106,28 @@ class Term(NamedTuple):
         pulled_back = sum(p.numel() for p in self.source.parameters.values()) * self.g.element_size()
         made = pulled_back + rule.instantiated_bytes(self.g)
         return pulled_back <= each and count * made <= max(rule.room(), count * each // 4)
+
+
+class Kept(NamedTuple):
+    """The per-sample gradients of a source, in blocks of samples."""
+
+    source: Source
+    parts: list[Tensor]
+
+    def add_sum(self, grads: dict[str, Tensor], factors: Tensor) -> None:
+        """As `Term.add_sum`. Frees each block once it is added."""
+        source, parts = self
+        if len(parts) == 1:
+            return source.add_to(grads, weighted_sum(factors, parts.pop()))
+        total, stop, wide = None, len(factors), wide_dtype(parts[0].dtype)
+        while parts:
+            gradients = parts.pop()
+            start = stop - len(gradients)
+            found = weighted_sum(part(factors, slice(start, stop)), gradients)
+            total = found.to(sum_dtype(found)) if total is None else total.add_(found)
+            stop = start
+        assert total is not None
+        source.add_to(grads, total.to(wide))
 
 
 class Norms(ABC):
@@ -344,8 +365,7 @@ class Book(_WholeNorms):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
-        self._derived: list[Term] = []
+        self._entries: list[Term | Kept] = []
         self._waiting: list[Term] = []
 
     def _single(self, term: Term) -> None:
@@ -356,11 +376,7 @@ class Book(_WholeNorms):
             return self._small.add(source, rule.instantiate_all(g, route))
         if not route.kept:
             self._waiting.append(term)
-            if source.rearranged:
-                self._entries.append((source, partial(rule.weighted, g)))
-            else:
-                self._derived.append(term)
-            return
+            return self._entries.append(term)
         way = route.way or rule.best_way(g, ghost=False)
 
         def kept(samples: slice) -> tuple[Tensor, Tensor]:
@@ -369,7 +385,7 @@ class Book(_WholeNorms):
 
         parts, squares = map(list, zip(*each(kept, rule.blocks(g, way, route.block)), strict=True))
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
-        self._entries.append((source, partial(_weighted_sum_of, parts)))
+        self._entries.append(Kept(source, parts))
 
     def _total(self) -> tuple[Tensor, Tensor]:
         if self._waiting:
@@ -389,15 +405,10 @@ class Book(_WholeNorms):
             factors = self._clip.factors(bound)
             grads = self._kept_sums(factors)
             for name in list(self._pairs):
-                source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)
-                uses = [(term.rule, term.g) for term in self._pairs.pop(name)]
-                self._entries.append((source, partial(_weighted_of_all, uses)))
-            self._entries.sort(key=lambda entry: -entry[0].tensor.numel())
+                self._entries += reversed(self._pairs.pop(name))
+            self._entries.sort(key=lambda entry: -entry.source.tensor.numel())
             while self._entries:  # largest last (an embedding's), when the others are freed
-                source, weigh = self._entries.pop()
-                source.add_to(grads, weigh(factors))
-            while self._derived:
-                self._derived.pop().add_sum(grads, factors)
+                self._entries.pop().add_sum(grads, factors)
         return total, grads
 
 
@@ -433,28 +444,3 @@ class LayerByLayer(Norms):
         # a layer's factors depend on its own norms, its position, and the number of layers
         layers = doubt.bound(squares).expand(len(self._parameters), -1)
         return self._clip.factors(layers)[list(self._parameters).index(name)]
-
-
-def _weighted_of_all(uses: list[tuple[Rule, Tensor]], factors: Tensor) -> Tensor:
-    """Σ_i c_i g_i of all uses of one parameter. Frees each use once it is added."""
-    rule, g = uses.pop(0)
-    total = rule.weighted(g, factors)
-    while uses:
-        rule, g = uses.pop(0)
-        total += rule.weighted(g, factors)
-    return total
-
-
-def _weighted_sum_of(parts: list[Tensor], factors: Tensor) -> Tensor:
-    """Σ_i c_i g_i of per-sample gradients in blocks of samples. Frees each block once it is added."""
-    if len(parts) == 1:
-        return weighted_sum(factors, parts.pop())
-    total, stop, wide = None, len(factors), wide_dtype(parts[0].dtype)
-    while parts:
-        gradients = parts.pop()
-        start = stop - len(gradients)
-        found = weighted_sum(part(factors, slice(start, stop)), gradients)
-        total = found.to(sum_dtype(found)) if total is None else total.add_(found)
-        stop = start
-    assert total is not None
-    return total.to(wide)

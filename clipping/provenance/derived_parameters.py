@@ -135,7 +135,7 @@ class Source:
         if self.node is None:
             (name,) = self.parameters
             gradient = gradient if gradient.shape == self.tensor.shape else gradient.reshape(self.tensor.shape)
-            grads[name] = gradient + grads[name] if name in grads else gradient
+            grads[name] = grads[name].add_(gradient) if name in grads else gradient
             return
         if self.part is None or not self.tensor.is_contiguous() or not self.tensor._is_view():
             for name, found in self.pull_back_one(gradient).items():
