@@ -22,7 +22,7 @@ from torch import Tensor
 from clipping.core.dtypes import without_autocast
 from clipping.numerics import kernels
 from clipping.rules.base import Refused
-from clipping.tape.uses import Noted, Use
+from clipping.tape.uses import Use
 
 Arrival = Callable[[Use, Tensor], None]
 
@@ -53,17 +53,15 @@ class Arrivals:
             self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
         return self._anchors[device]
 
-    def hook(self, use: Use, noted: Noted) -> None:
-        """Register a hook for the gradient of a use.
-
-        Args:
-            noted: where its gradient arrives.
-        """
-        if noted.copies is not None:
-            self._copies.append((use, noted.copies))
-        if noted.copies is None or self.by_hand is not None:
+    def hook(self, use: Use) -> None:
+        """Register a hook for the gradient of a use."""
+        (node, at), use.arrives = use.arrives, (None, 0)
+        copies, use.copies = use.copies, None
+        if copies is not None:
+            self._copies.append((use, copies))
+        if copies is None or self.by_hand is not None:
             with suppress(RuntimeError):  # torch 2.11: the node is freed, and no gradient reaches it
-                self._hooks.append(noted.node.register_prehook(partial(self._arrive, use, noted.at)))
+                self._hooks.append(node.register_prehook(partial(self._arrive, use, at)))
 
     def expect(self, uses: list[Use], leaves: list[Tensor], graph: int) -> None:
         """State the uses and leaves in the graph of the losses. Each use's gradient must arrive exactly once.

@@ -16,8 +16,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from clipping.provenance.derived_parameters import Source
-from clipping.rules.base import Gradient, Rule
+from clipping.rules.base import Rule
+from clipping.tape.uses import OfSources
 
 hooks_of_saving: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """Returns autograd's hooks for saved tensors, as a checkpoint sets them; None if there are none."""
@@ -52,8 +52,6 @@ def _of_scalar(outputs: Any, inputs: tuple[Any, ...], retain_graph: bool, allow_
     return engine.run_backward((output,), ones, bool(retain_graph), False, inputs, allow_unused, accumulate_grad=False)
 
 
-OfSources = list[tuple[Source, Gradient]]
-"""For each source, the arguments of its rule."""
 SMALL = 1024
 """Tensors with fewer entries are kept."""
 

@@ -45,7 +45,7 @@ from clipping.tape.arrivals import Anchored, Arrival, Arrivals
 from clipping.tape.batch_dimension import MOVABLE, as_rows, samples_first, whose
 from clipping.tape.checkpointing import LetGo, Replay, hooks_of_saving
 from clipping.tape.marks import Marks, tensors
-from clipping.tape.uses import Activations, Noted, Use, count_parts, given
+from clipping.tape.uses import Activations, Use, count_parts, given
 
 _next_number = torch.autograd._get_sequence_nr
 """Returns the number of the next node that this thread makes."""
@@ -84,7 +84,7 @@ class Tape(TorchFunctionMode):
         self._depth = 0
         self.hooked = self._replays = False
         self.let_go = LetGo(lets_go)
-        self._noted: list[Noted] = []
+        self._noted: list[Use] = []
         me = weakref.proxy(self)  # no reference cycle: a tape's memory is freed with it, at once
         self._marks = Marks(batch_size, lambda *called: me._mixes(*called))
         self._mark = self._marks.mark
@@ -158,15 +158,15 @@ class Tape(TorchFunctionMode):
     def _settle(self) -> None:
         """Make the rules of the recorded uses, and hook the uses."""
         noted, self._noted = self._noted, []
-        for each in noted:
+        for use in noted:
             try:
-                use = each.settled(self._batch_size)
+                use.settle(self._batch_size)
             except Exception as error:
-                self._refuse(each.operation, [source for source, _ in each.gradients], as_refused(error))
+                self._refuse(use.operation, [source for source, _ in use.gradients], as_refused(error))
                 continue
             self.uses.append(use)
             self.counts.update(use.names)
-            self.arrivals.hook(use, each)
+            self.arrivals.hook(use)
         if self._stand_in is None:
             count_parts(self.uses, self.counts)
 
@@ -186,7 +186,7 @@ class Tape(TorchFunctionMode):
         def arrived(use: Use, g: Tensor) -> None:
             planned = use.rules
             if use.again is not None:
-                use.rules = use.restored()
+                use.rules = use.restored(self._batch_size)
             arrival(use, g)
             use.rules = planned
             for _, rule in planned:
@@ -261,7 +261,7 @@ class Tape(TorchFunctionMode):
         mine, again = self.let_go.taken(mine) if self.hooked else (mine, None)
         if self._replays:
             return output
-        made = first, _next_number()
+        last = _next_number()
         if not any(x.requires_grad for x in data):
             # must not change what the operation may have saved, nor tensors that share memory with others
             in_place = handler is not None and not output._is_view()
@@ -270,8 +270,8 @@ class Tape(TorchFunctionMode):
         whole, operation = given(output, first), self._composite or func
         node, view = whole.grad_fn, output.grad_fn
         assert node is not None and view is not None
-        at, numbers = whole.output_nr, (node._sequence_nr(), view._sequence_nr())
-        self._noted.append(Noted(operation, spec, node, at, *numbers, mine, made, None, self._marks.order, again))
+        at, numbers = (node, whole.output_nr), (node._sequence_nr(), view._sequence_nr())
+        self._noted.append(Use(operation, spec, at, *numbers, mine, first, last, None, self._marks.order, again))
         return output
 
     def _as_others(self, func: Any, args: Any, kwargs: Any, data: list[Tensor]) -> Any:
@@ -357,7 +357,7 @@ class Tape(TorchFunctionMode):
         if source is not None and (source.version == tensor._version or source.is_parameter):
             source.version = tensor._version
         else:
-            source = remade(tensor, self._sources, {noted.node for noted in self._noted})
+            source = remade(tensor, self._sources, {use.arrives[0] for use in self._noted})
         if source is not None:
             self._sources[id(tensor)] = source
         return source
@@ -370,8 +370,8 @@ class Tape(TorchFunctionMode):
         assert node is not None
         number, mine = node._sequence_nr(), [(source, gradient)]
         made = number, number + 1
-        at = 0, number, number
-        self._noted.append(Noted(self._composite, output, node, *at, mine, made, copies, self._marks.order))
+        order = self._marks.order
+        self._noted.append(Use(self._composite, output, (node, 0), number, number, mine, *made, copies, order))
 
     def _mixes(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse an operation that mixes samples, unless this call is harmless."""

@@ -7,8 +7,8 @@ place do not matter.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,38 +21,57 @@ from clipping.rules.elementwise import Broadcast, Copies
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.gathered import gathered
 
+OfSources = list[tuple[Source, Gradient]]
+"""Each source of an operation with the arguments of its rule."""
+
 
 @dataclass(eq=False)
 class Use:
-    """One operation on sources.
+    """One operation on sources. The forward pass records it; it is settled, with its rules, when the tape exits.
 
     Attributes:
-        operation: its name, or the name of the function that it is a part of.
+        operation: the function; settled, its name, or the name of the function that it is a part of.
+        output: shape and dtype of its output and of g.
+        arrives: the node of its output, and the index among the node's outputs, until a hook is registered.
+        node: number of that node, in the order in which the forward pass made nodes.
+        view: number of the output's own node if the output is a view of everything that `node` returns; else as `node`.
+        gradients: each source with the arguments of its rule, until it is settled.
+        first, last: the operation's nodes have numbers from `first` to `last`, exclusive.
+        copies: the output, if its gradient is requested itself, until a hook is registered.
+        rows: owners of the output's rows; None if rows are B·k with k consecutive ones a sample.
+        again: returns complete `gradients` if the inputs of these were freed; see `clipping.tape.checkpointing`.
         rules: each source with the rule of its gradient.
         names: of the parameters that its sources are made of; kept when `rules` are freed.
-        output: shape and dtype of its output and of g.
-        node: number of the node of its output, in the order in which the forward pass made nodes.
-        first, last: the operation's nodes have numbers from `first` to `last`, exclusive.
-        view: number of the output's own node if the output is a view of everything that `node` returns; else as `node`.
-        rows: owners of the output's rows; None if rows are B·k with k consecutive ones a sample.
-        again: makes the rules again after their inputs were freed; see `clipping.tape.checkpointing`.
     """
 
-    operation: str
-    rules: list[tuple[Source, Rule]]
-    names: list[str]
+    operation: Any
     output: Spec
-    node: int = 0
-    first: int = 0
-    last: int = 0
-    view: int = 0
+    arrives: tuple[Any, int]
+    node: int
+    view: int
+    gradients: OfSources
+    first: int
+    last: int
+    copies: Tensor | None = None
     rows: Rows | None = None
-    again: Callable[[], list[tuple[Source, Rule]]] | None = None
+    again: Callable[[], OfSources] | None = None
+    rules: list[tuple[Source, Rule]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
-    def restored(self) -> list[tuple[Source, Rule]]:
+    def settle(self, batch_size: int) -> None:
+        """Make the per-sample rules.
+
+        Raises:
+            Refused: the output's rows are not the batch's.
+        """
+        self.rules = self._rules(batch_size, self.gradients)
+        self.names = [name for source, _ in self.rules for name in source.parameters]
+        self.operation, self.gradients = title(self.operation), []
+
+    def restored(self, batch_size: int) -> list[tuple[Source, Rule]]:
         """Return its rules with freed inputs recovered, in a backward pass; `again` is not None."""
         assert self.again is not None
-        found = self.again()
+        found = self._rules(batch_size, self.again())
         for (_, rule), (_, first) in zip(found, self.rules, strict=True):
             rule.share = first.share
         return found
@@ -66,60 +85,18 @@ class Use:
         at = torch.where(owners < 0, batch_size, owners)
         return found.new_zeros(batch_size + 1).scatter_reduce_(0, at, found, "amax")
 
-
-class Noted(NamedTuple):
-    """A use as recorded in the forward pass, without rules.
-
-    Attributes:
-        operation: the function.
-        output: shape and dtype of its output.
-        node, at: its node in the graph, and the index among the node's outputs.
-        number: number of the node, which may be freed when the forward pass ends.
-        view: as in `Use`.
-        gradients: each source with the arguments of its rule.
-        made: `first` and `last` as in `Use`.
-        copies: the output, if its gradient is requested itself.
-        order: rows of the output, if they are not in the samples' order.
-        again: returns complete `gradients` if the inputs of these were freed.
-    """
-
-    operation: Any
-    output: Spec
-    node: Any
-    at: int
-    number: int
-    view: int
-    gradients: list[tuple[Source, Gradient]]
-    made: tuple[int, int]
-    copies: Tensor | None = None
-    order: Rows | None = None
-    again: Callable[[], list[tuple[Source, Gradient]]] | None = None
-
-    def settled(self, batch_size: int) -> Use:
-        """Return the use with its per-sample rules.
-
-        Raises:
-            Refused: the output's rows are not the batch's.
-        """
-        rules = self._rules(batch_size, self.gradients)
-        names = [name for source, _ in rules for name in source.parameters]
-        use = Use(title(self.operation), rules, names, self.output, self.number, *self.made, self.view, self.order)
-        if (again := self.again) is not None:
-            use.again = lambda: self._rules(batch_size, again())
-        return use
-
-    def _rules(self, batch_size: int, gradients: list[tuple[Source, Gradient]]) -> list[tuple[Source, Rule]]:
+    def _rules(self, batch_size: int, gradients: OfSources) -> list[tuple[Source, Rule]]:
         shape = self.output.shape
-        rows = shape[0] if shape else 0
-        if self.order is not None:
-            if self.order.owners.shape != shape[:1]:
-                reason = f"its output {list(shape)} does not have the {len(self.order.owners)} rows of its input"
+        count = shape[0] if shape else 0
+        if self.rows is not None:
+            if self.rows.owners.shape != shape[:1]:
+                reason = f"its output {list(shape)} does not have the {len(self.rows.owners)} rows of its input"
                 raise Refused(reason, "apply it to each row by itself, or use microbatch")
-            return [(source, gathered(made(gradient), self.order)) for source, gradient in gradients]
-        if rows == 0 or rows % batch_size:
+            return [(source, gathered(made(gradient), self.rows)) for source, gradient in gradients]
+        if count == 0 or count % batch_size:
             reason = f"its output {list(shape)} does not have the batch, {batch_size}, as first dimension"
             raise Refused(reason, "give it one row a sample (batch first), or use microbatch or vmap")
-        fold = rows // batch_size
+        fold = count // batch_size
         rules = []
         for source, gradient in gradients:
             rule = made(gradient)
