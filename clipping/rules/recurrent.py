@@ -205,32 +205,23 @@ def _gru_back(
     return torch.cat([first, second, third], -1), torch.cat([first, second, third * r], -1), state * z
 
 
-def _tanh(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    out = torch.tanh(x + h)
-    return out, out
+def _plain(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Cell:
+    """A cell that returns its state as output and does not read the previous state otherwise."""
 
+    def run(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out = activation(x + h)
+        return out, out
 
-def _tanh_slopes(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, ...]:
-    return (1 - after * after,)
+    def back(slope: Tensor, given: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        both = (given + state) * slope
+        return both, both, torch.zeros_like(state)
 
-
-def _relu(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    out = torch.relu(x + h)
-    return out, out
-
-
-def _relu_slopes(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, ...]:
-    return ((after > 0).to(after.dtype),)
-
-
-def _plain_back(slope: Tensor, given: Tensor, state: Tensor) -> tuple[Tensor, ...]:
-    """`back` of a cell that returns its state as output and does not read the previous state otherwise."""
-    both = (given + state) * slope
-    return both, both, torch.zeros_like(state)
+    return Cell(run, lambda x, h, before, after: (slope(after),), back)
 
 
 LSTM, GRU = Cell(_lstm, _lstm_slopes, _lstm_back), Cell(_gru, _gru_slopes, _gru_back)  # type: ignore[arg-type]
-TANH, RELU = Cell(_tanh, _tanh_slopes, _plain_back), Cell(_relu, _relu_slopes, _plain_back)  # type: ignore[arg-type]
+TANH = _plain(torch.tanh, lambda after: 1 - after * after)
+RELU = _plain(torch.relu, lambda after: (after > 0).to(after.dtype))
 
 
 def _stepped(
