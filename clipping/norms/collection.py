@@ -216,6 +216,7 @@ class _WholeNorms(Norms):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._pairs: dict[str, list[Term]] = {}
+        self._found: list[Tensor] = []
         self._small = Joined()
 
     def _several(self, term: Term) -> None:
@@ -224,8 +225,16 @@ class _WholeNorms(Norms):
         else:
             super()._several(term)
 
+    def _find(self, term: Term) -> None:
+        """Find the norms of a use whose gradients are not kept."""
+        squares, reach = term.squared_norms()
+        self._found.append(squares)
+        self._doubtful(term, squares, reach)
+
     def _total(self) -> tuple[Tensor, Tensor]:
         """‖g_i‖ [B], and n̂ [B], to clip by. Keeps paired uses in `_pairs` and instantiated gradients in `_sums`."""
+        if self._found:
+            self._squares += torch.stack(self._found).clamp_(min=0).sum(0)
         self._squares += self._small.squares(self._squares)
         for name in list(self._pairs):
             found = self._pairwise(self._pairs[name]) if name not in self._sums else None
@@ -316,10 +325,6 @@ class TwoPasses(_WholeNorms):
     second_pass = True
     again: Callable[[Arrival], None]
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._found: list[Tensor] = []
-
     def _single(self, term: Term) -> None:
         source, rule, route, g = term
         keeps = self._is_small(rule, g) or isinstance(rule, Copies)
@@ -328,14 +333,10 @@ class TwoPasses(_WholeNorms):
             if at_once(g):
                 return self._small.add(source, gradient)
             return self._add(next(iter(source.parameters)), gradient)
-        squares, reach = term.squared_norms()
-        self._found.append(squares)
-        self._doubtful(term, squares, reach)
+        self._find(term)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            if self._found:
-                self._squares += torch.stack(self._found).clamp_(min=0).sum(0)
             total, bound = self._total()
             factors = self._clip.factors(bound)
             grads = self._kept_sums(factors)
@@ -388,14 +389,11 @@ class Book(_WholeNorms):
         self._entries.append(Kept(source, parts))
 
     def _total(self) -> tuple[Tensor, Tensor]:
-        if self._waiting:
-            for term in self._waiting:
-                if term.route.ghost:
-                    term.rule.lay_out_input(term.g)
-            found = list(map(Term.squared_norms, self._waiting))
-            self._squares += torch.stack([squares for squares, _ in found]).clamp_(min=0).sum(0)
-            for term, (squares, reach) in zip(self._waiting, found, strict=True):
-                self._doubtful(term, squares, reach)
+        for term in self._waiting:
+            if term.route.ghost:
+                term.rule.lay_out_input(term.g)
+        for term in self._waiting:
+            self._find(term)
         self._waiting.clear()
         return super()._total()
 

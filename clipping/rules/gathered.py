@@ -26,14 +26,12 @@ from clipping.rules.linear import LinearWeight
 def gathered(rule: Rule, rows: Rows) -> Rule:
     """Return the rule for rows with the given owners, from the rule for as many samples as rows."""
     if not len(rows.owners):
-        return Nothing(rule, rows)
+        return AddedUp(rule, rows)
     if isinstance(rule, GroupedWeight):
         return rule.of_rows(rows)
     if type(rule) is LinearWeight:
         return GatheredLinear(rule, rows)
-    if type(rule) is EmbeddingWeight:
-        return GatheredEmbedding(rule, rows)
-    return AddedUp(rule, rows)
+    return GatheredEmbedding(rule, rows) if type(rule) is EmbeddingWeight else AddedUp(rule, rows)
 
 
 class _OfRows(Rule):
@@ -49,25 +47,13 @@ class _OfRows(Rule):
         return len(self.order.owners)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        if not len(self.order.owners):
+            return torch.zeros_like(self.parameter, dtype=wide_dtype(g.dtype))
         return self.rule.weighted(g, of_rows(factors, self.order.owners))
 
 
-class Nothing(_OfRows):
-    """The rule of no rows: an expert that received no token."""
-
-    def __init__(self, rule: Rule, rows: Rows) -> None:
-        super().__init__(rule.parameter)
-        self.rule, self.order = rule, rows
-
-    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        return g.new_zeros(samples.stop - samples.start, *self.parameter.shape)
-
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        return torch.zeros_like(self.parameter, dtype=wide_dtype(g.dtype))
-
-
 class AddedUp(_OfRows, Regrouped):
-    """Any rule, with the gradients of rows added up by sample.
+    """Any rule, with the gradients of rows added up by sample; there may be no row (an expert that received no token).
 
     Args:
         rule: a rule of as many samples as rows.
@@ -87,7 +73,7 @@ class AddedUp(_OfRows, Regrouped):
         everything = samples.start == 0 and samples.stop >= self.order.batch_size
         total = None
         for each in blocks(len(owners), int(self.rule.work(g, way).workspace), self.workspace(g)):
-            if not everything and not is_traced() and not bool(mine[each].any()):
+            if not len(owners) or (not everything and not is_traced() and not bool(mine[each].any())):
                 continue
             found = self.rule.instantiate(g, each, way).reshape(-1, *self.parameter.shape)
             found = found * mine[each].view(-1, *[1] * (found.dim() - 1)) if not everything else found
@@ -102,7 +88,7 @@ class AddedUp(_OfRows, Regrouped):
     def reach(self, g: Tensor) -> Reach | None:
         owners, batch_size = self.order.owners, self.order.batch_size
         at = torch.where(owners >= 0, owners, batch_size)
-        found = self.rule.reach(g)
+        found = self.rule.reach(g) if len(owners) else None
         return found and Reach(*(each.new_zeros(batch_size + 1).index_add_(0, at, each)[:-1] for each in found))
 
 
