@@ -8,6 +8,8 @@ Functions take:
     rows: n rows in one dimension, with their owners.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -92,32 +94,28 @@ class AddedUp(_OfRows, Regrouped):
         return found and Reach(*(each.new_zeros(batch_size + 1).index_add_(0, at, each)[:-1] for each in found))
 
 
-class GatheredLinear(_OfRows, LinearWeight):
-    """A linear layer's weight, with the rows of each sample side by side as its positions."""
+class _Gathered(_OfRows):
+    """A rule by positions, with the rows of each sample side by side as its positions."""
 
-    def __init__(self, rule: LinearWeight, rows: Rows) -> None:
-        super().__init__(rule.parameter, rule.a, rule.transposed)
+    rule: Any
+
+    def __init__(self, rule: Rule, rows: Rows) -> None:
+        vars(self).update(vars(rule))
         self.rule, self.order = rule, rows
-        of_row = rule.a.numel() // rule.a.shape[-1] // len(rows.owners)
-        self.positions = power_of_two(of_row * rows.padded.shape[1])  # the same in most steps, as plans depend on it
-        self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
+        positions = max(1, rule.positions) * rows.padded.shape[1]
+        self.positions = power_of_two(positions)  # the same in most steps, as plans depend on it
+        self.ways = (*type(rule).ways, *kernels.ways.of(self))
 
     def by_position(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """The same of the rule, gathered."""
+        x, g = type(self.rule).by_position(self, g, slice(0, len(g)))
         index = self.order.padded[samples]
-        a, g = taken(self.a, index), taken(g, index, filled=True)
-        a = a if a.dtype == g.dtype else a.to(g.dtype)
-        return a.reshape(len(index), -1, a.shape[-1]), g.reshape(len(index), -1, g.shape[-1])
+        return taken(x, index).flatten(1, 2), taken(g, index, filled=True).flatten(1, 2)
 
 
-class GatheredEmbedding(_OfRows, EmbeddingWeight):
-    """An embedding, with the ids of each sample's rows as its positions."""
+class GatheredLinear(_Gathered, LinearWeight):
+    """A linear layer's weight."""
 
-    def __init__(self, rule: EmbeddingWeight, rows: Rows) -> None:
-        super().__init__(rule.parameter, rule.ids, rule.padding_idx, rule.scale)
-        self.rule, self.order = rule, rows
-        self.positions = power_of_two(max(1, self.positions) * rows.padded.shape[1])
 
-    def by_position(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        index = self.order.padded[samples]
-        ids, g = super().by_position(g, slice(0, len(g)))  # one for each row
-        return taken(ids, index).flatten(1), taken(g, index, filled=True).flatten(1, 2)
+class GatheredEmbedding(_Gathered, EmbeddingWeight):
+    """An embedding."""
