@@ -2,12 +2,13 @@
 
 Let A [B, groups, T, d] be the patches of the padded input, with T = ∏ output size and d = C/groups · ∏ kernel size.
 Then a convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d] (arXiv:2205.10683, equation 2.5).
+The gradient of a transposed convolution's weight is that of the adjoint: patches are of the output's gradient, and the
+input multiplies them.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -67,7 +68,7 @@ class ConvolutionWeight(OfPatches):
         return max(self.bytes_of_operands(g))
 
     def shapes(self) -> tuple[object, ...]:
-        return *super().shapes(), self.x.shape[2:], *map(tuple, self.geometry())
+        return *super().shapes(), self.image[1:], *map(tuple, self.geometry())
 
 
 def convolution(
@@ -114,23 +115,6 @@ def of_each(value: int | tuple[int, ...], spatial: int) -> list[int]:
     return values * spatial if len(values) == 1 else values
 
 
-class TransposedConvolutionWeight(ConvolutionWeight):
-    """∂/∂W of a transposed convolution, [C, p, *kernel]: that of the adjoint convolution.
-
-    The operands change places: patches are of the output's gradient, and the input multiplies them.
-
-    Args:
-        weight, x, geometry: as for the convolution.
-        image: [p, *size] of the output.
-    """
-
-    def __init__(self, weight: Tensor, x: Tensor, image: torch.Size, *geometry: Any) -> None:
-        super().__init__(weight, x, x.shape[2:], *geometry, None, image)
-
-    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        return super().operands(g, samples)[::-1]
-
-
 def transposed_convolution(
     input: Tensor,
     weight: Tensor,
@@ -149,5 +133,5 @@ def transposed_convolution(
         raise Refused("output_padding as large as the stride has no rule", "output_padding < stride")
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     output = function(input, weight, bias, strides, pads, extra, groups, dilations)
-    made_of = (input, output.shape[1:], strides, pads, dilations, groups)
-    return output, ((weight, TransposedConvolutionWeight, *made_of), (bias, Bias, output.shape))
+    made_of = (input, input.shape[2:], strides, pads, dilations, groups, None, output.shape[1:])
+    return output, ((weight, ConvolutionWeight, *made_of), (bias, Bias, output.shape))

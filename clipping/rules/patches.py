@@ -34,7 +34,7 @@ class OfPatches(Bilinear):
         stride, padding, dilation: one number a spatial dimension.
         groups: as in torch.nn.Conv2d.
         share: `chunked_conv.Share` of the convolution's node, or None.
-        image: [C, *size] of the images that patches are taken of, if not of x.
+        image: [C, *size] of a transposed convolution's output: patches are taken of its gradient, in place of x.
 
     Methods take:
         x, g: some samples' input, and their output's gradient (or its `Spec`).
@@ -65,7 +65,7 @@ class OfPatches(Bilinear):
         )
         self.x, self.stride, self.padding, self.dilation, self.share = x, stride, padding, dilation, share
         self.kernel, self.output_size = list(weight.shape[2:]), output_size
-        self.image = x.shape[1:] if image is None else image
+        self.image, self.transposed = x.shape[1:] if image is None else image, image is not None
 
     def grouped(self, x: Tensor) -> Tensor:
         """[b, groups · C, *size] to [b · groups, C, *size]."""
@@ -95,7 +95,8 @@ class OfPatches(Bilinear):
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         x, g = part(self.x, samples), part(g, samples)
-        return x if x.dtype == g.dtype else x.to(g.dtype), g
+        x = x if x.dtype == g.dtype else x.to(g.dtype)
+        return (g, x) if self.transposed else (x, g)
 
     def weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
         """The library's weight gradient [fold · outputs, ...] of a convolution with `fold` times as many groups."""
