@@ -48,6 +48,7 @@ from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Route, Rule
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.embedding import EmbeddingWeight
+from clipping.rules.linear import LinearWeight
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 from clipping.tape.uses import Use
@@ -351,7 +352,9 @@ def _rows_of(
     ghost = routes["ghost"] == "ghost"
     sizes: tuple[int | None, int | None, int | None, int | None] = (None, None, None, None)
     if rule.positions:
-        sizes = rule.positions, rule.inputs, rule.outputs, rule.groups
+        d, p = rule.inputs, rule.outputs
+        d, p = (p, d) if isinstance(rule, LinearWeight) and rule.transposed else (d, p)
+        sizes = rule.positions, d, p, rule.groups
     for position, (name, parameter) in enumerate(source.parameters.items()):
         bytes_, operations = Cost(None, None), Cost(None, None)
         if g is not None:
