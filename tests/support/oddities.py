@@ -285,7 +285,16 @@ WRITTEN = [
     Case("ends of rows", of_ends(flat), parts),
 ]
 
-EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS, *WRITTEN]
+TIED = [
+    Case("tied decoder", lambda m, x: F.linear((x @ m.w).tanh(), m.w), lambda: {"w": torch.randn(D, 3)}),
+    Case(
+        "tied words",
+        lambda m, x: m.words((x[..., 0] > 0).long()) @ m.words.weight.t(),
+        lambda: {"words": nn.Embedding(2, 3)},
+    ),
+]
+
+EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS, *WRITTEN, *TIED]
 
 
 def data_into_some_rows(m: Any, x: Tensor) -> Tensor:
