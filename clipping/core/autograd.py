@@ -17,7 +17,8 @@ def hooks_of(parameters: Iterable[Tensor]) -> int:
     Args:
         parameters: leaves.
     """
-    return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in parameters)
+    hooks = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    return sum(map(len, hooks))
 
 
 def nodes(roots: Iterable[Any]) -> Iterator[Any]:

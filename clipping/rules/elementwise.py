@@ -68,6 +68,9 @@ class Broadcast(Rule):
         return self
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        if self.factor is None:  # no product to form in blocks
+            return self._summed(g, samples)
+
         def summed(block: slice) -> Tensor:
             return self._summed(g, slice(samples.start + block.start, samples.start + block.stop))
 
