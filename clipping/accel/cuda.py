@@ -59,8 +59,6 @@ from clipping.core.microbatching import power_of_two
 from clipping.numerics.traced_operations import operation
 from clipping.rules.pixel_gram import LINEAR, in_two_dimensions
 
-Geometry = Sequence[Sequence[int]]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IDS = (torch.int64, torch.int32)
 
@@ -158,7 +156,9 @@ def trouble(device: torch.device) -> str | None:
 
 
 @operation
-def gram_norms(x: Tensor, g: Tensor, geometry: Geometry, groups: int, lost: tuple[float, float]) -> Tensor:
+def gram_norms(
+    x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int, lost: tuple[float, float]
+) -> Tensor:
     """‖∂/∂W‖² of each sample and group, and the reach: [n · groups, 4] float32.
 
     Rounding may make the square of a vanishing gradient slightly negative.
@@ -175,7 +175,9 @@ def gram_norms(x: Tensor, g: Tensor, geometry: Geometry, groups: int, lost: tupl
 
 
 @operation
-def gradient_norms(x: Tensor, g: Tensor, geometry: Geometry, groups: int, lost: tuple[float, float]) -> Tensor:
+def gradient_norms(
+    x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int, lost: tuple[float, float]
+) -> Tensor:
     """The results of `gram_norms`, from tiles of the per-sample gradient: never negative."""
     x, g, options, sizes = _of_images(x, g, geometry, groups)
     _, outputs, positions, inputs = sizes
@@ -195,7 +197,7 @@ def gradient_norms(x: Tensor, g: Tensor, geometry: Geometry, groups: int, lost: 
 
 
 def _of_images(
-    x: Tensor, g: Tensor, geometry: Geometry, groups: int
+    x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int
 ) -> tuple[Tensor, Tensor, list[list[int]], tuple[int, int, int, int]]:
     """Images and geometry in two dimensions; and channels and outputs of a group, T and d."""
     x, g, options = in_two_dimensions(x.detach(), g.detach(), geometry)
@@ -250,7 +252,7 @@ def _of_rows(
 
 
 @operation
-def weighted(x: Tensor, g: Tensor, factors: Tensor, size: int, geometry: Geometry) -> Tensor:
+def weighted(x: Tensor, g: Tensor, factors: Tensor, size: int, geometry: Sequence[Sequence[int]]) -> Tensor:
     """Σ_i c_i g_i of a weight without groups, of each portion of `size` samples: [portions, P, C, *kernel] float32.
 
     Args:
@@ -323,7 +325,7 @@ def launch(
             kernel[((at.stop - at.start) * each,)](*some, *numbers, **{"num_warps": WARPS, **constants})
 
 
-def named(geometry: Geometry) -> dict[str, int]:
+def named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:
     """Name a convolution's geometry as the programs do.
 
     Args:
@@ -345,7 +347,12 @@ def whole(parts: Tensor) -> Tensor:
 
 
 def _gram_tiles(
-    positions: int, features: int, dtype: torch.dtype, generation: int, at_once: bool, geometry: Geometry = LINEAR
+    positions: int,
+    features: int,
+    dtype: torch.dtype,
+    generation: int,
+    at_once: bool,
+    geometry: Sequence[Sequence[int]] = LINEAR,
 ) -> Tiles:
     """Use 128 positions if that pads the last block no more than 64 would, or if there are many blocks.
 
@@ -368,7 +375,7 @@ def _gradient_tiles(
     dtype: torch.dtype,
     generation: int,
     at_once: bool,
-    geometry: Geometry = LINEAR,
+    geometry: Sequence[Sequence[int]] = LINEAR,
 ) -> Tiles:
     """As large as registers allow. Each tile of outputs reads the patches again, and each tile of inputs g."""
     large, is_point = _has_room(dtype, generation), _is_point(geometry)
@@ -391,7 +398,7 @@ def _sum_tiles(
     dtype: torch.dtype,
     generation: int,
     at_once: bool,
-    geometry: Geometry = LINEAR,
+    geometry: Sequence[Sequence[int]] = LINEAR,
 ) -> Tiles:
     """For rows that are read at once, as deep as adds little padding: each depth costs a multiplication by a factor."""
     if not at_once or not _is_point(geometry):
@@ -402,7 +409,7 @@ def _sum_tiles(
     return Tiles(SIDE, SIDE, depth if _has_room(dtype, generation) else min(depth, 64), 8)
 
 
-def _is_point(geometry: Geometry) -> bool:
+def _is_point(geometry: Sequence[Sequence[int]]) -> bool:
     """True for a kernel of one pixel, whose patches are pixels."""
     return math.prod(geometry[0]) == 1
 

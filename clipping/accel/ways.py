@@ -8,7 +8,7 @@ from torch import Tensor
 
 from clipping.accel import cpu, cuda, fused
 from clipping.core.dtypes import norm_dtype
-from clipping.core.microbatching import Parts, power_of_two
+from clipping.core.microbatching import Parts
 from clipping.numerics.per_sample import added_in, part
 from clipping.numerics.products import PADDED
 from clipping.numerics.rounding_bounds import of_lost
@@ -61,7 +61,7 @@ class _GramTiles(_Triton[Imaged]):
     def work(self, rule: Imaged, g: Tensor | Spec) -> Work:
         """Whole tiles of a triangle with its diagonal."""
         copied = _copied(rule, g)
-        side, offsets = min(64, power_of_two(max(16, rule.positions))), math.prod(rule.geometry().kernel)
+        side, offsets = cuda._power(rule.positions, 64), math.prod(rule.geometry().kernel)
         channels, outputs = (-(-size // 16) * 16 for size in (rule.inputs // offsets, rule.outputs))
         products = cuda.pairs(rule.positions, side) * side**2 * (offsets * channels + outputs)
         return Work(rule.groups * products, 2 * copied, 4096 + copied)
@@ -143,16 +143,18 @@ def weighted(rule: Rule, g: Tensor, factors: Tensor) -> Tensor | None:
     """
     if not isinstance(rule, (LinearWeight, ConvolutionWeight)) or not fused.runs(rule.parameter):
         return None
-    if isinstance(rule, LinearWeight):  # rows may be slices of longer rows
-        taken = rule.positions >= PADDED and cuda.rows_at_once(*rule.images(g, slice(0, rule.samples(g))))
+    size, count, factors = portion(rule, g), rule.samples(g), factors.to(torch.float32).contiguous()
+    if isinstance(rule, LinearWeight):
+        whole = rule.images(g, slice(0, count))  # padded alike in each block
+        taken = rule.positions >= PADDED and cuda.rows_at_once(*whole)  # rows may be slices of longer rows
     else:
-        taken = len(rule.kernel) == 2 and rule.groups == 1 and rule.positions > 0
+        whole, taken = None, len(rule.kernel) == 2 and rule.groups == 1 and rule.positions > 0
     if not taken:
         return None
-    size, count, factors = portion(rule, g), rule.samples(g), factors.to(torch.float32).contiguous()
 
     def sums(samples: slice, _: int) -> Tensor:
-        return cuda.weighted(*rule.images(g, samples), part(factors, samples), size, rule.geometry())
+        x, of = rule.images(g, samples) if whole is None else (part(y, samples) for y in whole)
+        return cuda.weighted(x, of, part(factors, samples), size, rule.geometry())
 
     of_sums, of_images = 2 * 4 * rule.parameter.numel(), size * _copied(rule, g)  # two blocks may be added up at once
     step = size * max(1, rule.room() // max(1, of_sums, of_images))

@@ -152,6 +152,16 @@ def test_portions_that_a_kernel_sums_at_once_stay_within_the_room(which, monkeyp
     assert 3 * sum(each.nbytes for each in formed) > room * len(formed)  # and fill it
 
 
+def test_rows_of_the_last_portion_are_padded_as_the_others(monkeypatch):
+    """Alone its product would be too small for padding to pay."""
+    monkeypatch.setattr(cuda, "portion_of", lambda *_: 4)
+    with as_on_a_gpu(Launches()) as launches:
+        rule = LinearWeight(of_half(4096, 4097), of_half(5, 16, 4097))
+        rule.room = lambda: 0
+        assert rule.weighted(of_half(5, 16, 4096), torch.empty(5, device="meta")).shape == (4096, 4097)
+    assert launches.found["weighted"] == 2
+
+
 @pytest.mark.parametrize(("fewer", "more"), [(495, 496), (513, 1024), (257, 511)])
 def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
     """T = 197 allows 63 samples of 495, and 64 of fewer."""
