@@ -80,7 +80,7 @@ class Broadcast(Rule):
         def of_block(samples: slice) -> Reach:
             return all_alike(self.sizes(g, samples), self.parameter.numel())
 
-        return self._reach_of_rows(g, of_block, self._bytes(g) or math.prod(g.shape[1:]) * g.element_size())
+        return self._reach_of_rows(g, of_block, self._bytes(g))
 
     def terms(self, g: Tensor, at: slice) -> Tensor:
         """Return the terms to sum over the dimensions that D was broadcast along."""
@@ -115,8 +115,9 @@ class Broadcast(Rule):
         return placed
 
     def _bytes(self, g: Tensor) -> int:
-        """Bytes of one sample's product, which is as large as g; 0 for a sum, whose terms are g itself."""
-        return 0 if self.factor is None else 2 * math.prod(g.shape[1:]) * norm_dtype(g.dtype).itemsize
+        """Bytes of one sample's terms: g itself, or a product as large, in a wider dtype and with a copy."""
+        each = g.element_size() if self.factor is None else 2 * norm_dtype(g.dtype).itemsize
+        return math.prod(g.shape[1:]) * each
 
 
 class Bias(Broadcast):

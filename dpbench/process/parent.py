@@ -182,7 +182,7 @@ def answered(
     until: float | None = None,
     look: float | None = None,
 ) -> Iterator[list[tuple[AnyTrial, Answer]]]:
-    """Run trials, and yield those that have ended with their answers, in the order in which they end.
+    """Run trials, and yield lists of those that have ended, each with its answer.
 
     Args:
         isolation: runs them.

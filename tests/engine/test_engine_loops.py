@@ -217,7 +217,7 @@ def test_a_teacher_and_a_temperature_move_once_a_step(compiled):
 
 
 class Annealed(nn.Module):
-    """Counts its calls in an attribute, a buffer and a tensor that is bound anew."""
+    """Counts its calls: in a number, in a buffer, and in an attribute that gets a new tensor each time."""
 
     def __init__(self):
         super().__init__()
