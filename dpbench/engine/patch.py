@@ -136,12 +136,16 @@ class Patch:
 
     def require_no_other_gradient(self) -> None:
         """Raise Misuse if a gradient was put into `.grad`, or added to one, since the last step: it would be lost."""
+        others = []
         for key, p in self._with_gradient().items():
             known, version = self._known.get(key, (None, 0))
             is_known = known is not None and known() is p.grad
-            if not p.requires_grad or (is_known and version_of(p.grad) == version):
-                continue
-            mine = here(p.grad)
+            if p.requires_grad and not (is_known and version_of(p.grad) == version):
+                others.append((p, here(p.grad)))
+        dense = [x.any() for _, x in others if not x.is_sparse]
+        if others and len(dense) == len(others) and not torch.stack([x.to(dense[0].device) for x in dense]).any():
+            return  # zeros, as of zero_grad(set_to_none=False); a GPU is waited for once
+        for p, mine in others:
             if mine.is_sparse or bool(mine.any()):
                 assert self.engine is not None
                 name = next((name for name, q in self.engine.model.named_parameters() if q is p), "")
