@@ -154,12 +154,20 @@ def test_portions_that_a_kernel_sums_at_once_stay_within_the_room(which, monkeyp
 
 def test_rows_of_the_last_portion_are_padded_as_the_others(monkeypatch):
     """Alone its product would be too small for padding to pay."""
+    shapes, form = set(), cuda.weighted
+
+    def formed(*given):
+        parts = form(*given)
+        shapes.add(parts.shape[1:])
+        return parts
+
     monkeypatch.setattr(cuda, "portion_of", lambda *_: 4)
+    monkeypatch.setattr(cuda, "weighted", formed)
     with as_on_a_gpu(Launches()) as launches:
         rule = LinearWeight(of_half(4096, 4097), of_half(5, 16, 4097))
         rule.room = lambda: 0
         assert rule.weighted(of_half(5, 16, 4096), torch.empty(5, device="meta")).shape == (4096, 4097)
-    assert launches.found["weighted"] == 2
+    assert launches.found["weighted"] == 2 and len(shapes) == 1
 
 
 @pytest.mark.parametrize(("fewer", "more"), [(495, 496), (513, 1024), (257, 511)])
