@@ -8,7 +8,12 @@ from torch import Tensor
 
 def version_of(x: Tensor) -> int:
     """Return how often a tensor was written to, by autograd's count; -1 for an inference tensor, which has none."""
-    return -1 if x.is_inference() else x._version
+    return versions_of([x])[0]
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return `version_of` each tensor."""
+    return [-1 if x.is_inference() else x._version for x in tensors]
 
 
 def hooks_of(parameters: Iterable[Tensor]) -> int:

@@ -61,7 +61,8 @@ class Segments:
             raise ValueError(f"expected at most {LONGEST} coordinates in a draw, got {most}")
         self.counts, self.labels = tuple(counts), tuple(labels)
         self.groups = [-(-count // NORMALS) for count in counts]
-        self.length = NORMALS * sum(self.groups)
+        self._starts = list(itertools.accumulate(self.groups, initial=0))  # in groups, with the end
+        self.length = NORMALS * self._starts[-1]
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def parts(self, flat: Tensor) -> list[Tensor]:
@@ -70,14 +71,12 @@ class Segments:
         Args:
             flat: all tensors, [length], or without the last gap.
         """
-        starts = itertools.accumulate((groups * NORMALS for groups in self.groups), initial=0)
-        return [flat[start : start + count] for start, count in zip(starts, self.counts, strict=False)]
+        return [flat[NORMALS * at : NORMALS * at + count] for at, count in zip(self._starts, self.counts, strict=False)]
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, Any, Any]:
         """Labels, counts and first groups (and the end), for C."""
-        units = itertools.accumulate(self.groups, initial=0)
-        return _unsigned(self.labels), kernels.cpu._numbers(self.counts), kernels.cpu._numbers(list(units))
+        return _unsigned(self.labels), kernels.cpu._numbers(self.counts), kernels.cpu._numbers(self._starts)
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return, for each group of 128 entries, its tensor's label and its index there: int32, cached."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from clipping.core.autograd import version_of
+from clipping.core.autograd import versions_of
 from clipping.distributed.spread import here, reshard
 from dpbench.engine.adam import AdamBC
 from dpbench.engine.errors import Misuse
@@ -128,20 +128,21 @@ class Patch:
 
     def _know_gradients(self) -> None:
         """Remember the gradients in `.grad`: the next step may overwrite them."""
-        self._known = {key: (weakref.ref(p.grad), version_of(p.grad)) for key, p in self._with_gradient().items()}
+        self._known = {id(p): (weakref.ref(grad), version) for p, grad, version in self._gradients()}
 
-    def _with_gradient(self) -> dict[int, Any]:
-        """Identity -> parameter, of the optimizer's parameters with a gradient in `.grad`."""
-        return {key: p for key, p in held_by(self.optimizer).items() if p.grad is not None}
+    def _gradients(self) -> list[tuple[nn.Parameter, Any, int]]:
+        """(parameter, its `.grad`, how often that was written to), for each gradient in the optimizer."""
+        held = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in held]
+        return list(zip(held, grads, versions_of(grads), strict=True))
 
     def require_no_other_gradient(self) -> None:
         """Raise Misuse if a gradient was put into `.grad`, or added to one, since the last step: it would be lost."""
         others = []
-        for key, p in self._with_gradient().items():
-            known, version = self._known.get(key, (None, 0))
-            is_known = known is not None and known() is p.grad
-            if p.requires_grad and not (is_known and version_of(p.grad) == version):
-                others.append((p, here(p.grad)))
+        for p, grad, version in self._gradients():
+            known, before = self._known.get(id(p), (None, 0))
+            if p.requires_grad and (known is None or known() is not grad or version != before):
+                others.append((p, here(grad)))
         dense = [x.any() for _, x in others if not x.is_sparse]
         if others and len(dense) == len(others) and not torch.stack([x.to(dense[0].device) for x in dense]).any():
             return  # zeros, as of zero_grad(set_to_none=False); a GPU is waited for once

@@ -51,8 +51,8 @@ WORST = 1e-2
 """Largest η for which noise covers the worst case of all roundings; beyond it, random roundings."""
 DEVIATIONS = 12
 """Deviations above the expected batch size: larger Poisson batches have probability below 1e-30."""
-SMALL = 2**16
-"""Entries of all sums that one process on a CPU copies into one flat tensor: that costs less than a draw for each."""
+SMALL = 2**14
+"""Entries of a sum that one process on a CPU copies into the flat tensor: that costs less than a draw of its own."""
 _OVERFLOWED = "a loss or an activation has overflowed"
 
 
@@ -159,8 +159,9 @@ class Sums(Mapping[str, Tensor]):
     def require_finite(self) -> None:
         """Raise a FloatingPointError, itself not accounted, that names a sum on a CPU that is not finite."""
         known = [block for block in self.blocks if block.data.device.type not in LATER]
+        totals = [block.data.sum() for block in known]
         # a sum is faster than each part's norm, but may itself overflow
-        if not known or (not self.sharded and math.isfinite(sum(block.data.sum() for block in known))):
+        if not known or (not self.sharded and math.isfinite(sum(totals))):
             return
         flags = torch.cat([block.finite() for block in known])
         if bool((everywhere(flags) if self.sharded else flags).all()):
@@ -194,7 +195,7 @@ def gathered(
     kinds: dict[tuple[Any, ...], list[tuple[str, torch.Size, int]]] = {}
     given: dict[str, Tensor] = {}
     seen = set[int]()
-    alone = place()[1] == 1 and not sharded and sum(parameters[name].numel() for name in wanted) > SMALL
+    alone = place()[1] == 1 and not sharded
     for number, (name, p) in enumerate(parameters.items()):
         if name not in wanted:
             continue
@@ -204,7 +205,7 @@ def gathered(
             given[name] = like
         dtype = torch.promote_types(like.dtype, torch.float32)
         kind = like.device, dtype, p.dtype, *(replicas(p) if sharded else ())
-        if alone and like.device.type not in LATER:
+        if alone and like.numel() > SMALL and like.device.type not in LATER:
             storage = like.untyped_storage()
             owned = name in grads and like.dtype == dtype and like.is_contiguous() and storage.nbytes() == like.nbytes
             if owned and storage._cdata not in seen:
