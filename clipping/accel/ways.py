@@ -165,4 +165,5 @@ def weighted(rule: Rule, g: Tensor, factors: Tensor) -> Tensor | None:
 
 def portion(rule: Bilinear, g: Tensor | Spec) -> int:
     """Samples in a portion of `weighted`."""
-    return cuda.portion_of(rule.samples(g), rule.most(g), rule.inputs, rule.outputs)
+    count = rule.samples(g)
+    return cuda.portion_of(count, rule.most(count, g.dtype), rule.inputs, rule.outputs)

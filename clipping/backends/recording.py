@@ -117,7 +117,7 @@ class Recording:
                         return one_by_one(losses, self.parameters, self.backend.clip)
                 assert self.tape is not None
                 verify = verify and not self.backend.sharded
-                with self.backend.explained(self.tape):
+                with self.backend.explained():
                     result = self.backend.clipped(
                         self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
                     )

@@ -16,7 +16,7 @@ form the weighted gradient where they find the norm.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ from clipping.distributed.fsdp import norms_of
 from clipping.distributed.spread import no_rows, row_of_zeros, stand_ins
 from clipping.norms.collection import Book, LayerByLayer, Norms, Routes, TwoPasses
 from clipping.numerics.products import full_precision_on_cpu
-from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
+from clipping.numerics.rounding_bounds import Seen, excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
 from clipping.provenance.derived_parameters import Source
@@ -43,7 +43,7 @@ from clipping.tape.compiled import compiled_modules, explained
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 
-UNSEEN = (1024, 4096)
+UNSEEN = 1024, 4096
 """Positions and features assumed before the first call."""
 
 
@@ -56,21 +56,18 @@ class TapeBackend(Backend):
     def __init__(self, model: nn.Module, loss_fn: LossFunction, **options: Any) -> None:
         super().__init__(model, loss_fn, **options)
         self.stand_in = stand_ins(self.model)
-        self._sizes = UNSEEN
         ours = [p for p in model.parameters() if p.requires_grad]
-        self._rounds_operands = any(rounds_operands(p, library) for p in ours[:1] for library in ("cublas", "cudnn"))
+        rounds = any(rounds_operands(p, library) for p in ours[:1] for library in ("cublas", "cudnn"))
+        self._seen, self._first = Seen(*UNSEEN, rounds), True
 
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
         yield from compiled_modules(self.model)
 
     def _rounding(self, batch_size: int) -> tuple[float, float]:
-        positions, features = self._sizes
-        dtype = self._dtype()
-        most = min(batch_size, portion(batch_size, positions, dtype))
-        return excess(
-            batch_size, positions, features, most, dtype, of_layers=self.clip.per_layer, operands=self._rounds_operands
-        )
+        seen, dtype = self._seen, self._dtype()
+        most = min(batch_size, portion(batch_size, seen.positions, dtype))
+        return excess(batch_size, seen, most, dtype, of_layers=self.clip.per_layer)
 
     def _choose_for(self, batch_size: int) -> None:
         """Choose routes for one batch size, a power of two, until a batch is more than twice as large.
@@ -88,16 +85,6 @@ class TapeBackend(Backend):
     def resume(self, settled: Mapping[str, Any]) -> None:
         super().resume(settled)
         self.chosen_for = settled.get("chosen_for", 0)
-
-    def _saw(self, tape: Tape, routes: Routes) -> None:
-        first = self._sizes == UNSEEN
-        positions, features = (1, 1) if first else self._sizes
-        rounds = self._rounds_operands and not first
-        for use in tape.uses:
-            for (_, rule), route in zip(use.rules, routes[use], strict=True):
-                positions, features = max(positions, rule.positions), max(features, rule.features(route))
-                rounds = rounds or bool(rule.library and rounds_operands(rule.parameter, rule.library))
-        self._sizes, self._rounds_operands = (positions, features), rounds
 
     @property
     def lets_go(self) -> bool:
@@ -130,7 +117,7 @@ class TapeBackend(Backend):
         occasions: Occasions | None = None,
     ) -> ClippedGradient:
         tape = Tape(parameters, batch, batch_size, self.stand_in, lets_go=self.lets_go)
-        with self.explained(tape):
+        with closing(tape), self.explained():
             with tape:
                 found = losses()
             return self.clipped(tape, found, parameters, occasions=occasions)
@@ -140,7 +127,7 @@ class TapeBackend(Backend):
             return super()._nothing(parameters, inputs, targets)
         row = row_of_zeros(inputs)
         tape = Tape(parameters, (row, targets), 1, self.stand_in)
-        with self.explained(tape):
+        with closing(tape), self.explained():
             with tape:
                 losses = self.loss_fn(no_rows(forward(self.model, row)), targets)
             return self._finished(tape, losses, parameters)
@@ -170,12 +157,8 @@ class TapeBackend(Backend):
             return self._finished(tape, losses, parameters, keep_graph)
 
     @contextmanager
-    def explained(self, tape: Tape) -> Iterator[None]:
-        """Context that closes the tape.
-
-        Raises:
-            UnsupportedModel: in place of an error that an unsupported model causes.
-        """
+    def explained(self) -> Iterator[None]:
+        """Context that raises UnsupportedModel in place of an error that an unsupported model causes."""
         try:
             yield
         except Refused as refused:  # known only when the gradient arrived
@@ -185,8 +168,6 @@ class TapeBackend(Backend):
             if problem is None:
                 raise
             raise UnsupportedModel(self.name, [problem]) from error
-        finally:
-            tape.close()
 
     def _finished(
         self, tape: Tape, losses: Tensor, parameters: Parameters, keep_graph: bool = False
@@ -200,8 +181,9 @@ class TapeBackend(Backend):
         if losses.shape[0]:
             self._choose_for(losses.shape[0])
             routes = self.plan(tape, losses)
-            self._saw(tape, routes)
-        norms = kind(tape.counts, losses, parameters, self.clip, routes, self.chosen_for)
+            if self._first:
+                self._seen, self._first = Seen(), False
+        norms = kind(tape.counts, losses, parameters, self.clip, routes, self.chosen_for, self._seen)
         twice = kind.second_pass
         with full_precision_on_cpu():  # norms and sums bound each other
             tape.backward(losses, norms.arrived, retain_graph=twice or keep_graph, last=not twice)

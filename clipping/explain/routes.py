@@ -32,6 +32,7 @@ Seconds are those of the whole batch: of the norm, and of the use's share of the
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,7 @@ def record(
     parameters = {name: p for name, p in backend.model.named_parameters() if p.requires_grad}
     tape = Tape(parameters, (inputs, targets), batch_size)
     gradients: dict[Use, Tensor] = {}
-    with backend.explained(tape):
+    with closing(tape), backend.explained():
         with tape:
             losses = backend.losses(inputs, targets, batch_size)
         if problems := tape.problems or unrecorded(losses, tape, parameters):

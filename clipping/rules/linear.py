@@ -71,9 +71,12 @@ class Bilinear(Rule):
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
             return found
-        factors, count, most = factors.to(wide_dtype(g.dtype)), self.samples(g), self.most(g)
+        factors, count = factors.to(wide_dtype(g.dtype)), self.samples(g)
+        most = self.most(count, g.dtype)
         room = max(self.room(), 4 * self.instantiated_bytes(g))  # adding up portions of this size takes little time
         fitting = room // max(1, self.copied(g))
+        if count <= min(most, fitting):
+            return self.gradient(*self._scaled(g, factors, slice(0, count)))
         if not at_once(g) or count <= most:
             portions = blocks(count, 1, min(most, max(1, fitting)))
             return added(lambda samples: self.gradient(*self._scaled(g, factors, samples)), portions)
@@ -90,9 +93,14 @@ class Bilinear(Rule):
         factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
         return (x * factors, g) if x.numel() < g.numel() else (x, g * factors)
 
-    def most(self, g: Tensor | Spec) -> int:
-        """Samples in a portion: see `clipping.numerics.rounding_bounds`."""
-        return portion(self.samples(g), max(1, self.positions), norm_dtype(g.dtype))
+    def most(self, count: int, dtype: torch.dtype) -> int:
+        """Samples in a portion: see `clipping.numerics.rounding_bounds`.
+
+        Args:
+            count: B.
+            dtype: of the output's gradient.
+        """
+        return portion(count, max(1, self.positions), norm_dtype(dtype))
 
 
 class _Gram(Gram["LinearWeight"]):
