@@ -216,7 +216,9 @@ class Backend(ABC):
             self.occasions.others_passed()
         return result
 
-    def use_graphs(self, losses_of: LossesOf, compile: Compile, *, timing: bool = True) -> Graphs | None:
+    def use_graphs(
+        self, losses_of: LossesOf, compile: Compile, *, timing: bool = True, lends: bool = False
+    ) -> Graphs | None:
         """Run steps as programs from now on. See `clipping.program.graphs`.
 
         Args:
@@ -224,6 +226,7 @@ class Backend(ABC):
             compile: True raises for a step that is not a graph; "auto" runs it eagerly; False uses no graphs; None is
                 "auto" on a CUDA device, else False.
             timing: run each graph in the fastest way; else in a way whose results do not depend on timings.
+            lends: the next step may overwrite the sums that a step returns.
 
         Raises:
             ValueError: `compile` is True, but the step of this backend, or of a sharded model, is not a graph.
@@ -245,6 +248,7 @@ class Backend(ABC):
             version=self._decided,
             timing=timing,
             strict=compile is True,
+            lends=lends,
         )
         if self._ways:
             self.graphs.resume(self._ways)

@@ -63,13 +63,14 @@ APART void chacha(const uint32_t states[SETS][WORDS], blocks out[SETS]) {
 }
 
 /* Tensors to add noise to, in one flat tensor; each begins at a group. labels: the last word of each tensor's nonce.
-   counts: its number of entries. units: the index of its first group; one more number marks the end. */
+   counts: its number of entries. units: the index of its first group; one more number marks the end.
+   grid, unit: distance between neighbouring results, and what that becomes in the tensors. */
 typedef struct {
   const uint32_t *state, *labels;
   REAL *flat;
   const I *counts, *units;
   I tensors;
-  double scale, grid;
+  double scale, grid, unit;
 } noise_job;
 
 /* Find the tensor of a group: the last one that begins at or before it. */

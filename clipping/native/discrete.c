@@ -102,14 +102,14 @@ static void discrete_units(I low, I high, void *given) {
       double total = totals[i] / job->grid;
       total = total < -WIDEST ? -WIDEST : total > WIDEST ? WIDEST : total;
       I nearest = (I)((total + 0x1.8p52) - 0x1.8p52);
-      totals[i] = (REAL)((double)(nearest + discrete(&from, (int)job->scale)) * job->grid);
+      totals[i] = (REAL)((double)(nearest + discrete(&from, (int)job->scale)) * job->unit);
     }
   }
 }
 
-/* Replace each total by (total / grid, rounded, + a discrete Gaussian of deviation 2^log) · grid. */
+/* Replace each total by (total / grid, rounded, + a discrete Gaussian of deviation 2^log) · unit. */
 void discrete_noisy(for_each *parallel, const uint32_t *state, const uint32_t *labels, REAL *flat, const I *counts,
-                    const I *units, I tensors, double log, double grid) {
-  noise_job job = {state, labels, flat, counts, units, tensors, log, grid};
+                    const I *units, I tensors, double log, double grid, double unit) {
+  noise_job job = {state, labels, flat, counts, units, tensors, log, grid, unit};
   each(parallel, units[tensors], COST, discrete_units, &job);
 }

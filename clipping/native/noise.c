@@ -66,11 +66,11 @@ APART void normals(const blocks given, double out[GROUP]) {
 }
 
 INLINE void add(const noise_job *job, const double *drawn, I count, REAL *total) {
-  const double deviation = job->scale, grid = job->grid;
-  const double finer = 1 / grid, integer = 0x1.8p52; /* adding this removes the fraction */
+  const double deviation = job->scale, finer = 1 / job->grid, unit = job->unit;
+  const double integer = 0x1.8p52; /* adding this removes the fraction */
   for (I i = 0; i < count; i++) {
     double sum = total[i] + drawn[i] * deviation;
-    total[i] = (REAL)(((sum * finer + integer) - integer) * grid);
+    total[i] = (REAL)(((sum * finer + integer) - integer) * unit);
   }
 }
 
@@ -103,9 +103,9 @@ static void noise_units(I low, I high, void *given) {
   }
 }
 
-/* Add N(0, deviation²) to each tensor, and round to multiples of grid, a power of two. */
+/* Add N(0, deviation²) to each tensor, round to multiples of grid, a power of two, and multiply by unit / grid. */
 void noisy(for_each *parallel, const uint32_t *state, const uint32_t *labels, REAL *flat, const I *counts,
-           const I *units, I tensors, double deviation, double grid) {
-  noise_job job = {state, labels, flat, counts, units, tensors, deviation, grid};
+           const I *units, I tensors, double deviation, double grid, double unit) {
+  noise_job job = {state, labels, flat, counts, units, tensors, deviation, grid, unit};
   each(parallel, units[tensors], COST, noise_units, &job);
 }

@@ -95,9 +95,17 @@ class Segments:
 
 
 def add_to_flat(
-    flat: Tensor, segments: Segments, deviation: float, grid: float, key: bytes, nonce: Sequence[int]
+    flat: Tensor,
+    segments: Segments,
+    deviation: float,
+    grid: float,
+    key: bytes,
+    nonce: Sequence[int],
+    *,
+    spoiled: Tensor | None = None,
+    divisor: float = 1.0,
 ) -> None:
-    """Add N(0, deviation²) in place to each tensor in `flat`, with the nonce (*nonce, label).
+    """Add N(0, deviation²) in place to each tensor in `flat`, with the nonce (*nonce, label), and divide by `divisor`.
 
     The noisy sum is computed in float64 and rounded to multiples of `grid`. On a CUDA device with Triton this is one
     launch for any number of tensors.
@@ -109,34 +117,38 @@ def add_to_flat(
         deviation: > 0.
         grid: a power of two.
         nonce: the first two words of the nonces; no other draw with this key may use the same with one of the labels.
+        spoiled: bool [], on the device of `flat`: True to take zeros for what is in `flat`.
+        divisor: > 0.
 
     Raises:
         ValueError: a key or nonce has a wrong size.
     """
-    groups = segments.length // NORMALS
+    groups, unit = segments.length // NORMALS, grid / divisor
     if not groups:
         return
     state = state_of(key, nonce, segments)
-    if kernels.cpu.supported(flat):
-        run_compiled("noisy", flat, segments, deviation, grid, state)
+    if kernels.cpu.supported(flat) and spoiled is None:
+        run_compiled("noisy", flat, segments, (deviation, grid, unit), state)
         return
     if gap := segments.length - len(flat):
         padded = torch.nn.functional.pad(flat, (0, gap))
-        add_to_flat(padded, segments, deviation, grid, key, nonce)
+        add_to_flat(padded, segments, deviation, grid, key, nonce, spoiled=spoiled, divisor=divisor)
         flat.copy_(padded[: len(flat)])
         return
     device = torch.device("cpu") if flat.device.type == "mps" else flat.device
     labels, numbers = segments.tables(device)
     if kernels.cuda.supported(labels) and (isinstance(flat, FakeTensor) or _agrees(device)):
-        _launch(flat, labels, numbers, (deviation, grid, 1 / grid), state)
+        _launch(flat, labels, numbers, (deviation, unit, 1 / grid), state, spoiled)
         return
+    if spoiled is not None:
+        flat.masked_fill_(spoiled, 0.0)
     chunk = (_CHUNK if device.type == "cpu" else _LARGE) // NORMALS
     rows = flat.view(-1, NORMALS)
     for start in range(0, groups, max(1, chunk)):
         part = rows[start : start + max(1, chunk)]
         drawn = _normals(_words(state, labels[start : start + len(part)], numbers[start : start + len(part)]))
         total = part.to(device).double() + drawn.view(-1, NORMALS) * deviation
-        part.copy_((torch.round(total / grid) * grid).to(flat.dtype))
+        part.copy_((torch.round(total / grid) * unit).to(flat.dtype))
 
 
 @functools.cache
@@ -164,7 +176,14 @@ def _agrees(device: torch.device) -> bool:
     return False
 
 
-def _launch(flat: Tensor, labels: Tensor, numbers: Tensor, scale: Sequence[float], state: Sequence[int]) -> None:
+def _launch(
+    flat: Tensor,
+    labels: Tensor,
+    numbers: Tensor,
+    scale: Sequence[float],
+    state: Sequence[int],
+    spoiled: Tensor | None = None,
+) -> None:
     """Launch the Triton program once. The cipher's `state` takes its block and label from the tables."""
     if isinstance(flat, FakeTensor):
         return
@@ -172,25 +191,26 @@ def _launch(flat: Tensor, labels: Tensor, numbers: Tensor, scale: Sequence[float
     words = [_signed(word) for word in (*state[4:12], *state[13:15])]
     programs = -(-len(flat) // NORMALS * BLOCKS // 2 // _LANES)
     with torch.cuda.device_of(flat):
-        program[(programs,)](flat, labels, numbers, len(labels), *map(_bits, scale), *words, LANES=_LANES)
+        given = flat, labels, numbers, labels if spoiled is None else spoiled, len(labels), *map(_bits, scale), *words
+        program[(programs,)](*given, HAS_FLAG=spoiled is not None, LANES=_LANES)
 
 
 def run_compiled(
-    kernel: str, flat: Tensor, segments: Segments, scale: float, grid: float, state: Sequence[int]
+    kernel: str, flat: Tensor, segments: Segments, scale: tuple[float, float, float], state: Sequence[int]
 ) -> None:
     """Call a C kernel once for all tensors in `flat`, which `kernels.cpu` supports.
 
     Args:
         kernel: "noisy" or "discrete_noisy".
-        flat, segments, grid: as in `add_to_flat`.
-        scale: the deviation, or its logarithm.
+        flat, segments: as in `add_to_flat`.
+        scale: the deviation or its logarithm, the grid, and what one step of the grid becomes.
         state: of the cipher; labels replace its last word.
     """
     if isinstance(flat, FakeTensor):
         return
     labels, counts, units = segments.arrays
     given = kernels.cpu._torch().torch_parallel_for, _unsigned(state), labels, flat.data_ptr(), counts, units
-    getattr(_typed(kernels.cpu._loaded(flat.dtype)), kernel)(*given, len(segments.counts), scale, grid)
+    getattr(_typed(kernels.cpu._loaded(flat.dtype)), kernel)(*given, len(segments.counts), *scale)
 
 
 def _normals(found: Tensor) -> Tensor:
@@ -296,6 +316,6 @@ def _unsigned(state: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
 @functools.cache
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     address, real = ctypes.c_void_p, ctypes.c_double
-    library.noisy.argtypes = library.discrete_noisy.argtypes = [*[address] * 6, ctypes.c_int64, real, real]
+    library.noisy.argtypes = library.discrete_noisy.argtypes = [*[address] * 6, ctypes.c_int64, *[real] * 3]
     library.noisy.restype = library.discrete_noisy.restype = None
     return library

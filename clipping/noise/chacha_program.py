@@ -11,16 +11,17 @@ import triton.language as tl
 
 @triton.jit(
     do_not_specialize=(
-        *("groups", "deviation", "grid", "finer", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "step", "process"),
+        *("groups", "deviation", "unit", "finer", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "step", "process"),
     )
 )
 def noisy(
     flat,
     labels,
     numbers,
+    spoiled,
     groups,
     deviation,
-    grid,
+    unit,
     finer,
     k0,
     k1,
@@ -32,12 +33,14 @@ def noisy(
     k7,
     step,
     process,
+    HAS_FLAG: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """flat [128 · groups] + N(0, deviation²), rounded to multiples of grid, in place.
+    """flat [128 · groups] + N(0, deviation²), rounded to multiples of grid, times unit / grid, in place.
 
-    labels, numbers: for each group, the last word of the nonce, and the group's number within that nonce. deviation,
-    grid and finer (1 / grid) are the bits of float64. k0 to k7, step and process: words of the key and the nonce.
+    labels, numbers: for each group, the last word of the nonce, and the group's number within that nonce. spoiled: with
+    HAS_FLAG a bool, whether to take zeros for what is in flat. deviation, unit and finer (1 / grid) are the bits of
+    float64. k0 to k7, step and process: words of the key and the nonce.
     """
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     group, pair = lane // 8, (lane % 8).to(tl.int32)
@@ -48,15 +51,18 @@ def noisy(
     x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = cipher(key, block, step, process, label)
     y0, y1, y2, y3, y4, y5, y6, y7, y8, y9, y10, y11, y12, y13, y14, y15 = cipher(key, block + 1, step, process, label)
     place = flat + group * 128 + pair
-    scale = _real(deviation, lane), _real(grid, lane), _real(finer, lane)
-    _add(place, inside, x0, y0, x8, y8, scale)
-    _add(place + 16, inside, x1, y1, x9, y9, scale)
-    _add(place + 32, inside, x2, y2, x10, y10, scale)
-    _add(place + 48, inside, x3, y3, x11, y11, scale)
-    _add(place + 64, inside, x4, y4, x12, y12, scale)
-    _add(place + 80, inside, x5, y5, x13, y13, scale)
-    _add(place + 96, inside, x6, y6, x14, y14, scale)
-    _add(place + 112, inside, x7, y7, x15, y15, scale)
+    scale = _real(deviation, lane), _real(unit, lane), _real(finer, lane)
+    is_read = inside
+    if HAS_FLAG:
+        is_read = inside & (tl.load(spoiled) == 0)
+    _add(place, inside, is_read, x0, y0, x8, y8, scale)
+    _add(place + 16, inside, is_read, x1, y1, x9, y9, scale)
+    _add(place + 32, inside, is_read, x2, y2, x10, y10, scale)
+    _add(place + 48, inside, is_read, x3, y3, x11, y11, scale)
+    _add(place + 64, inside, is_read, x4, y4, x12, y12, scale)
+    _add(place + 80, inside, is_read, x5, y5, x13, y13, scale)
+    _add(place + 96, inside, is_read, x6, y6, x14, y14, scale)
+    _add(place + 112, inside, is_read, x7, y7, x15, y15, scale)
 
 
 @triton.jit
@@ -121,9 +127,9 @@ def _real(bits, lane):
 
 
 @triton.jit
-def _add(place, inside, low, high, turn_low, turn_high, scale):
+def _add(place, inside, is_read, low, high, turn_low, turn_high, scale):
     """Add Box and Muller's two normals from 128 bits, at `place` and 8 entries further."""
-    deviation, grid, finer = scale
+    deviation, unit, finer = scale
     size = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
     angle = (turn_low.to(tl.uint64) | (turn_high.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
     uniform = ((size >> 1).to(tl.int64, bitcast=True).to(tl.float64) + 0.5) * 1.0842021724855044e-19  # 2^-63
@@ -139,8 +145,8 @@ def _add(place, inside, low, high, turn_low, turn_high, scale):
     sine = radius * (x + x * (q * (q * (q * s + _exact(1 / 120)) - _exact(1 / 6))))
     cosine = tl.where(angle < 0, -cosine, cosine)
     swapped = ((angle >> 62) & 1) != 0
-    _store(place, inside, tl.where(swapped, sine, cosine), deviation, grid, finer)
-    _store(place + 8, inside, tl.where(swapped, cosine, sine), deviation, grid, finer)
+    _store(place, inside, is_read, tl.where(swapped, sine, cosine), deviation, unit, finer)
+    _store(place + 8, inside, is_read, tl.where(swapped, cosine, sine), deviation, unit, finer)
 
 
 @triton.jit
@@ -150,8 +156,8 @@ def _exact(NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _store(place, inside, normal, deviation, grid, finer):
-    total = tl.load(place, mask=inside, other=0.0).to(tl.float64)
+def _store(place, inside, is_read, normal, deviation, unit, finer):
+    total = tl.load(place, mask=is_read, other=0.0).to(tl.float64)
     # adding 1.5 · 2^52 removes the fraction
     rounded = ((total + normal * deviation) * finer + 6755399441055744.0) - 6755399441055744.0
-    tl.store(place, (rounded * grid).to(place.dtype.element_ty), mask=inside)
+    tl.store(place, (rounded * unit).to(place.dtype.element_ty), mask=inside)

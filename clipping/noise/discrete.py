@@ -56,7 +56,7 @@ def add_discrete(flat: Tensor, segments: Segments, log: int, grid: float, key: b
         return
     here, state = flat.cpu(), state_of(key, nonce, segments)
     if kernels.cpu.supported(here):
-        run_compiled("discrete_noisy", here, segments, log, grid, state)
+        run_compiled("discrete_noisy", here, segments, (log, grid, grid), state)
     else:
         for part, label in zip(segments.parts(here), segments.labels, strict=True):
             nearest = torch.round((part.double() / grid).clamp(-WIDEST, WIDEST)).long()

@@ -14,10 +14,14 @@ class Pool:
     """Device memory that CUDA graphs share. They must not run at the same time.
 
     A small extra graph keeps the pool alive: torch cannot reuse a pool whose graphs have all been freed.
+
+    Args:
+        lends: the next graph may overwrite the sums that a graph returns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lends: bool = False) -> None:
         self._handle: Any = None
+        self.lends = lends
 
     def record(self, run: Callable[[], object], device: torch.device) -> Any:
         """Record `run` as a CUDA graph in this memory, and return the graph.
@@ -46,13 +50,20 @@ class Replayed:
         step: a function that reads nothing back from the device.
         given: its arguments, on one CUDA device; recording runs the step several times, which may change them.
         moving: indices of the arguments that are another tensor in each call.
-        pool: memory of activations and outputs; each call copies the outputs before another graph may overwrite them.
+        pool: memory of activations and outputs.
+        lent: number of outputs, the last ones, that another graph of the pool may overwrite; the others are copied.
     """
 
     def __init__(
-        self, step: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], moving: Sequence[int], pool: Pool
+        self,
+        step: Callable[..., Sequence[Tensor]],
+        given: Sequence[Tensor],
+        moving: Sequence[int],
+        pool: Pool,
+        lent: int = 0,
     ) -> None:
         self._step, self._moving, self._written, self._pool = step, set(moving), set[int](), pool
+        self._lent = lent
         self._record(given)
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
@@ -65,7 +76,10 @@ class Replayed:
         self._graph.replay()
         for i in self._moving & self._written:
             given[i].copy_(self._own[i])
-        return [x.clone() for x in self._outputs]
+        own = self._outputs[: len(self._outputs) - self._lent]
+        copies = [torch.empty_like(x) for x in own]
+        torch._foreach_copy_(copies, own)
+        return copies + self._outputs[len(own) :]
 
     def _run(self) -> None:
         self._outputs = list(self._step(*self._own))

@@ -78,6 +78,7 @@ class Graphs:
         timing: take the fastest way; else `replayed` on a CUDA device and `traced` on a CPU, so that results do not
             depend on timings.
         strict: refuse a step that has no graph; else run it eagerly, and do not compile on a CPU, which takes a minute.
+        lends: the next step may overwrite the sums that a step returns, as the caller copies them anyway.
 
     Attributes:
         only: the one way to run in, for measurements; None to choose one.
@@ -95,6 +96,7 @@ class Graphs:
         version: Callable[[], Hashable],
         timing: bool = True,
         strict: bool = True,
+        lends: bool = False,
     ) -> None:
         self._name, self._losses_of, self._step = name, losses_of, step
         self._version, self._timing, self._strict, self._moving = version, timing, strict, moving
@@ -105,7 +107,7 @@ class Graphs:
         self._resumed: dict[str, Way] = {}
         self._why = ""  # why steps run eagerly
         self._told = False
-        self._pool = Pool()
+        self._pool = Pool(lends=lends)
         self._random, self._looks, self._was_used = random.Random(0), random.Random(2), False
         self._batch: Batch | None = None
         self._found: ClippedGradient | None = None

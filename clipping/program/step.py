@@ -369,7 +369,8 @@ class Graph:
                 if self.device.type != "cuda":
                     return step
                 with self._repeated(given, draws):
-                    return Replayed(step, given, self._data, self._pool)
+                    lent = len(self._own) if self._pool.lends else 0
+                    return Replayed(step, given, self._data, self._pool, lent)
         except Exception as error:
             raise no_graph(self._name, "it does not compile", error) from error
 

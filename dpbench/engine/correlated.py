@@ -32,7 +32,7 @@ from torch import Tensor
 from accounting.banded import coefficients
 from accounting.blt import Blt
 from clipping.noise.chacha import Segments
-from dpbench.engine.noise import OTHER_KIND, Noise
+from dpbench.engine.noise import OTHER_KIND, Noise, emptied_and_divided
 
 _Where = tuple[int, tuple[int, ...], tuple[int, ...]]  # process, and indices and sizes of the parameters
 
@@ -91,13 +91,16 @@ class Correlated(Noise):
             self._past.clear()
             self._ahead = ahead
 
-    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+    def add_to_flat(
+        self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int, **given: Any
+    ) -> None:
         """As `Noise.add_to_flat`; raises what its source raises."""
         where = process, segments.labels, segments.counts
-        wide = flat.double() - self._shift(where, step, flat)
-        self.source.add_to_flat(wide, segments, deviation / self._first, step, process)
-        self._remember(where, step, wide - flat)
-        flat.copy_(wide)
+        with emptied_and_divided(flat, **given):
+            wide = flat.double() - self._shift(where, step, flat)
+            self.source.add_to_flat(wide, segments, deviation / self._first, step, process)
+            self._remember(where, step, wide - flat)
+            flat.copy_(wide)
 
     def state_dict(self) -> dict[str, Any]:
         past = {where: (step, rows.clone()) for where, (step, rows) in self._past.items()}

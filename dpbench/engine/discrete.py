@@ -30,12 +30,13 @@ microseconds learns something about the noise's size.
 """
 
 import math
+from typing import Any
 
 from torch import Tensor
 
 from clipping.noise.chacha import Segments
 from clipping.noise.discrete import ROUNDED, add_discrete
-from dpbench.engine.noise import At, Secure
+from dpbench.engine.noise import At, Secure, emptied_and_divided
 
 FINER = 12
 """2^FINER is the least ratio of 2^k to σ √d."""
@@ -70,7 +71,9 @@ class Discrete(Secure):
         """σS, enlarged by how far rounding to the grid may move sums apart."""
         return noise_multiplier * sensitivity / (1 - self._rounding / 2.0**self._log)
 
-    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+    def add_to_flat(
+        self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int, **given: Any
+    ) -> None:
         """As `Noise.add_to_flat`, on the CPU; noisy sums are multiples of the grid, rounded to the sums' precision.
 
         Raises:
@@ -82,4 +85,5 @@ class Discrete(Secure):
         if not deviation:
             return
         grid, places = deviation / 2.0**self._log, [At(step, process, label) for label in segments.labels]
-        add_discrete(flat, segments, self._log, grid, self._key_for(places), (step, process))
+        with emptied_and_divided(flat, **given):
+            add_discrete(flat, segments, self._log, grid, self._key_for(places), (step, process))

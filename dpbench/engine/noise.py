@@ -26,7 +26,8 @@
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -106,13 +107,16 @@ class Noise(ABC):
         return found
 
     @abstractmethod
-    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+    def add_to_flat(
+        self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int, **given: Any
+    ) -> None:
         """Add N(0, deviation²) in place to the sums of several parameters in one tensor.
 
         Args:
             flat: the sums [segments.length], or without the last gap, float32 or wider, changed in place.
             segments: where each sum lies; its `labels` are the parameters' indices.
             step, process: of the place; no other draw may be at one of these places.
+            given: `spoiled` and `divisor` of `emptied_and_divided`, for a deviation > 0.
         """
 
     @abstractmethod
@@ -142,12 +146,15 @@ class Pseudo(Noise):
     def __init__(self, generator: torch.Generator) -> None:
         self._given = generator
 
-    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+    def add_to_flat(
+        self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int, **given: Any
+    ) -> None:
         """Draws once for all on a GPU's generator, and one by one on a CPU's."""
         drawn = torch.zeros_like(flat, device=self._given.device)
         for part in segments.parts(drawn) if drawn.device.type == "cpu" else [drawn]:
             part.normal_(generator=self._given)
-        flat.add_(drawn.to(flat.device), alpha=deviation)
+        with emptied_and_divided(flat, **given):
+            flat.add_(drawn.to(flat.device), alpha=deviation)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "pseudo", "given": self._given.get_state()}
@@ -175,7 +182,9 @@ class Secure(Noise):
     def __init__(self) -> None:
         self._take(secret(None))
 
-    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+    def add_to_flat(
+        self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int, **given: Any
+    ) -> None:
         """As `Noise.add_to_flat`; noisy sums are multiples of a power of two, 2^-21 to 2^-20 of the deviation.
 
         Raises:
@@ -185,9 +194,8 @@ class Secure(Noise):
         grid, places = _grid(deviation), [At(step, process, label) for label in segments.labels]
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise Misuse("expected a step outside of a CUDA graph: each replay would draw the same noise again")
-        if not grid:
-            return
-        add_to_flat(flat, segments, deviation, grid, self._key_for(places), (step, process))
+        if grid:
+            add_to_flat(flat, segments, deviation, grid, self._key_for(places), (step, process), **given)
 
     def _key_for(self, places: Sequence[At]) -> bytes:
         """The key, with these places marked as drawn. Raises Misuse if any was drawn before."""
@@ -227,6 +235,21 @@ class Secure(Noise):
         if self._process != os.getpid():
             self._take(secret(None))
         return self._key
+
+
+@contextmanager
+def emptied_and_divided(flat: Tensor, spoiled: Tensor | None = None, divisor: float = 1.0) -> Iterator[None]:
+    """Context that adds noise to sums; empties them before, and divides the result.
+
+    Args:
+        flat: the sums, changed in place.
+        spoiled: bool [], on the device of `flat`: True to take zeros for the sums.
+        divisor: > 0.
+    """
+    if spoiled is not None:
+        flat.masked_fill_(spoiled, 0.0)
+    yield
+    flat.div_(divisor)
 
 
 def _grid(deviation: float) -> float:

@@ -43,7 +43,7 @@ from clipping.core.microbatching import sum_dtype
 from clipping.distributed.spread import any_sharded, as_sharded, here, is_sharded
 from clipping.noise.chacha import Segments
 from dpbench.engine.distributed import place
-from dpbench.engine.noise import At, Noise
+from dpbench.engine.noise import At, Noise, emptied_and_divided
 
 LATER = {"cuda"}
 """Types of devices that check the sums themselves, and whose flags the host reads one step later."""
@@ -265,7 +265,7 @@ def release_gradients(
     crossing = processes > 1 and not sharded
     if crossing:
         _wait(dist.reduce(block.data, dst=0, async_op=True) for block in blocks)
-    unread = None
+    unread = spoiled = None
     if later := [block for block in blocks if block.data.device.type in LATER]:
         first = later[0].data.device
         flags = torch.cat([block.finite().to(first, non_blocking=True) for block in later])
@@ -274,21 +274,19 @@ def release_gradients(
         elif crossing:
             dist.broadcast(flags, src=0)
         spoiled = flags.all().logical_not()
-        for block in later:
-            block.data.masked_fill_(spoiled.to(block.data.device, non_blocking=True), 0.0)
         unread = [name for block in later for name in block.names], flags
-    if deviation and (sharded or rank == 0):
-        for block in blocks:
-            if sharded and noise.repeatable:
+    for block in blocks:
+        flag = spoiled.to(block.data.device, non_blocking=True) if spoiled is not None and block in later else None
+        if deviation and (rank == 0 or sharded) and not (sharded and noise.repeatable):
+            noise.add_to_flat(block.data, block.segments, deviation, step, rank, spoiled=flag, divisor=batch_size)
+            continue
+        with emptied_and_divided(block.data, flag, batch_size):
+            if deviation and sharded:
                 _add_shards(block, noise, deviation, step, parameters)
-            else:
-                noise.add_to_flat(block.data, block.segments, deviation, step, rank)
     if sharded:
         _from_first_replica(blocks, parameters)
     elif crossing:
         _wait(dist.broadcast(block.data, src=0, async_op=True) for block in blocks)
-    if blocks:
-        torch._foreach_div_([block.data for block in blocks], batch_size)
     _hand_over(blocks, parameters, sharded)
     return unread
 

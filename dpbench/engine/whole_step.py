@@ -37,7 +37,7 @@ class WholeStep:
         self._engine, self._loss_fn = engine, loss_fn
         self._code: Any = loss_fn  # the caller's, whose state is part of a step
         backend = engine._recorder.backend
-        self.graphs = backend.use_graphs(self._losses_of, compile, timing=engine.timing)
+        self.graphs = backend.use_graphs(self._losses_of, compile, timing=engine.timing, lends=True)
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """Step one physical batch, from a `data_loader` or the caller.

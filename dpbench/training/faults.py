@@ -195,7 +195,7 @@ FAULTS = {name: (fault.__doc__ or "").splitlines()[0] for name, fault in SEEDS.i
 def _noise(engine: PrivacyEngine, change: Callable[[Added, Tensor, float, At], Tensor]) -> None:
     """Replace the engine's noise by `change`, called for each parameter with the original function first."""
     from clipping.noise.chacha import Segments  # with torch, which the parent does without
-    from dpbench.engine.noise import At  # the same
+    from dpbench.engine.noise import At, emptied_and_divided  # the same
 
     add = engine.noise.add_to_flat
 
@@ -204,9 +204,10 @@ def _noise(engine: PrivacyEngine, change: Callable[[Added, Tensor, float, At], T
         add(found, Segments((len(total),), (at.parameter,)), deviation, at.step, at.process)
         return found
 
-    def changed(flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
-        for part, label in zip(segments.parts(flat), segments.labels, strict=True):
-            part.copy_(change(added, part, deviation, At(step, process, label)))
+    def changed(flat: Tensor, segments: Segments, deviation: float, step: int, process: int, **given: Any) -> None:
+        with emptied_and_divided(flat, **given):
+            for part, label in zip(segments.parts(flat), segments.labels, strict=True):
+                part.copy_(change(added, part, deviation, At(step, process, label)))
 
     engine.noise.add_to_flat = changed  # type: ignore[method-assign]
 

@@ -55,6 +55,14 @@ def test_a_replay_reads_what_lies_in_place_and_copies_the_batch(on_a_recorder):
     assert Recorder.count == 2  # with the graph that keeps the memory
 
 
+def test_lent_outputs_are_not_copied(on_a_recorder):
+    weight, count = torch.randn(4, 4), torch.zeros(())
+    replayed = Replayed(step, [weight, count, torch.randn(3, 4)], [2], Pool(lends=True), lent=1)
+    (losses, lent), (others, same) = replayed(weight, count, torch.randn(3, 4)), replayed(weight, count, weight[:3])
+    assert lent is same is replayed._outputs[1]
+    assert losses.data_ptr() != others.data_ptr()
+
+
 def test_what_lies_elsewhere_is_copied_from_then_on(on_a_recorder):
     """A parameter that was replaced, and a buffer that is bound anew in each step."""
     weight, first, x = torch.randn(4, 4), torch.full((), 5.0), torch.randn(3, 4)

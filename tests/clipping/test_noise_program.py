@@ -12,6 +12,7 @@ NAMES = (
     "words_bit_by_bit",
     "normals_to_the_last_bits",
     "the_same_as_on_a_cpu",
+    "divided_and_spoiled",
     "counters_of_many_groups",
     "a_program_that_fails_or_errs_is_not_taken",
     "a_step_of_the_engine",

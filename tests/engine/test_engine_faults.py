@@ -288,8 +288,8 @@ def test_noise_that_fails_leaves_no_sum_behind(monkeypatch):
     model, optimizer, engine = make()
     add = engine.noise.add_to_flat
 
-    def failing(*given):
-        add(*given)
+    def failing(*given, **others):
+        add(*given, **others)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine.noise, "add_to_flat", failing)

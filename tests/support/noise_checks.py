@@ -58,11 +58,11 @@ def flat_of(dtype: torch.dtype, device: str) -> tuple[Segments, Tensor]:
     return segments, flat
 
 
-def without_the_program(dtype: torch.dtype) -> list[Tensor]:
+def without_the_program(dtype: torch.dtype, **given: Any) -> list[Tensor]:
     """The sums of `flat_of` with noise, by the C kernel, or by torch's operations in the interpreter."""
     segments, flat = flat_of(dtype, "cpu")
     with patch.object(cuda, "supported", lambda *_: False):
-        add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE)
+        add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE, **given)
     return segments.parts(flat)
 
 
@@ -85,6 +85,19 @@ def the_same_as_on_a_cpu(device: str) -> None:
         add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE)
         for found, expected in zip(segments.parts(flat), without_the_program(dtype), strict=True):
             assert torch.equal(found.cpu(), expected), (dtype, len(expected))
+
+
+def divided_and_spoiled(device: str) -> None:
+    """Quotients equal those of a CPU; and where the flag is set, what the sums held does not count, NaN included."""
+    for dtype in (torch.float32, torch.float64):
+        for is_spoiled in (False, True):
+            segments, flat = flat_of(dtype, device)
+            flat[5:70] = torch.nan if is_spoiled else flat[5:70]
+            spoiled, divided = torch.tensor(is_spoiled), {"divisor": 96.0}
+            add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE, spoiled=spoiled.to(device), **divided)
+            expected = without_the_program(dtype, spoiled=spoiled, **divided)
+            for mine, other in zip(segments.parts(flat), expected, strict=True):
+                assert torch.equal(mine.cpu(), other), (dtype, is_spoiled, len(other))
 
 
 def counters_of_many_groups(device: str) -> None:
@@ -143,6 +156,7 @@ CHECKS = {
         words_bit_by_bit,
         normals_to_the_last_bits,
         the_same_as_on_a_cpu,
+        divided_and_spoiled,
         counters_of_many_groups,
         a_program_that_fails_or_errs_is_not_taken,
         a_step_of_the_engine,
@@ -151,9 +165,10 @@ CHECKS = {
 
 
 def compile_(element: str, capability: int) -> None:
-    kinds = {"flat": f"*{element}", "labels": "*i32", "numbers": "*i32"}
-    kinds |= dict.fromkeys(("deviation", "grid", "finer"), "i64")
-    compiled(noise_program.noisy, capability, kinds, {"LANES": noise._LANES}, registers=64, num_warps=4)
+    kinds = {"flat": f"*{element}", "labels": "*i32", "numbers": "*i32", "spoiled": "*i1"}
+    kinds |= dict.fromkeys(("deviation", "unit", "finer"), "i64")
+    constants = {"HAS_FLAG": True, "LANES": noise._LANES}
+    compiled(noise_program.noisy, capability, kinds, constants, registers=64, num_warps=4)
 
 
 if __name__ == "__main__":

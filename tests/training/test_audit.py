@@ -241,7 +241,9 @@ def test_records_of_the_first_audits_are_read():
 
 def test_a_refuted_engine_is_a_mismatch(monkeypatch):
     add = Secure.add_to_flat
-    monkeypatch.setattr(Secure, "add_to_flat", lambda self, flat, of, sd, *at: add(self, flat, of, 0.9 * sd, *at))
+    monkeypatch.setattr(
+        Secure, "add_to_flat", lambda self, flat, of, sd, *at, **to: add(self, flat, of, 0.9 * sd, *at, **to)
+    )
     with pytest.raises(Mismatch, match=r"^bk_mixed, whole: less private than it says, by scale: .* noise is 0\.(9|89)"):
         attack()
 
