@@ -12,7 +12,7 @@ from torch import Tensor
 from clipping.backends.base import Backend
 from clipping.core.reference import gradients, one_by_one, with_zeros
 from clipping.core.types import ClippedGradient, Parameters
-from clipping.numerics.rounding_bounds import Seen, excess
+from clipping.numerics.rounding_bounds import excess
 
 
 class Microbatch(Backend):
@@ -25,7 +25,7 @@ class Microbatch(Backend):
     trusted = True
 
     def _rounding(self, batch_size: int) -> tuple[float, float] | None:
-        return excess(batch_size, Seen(0, 0), 1, self._dtype())
+        return excess(batch_size, 0, 0, 1, self._dtype())
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}

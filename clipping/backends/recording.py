@@ -13,7 +13,7 @@ loss after the other, which is the definition and needs no tape; it records one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -117,7 +117,7 @@ class Recording:
                         return one_by_one(losses, self.parameters, self.backend.clip)
                 assert self.tape is not None
                 verify = verify and not self.backend.sharded
-                with self.backend.explained():
+                with closing(self.tape), self.backend.explained():
                     result = self.backend.clipped(
                         self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
                     )

@@ -34,7 +34,7 @@ from clipping.distributed.fsdp import norms_of
 from clipping.distributed.spread import no_rows, row_of_zeros, stand_ins
 from clipping.norms.collection import Book, LayerByLayer, Norms, Routes, TwoPasses
 from clipping.numerics.products import full_precision_on_cpu
-from clipping.numerics.rounding_bounds import Seen, excess, portion, rounds_operands
+from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
 from clipping.provenance.derived_parameters import Source
@@ -43,7 +43,7 @@ from clipping.tape.compiled import compiled_modules, explained
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 
-UNSEEN = 1024, 4096
+UNSEEN = (1024, 4096)
 """Positions and features assumed before the first call."""
 
 
@@ -56,18 +56,21 @@ class TapeBackend(Backend):
     def __init__(self, model: nn.Module, loss_fn: LossFunction, **options: Any) -> None:
         super().__init__(model, loss_fn, **options)
         self.stand_in = stand_ins(self.model)
+        self._sizes = UNSEEN
         ours = [p for p in model.parameters() if p.requires_grad]
-        rounds = any(rounds_operands(p, library) for p in ours[:1] for library in ("cublas", "cudnn"))
-        self._seen, self._first = Seen(*UNSEEN, rounds), True
+        self._rounds_operands = any(rounds_operands(p, library) for p in ours[:1] for library in ("cublas", "cudnn"))
 
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
         yield from compiled_modules(self.model)
 
     def _rounding(self, batch_size: int) -> tuple[float, float]:
-        seen, dtype = self._seen, self._dtype()
-        most = min(batch_size, portion(batch_size, seen.positions, dtype))
-        return excess(batch_size, seen, most, dtype, of_layers=self.clip.per_layer)
+        positions, features = self._sizes
+        dtype = self._dtype()
+        most = min(batch_size, portion(batch_size, positions, dtype))
+        return excess(
+            batch_size, positions, features, most, dtype, of_layers=self.clip.per_layer, operands=self._rounds_operands
+        )
 
     def _choose_for(self, batch_size: int) -> None:
         """Choose routes for one batch size, a power of two, until a batch is more than twice as large.
@@ -85,6 +88,16 @@ class TapeBackend(Backend):
     def resume(self, settled: Mapping[str, Any]) -> None:
         super().resume(settled)
         self.chosen_for = settled.get("chosen_for", 0)
+
+    def _saw(self, tape: Tape, routes: Routes) -> None:
+        first = self._sizes == UNSEEN
+        positions, features = (1, 1) if first else self._sizes
+        rounds = self._rounds_operands and not first
+        for use in tape.uses:
+            for (_, rule), route in zip(use.rules, routes[use], strict=True):
+                positions, features = max(positions, rule.positions), max(features, rule.features(route))
+                rounds = rounds or bool(rule.library and rounds_operands(rule.parameter, rule.library))
+        self._sizes, self._rounds_operands = (positions, features), rounds
 
     @property
     def lets_go(self) -> bool:
@@ -181,9 +194,8 @@ class TapeBackend(Backend):
         if losses.shape[0]:
             self._choose_for(losses.shape[0])
             routes = self.plan(tape, losses)
-            if self._first:
-                self._seen, self._first = Seen(), False
-        norms = kind(tape.counts, losses, parameters, self.clip, routes, self.chosen_for, self._seen)
+            self._saw(tape, routes)
+        norms = kind(tape.counts, losses, parameters, self.clip, routes, self.chosen_for)
         twice = kind.second_pass
         with full_precision_on_cpu():  # norms and sums bound each other
             tape.backward(losses, norms.arrived, retain_graph=twice or keep_graph, last=not twice)

@@ -11,7 +11,7 @@ from clipping.backends.base import Backend
 from clipping.core.types import ClippedGradient, Parameters
 from clipping.core.vmap import loss_of_one
 from clipping.numerics.per_sample import norms_and_factors, weighted_sum
-from clipping.numerics.rounding_bounds import Seen, excess, portion
+from clipping.numerics.rounding_bounds import excess, portion
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Vmap(Backend):
 
     def _rounding(self, batch_size: int) -> tuple[float, float]:
         dtype = self._dtype()
-        return excess(batch_size, Seen(features=0), min(batch_size, portion(batch_size, 1, dtype)), dtype)
+        return excess(batch_size, 1, 0, min(batch_size, portion(batch_size, 1, dtype)), dtype)
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         trainable = {name: p.detach() for name, p in parameters.items()}

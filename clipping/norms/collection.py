@@ -22,7 +22,7 @@ from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, blocks, concatenated, each, sum_dtype
 from clipping.core.types import Parameters
 from clipping.numerics.per_sample import at_once, part, sum_of_squares, weighted_sum
-from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, Seen, rounds_operands
+from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
 from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Route, Rule
 from clipping.rules.elementwise import Copies
@@ -140,7 +140,6 @@ class Norms(ABC):
         counts: parameter name -> number of uses.
         routes: of the uses.
         planned_for: the number of samples that routes were chosen for.
-        seen: updated with the uses.
     """
 
     second_pass: ClassVar[bool] = False
@@ -153,13 +152,12 @@ class Norms(ABC):
         clip: ClipFunction,
         routes: Routes,
         planned_for: int,
-        seen: Seen,
     ) -> None:
         self._counts, self._losses, self._routes, self._planned_for = counts, losses, routes, planned_for
-        self._parameters, self._clip, self._seen = parameters, clip, seen
+        self._parameters, self._clip = parameters, clip
         self._squares = torch.zeros(losses.shape, dtype=norm_dtype(losses.dtype), device=losses.device)
         self._entries_of_all = sum(map(Tensor.numel, parameters.values()))
-        self._doubt = Doubt(self._squares, self._entries_of_all, seen, second_pass=self.second_pass)
+        self._doubt = Doubt(self._squares, self._entries_of_all, second_pass=self.second_pass)
         self._sums: dict[str, Tensor] = {}
         self._kinds: dict[str, str] = {}
 
@@ -424,7 +422,7 @@ class LayerByLayer(Norms):
         if not source.rearranged or source.part is not None:  # factors apply to whole parameters
             return self._several(term)
         squares, reach = term.squared_norms()
-        doubt = Doubt(self._squares, rule.parameter.numel(), self._seen, of_layer=True)
+        doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
         self._doubtful(term, squares, reach, doubt)
         factors = self._factors(next(iter(source.parameters)), squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
@@ -432,7 +430,7 @@ class LayerByLayer(Norms):
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             for name, gradient in self._sums.items():
-                doubt = Doubt(self._squares, self._parameters[name].numel(), self._seen, of_layer=True)
+                doubt = Doubt(self._squares, self._parameters[name].numel(), of_layer=True)
                 self._grads[name] = weighted_sum(self._factors(name, sum_of_squares(gradient), doubt), gradient)
                 self._not_by_ghost(name)
             self._sums.clear()

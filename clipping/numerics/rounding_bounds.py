@@ -75,7 +75,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -253,22 +252,15 @@ def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
     return max(1, int(wider * PORTION / math.sqrt(count * max(1, positions))))
 
 
-@dataclass
-class Seen:
-    """The largest uses so far, which η depends on. Uses whose norm was computed from the summed tensor do not count.
-
-    Attributes:
-        positions, features: the largest of each.
-        rounds_operands: True if a sum's product rounded its operands.
-    """
-
-    positions: int = 1
-    features: int = 1
-    rounds_operands: bool = False
-
-
 def excess(
-    batch_size: int, seen: Seen, together: int, dtype: torch.dtype, *, of_layers: bool = False
+    batch_size: int,
+    positions: int,
+    features: int,
+    together: int,
+    dtype: torch.dtype,
+    *,
+    of_layers: bool = False,
+    operands: bool = False,
 ) -> tuple[float, float]:
     """η: by how much one record may move the computed sum beyond its threshold, relative to it.
 
@@ -277,19 +269,20 @@ def excess(
     (a sum of thousands of squares), its root and factor.
 
     Args:
-        seen: the uses; 0 positions if gradients are summed one by one.
+        positions: largest T of a use; 0 if gradients are summed one by one.
+        features: length of the longest rows that are multiplied with each other.
         together: b, samples in a portion.
         of_layers: True for per-layer clipping.
+        operands: True if some products round their operands to TF32.
 
     Returns:
         η if each addition rounds at random, and η in the worst case.
     """
-    positions, features, rounds_operands = seen.positions, seen.features, seen.rounds_operands
     u, terms, most = unit(dtype), batch_size * positions, cap(positions, of_layer=of_layers)
     others = math.sqrt(terms) * (together + most / 2) / 4
     at_random = u * (OWN + max(batch_size / 4 + others, math.hypot(batch_size, others)))
     worst = u * (OWN + batch_size + terms * (together + most) + most * (positions + features))
-    return (at_random + ALLOWANCE, worst + 2 * TF32 * most) if rounds_operands else (at_random, worst)
+    return (at_random + ALLOWANCE, worst + 2 * TF32 * most) if operands else (at_random, worst)
 
 
 class Doubt:
@@ -298,15 +291,12 @@ class Doubt:
     Args:
         like: [B], any tensor of the norms' dtype.
         parameters: number of entries of a gradient.
-        seen: updated with the uses.
         of_layer: True if the gradient is one layer's.
         second_pass: True if the sum uses tensors of a second backward pass.
     """
 
-    def __init__(
-        self, like: Tensor, parameters: int, seen: Seen, *, of_layer: bool = False, second_pass: bool = False
-    ) -> None:
-        self._like, self._seen, self._of_layer, self._second_pass = like, seen, of_layer, second_pass
+    def __init__(self, like: Tensor, parameters: int, *, of_layer: bool = False, second_pass: bool = False) -> None:
+        self._like, self._of_layer, self._second_pass = like, of_layer, second_pass
         self._least = math.sqrt(parameters) * smallest(like.dtype)
         self._uses: list[tuple[Reach, float, float, float]] = []
         self._positions = 1
@@ -328,9 +318,7 @@ class Doubt:
         elif library and of.is_cuda and of.dtype == torch.bfloat16:
             of_sums += HALVES
         self._uses.append((reach, of_squares, of_sums, of_operands))
-        self._positions, seen = max(self._positions, positions), self._seen
-        seen.positions, seen.features = max(seen.positions, positions), max(seen.features, features)
-        seen.rounds_operands = seen.rounds_operands or bool(of_operands)
+        self._positions = max(self._positions, positions)
 
     def bound(self, squares: Tensor) -> Tensor:
         """n̂ [B] from the computed squared norms [B].
