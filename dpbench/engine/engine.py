@@ -10,7 +10,7 @@ ordinary step. (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1)
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -390,8 +390,13 @@ class PrivacyEngine(State):
         self._recorder.drop()
         self._tickets.clear()
 
-    def _end(self, ticket: Ticket | None, add: Callable[[], None]) -> None:
-        """Add a physical batch to the sum, and release the logical batch after its last piece."""
+    def _end(self, ticket: Ticket | None, add: Callable[[], Mapping[str, nn.Parameter] | None]) -> None:
+        """Add a physical batch to the sum, and release the logical batch after its last piece.
+
+        Args:
+            ticket: of the batch.
+            add: may return the model's parameters by name.
+        """
         before, together = self.steps, place()[1] > 1
         try:
             self._begin(ticket)
@@ -399,9 +404,9 @@ class PrivacyEngine(State):
                 if self.stepped:
                     self._unread.read(wait=together)  # all processes raise at the same step
                     self._log.tell(self)
-                add()
+                parameters = add()
             if self.stepped:
-                self._release(sampled=ticket is not None)
+                self._release(parameters or self._recorder.backend.members(), sampled=ticket is not None)
         except BaseException:
             if self.stepped:
                 self._drop_parts()
@@ -410,16 +415,22 @@ class PrivacyEngine(State):
                 self._tickets.give_back(ticket, released=self.steps > before)
             raise
 
-    def _accumulate(self, losses: Any, drawn: tuple[int, int] | None) -> None:
-        """Add the clipped gradients of a physical batch; `drawn`: the (real, padded) samples of the loader's batch."""
+    def _accumulate(self, losses: Any, drawn: tuple[int, int] | None) -> Mapping[str, nn.Parameter] | None:
+        """Add the clipped gradients of a physical batch, and return the model's parameters if it has samples.
+
+        Args:
+            losses: [B].
+            drawn: (r, B) of the loader's batch: r records, padded to B.
+        """
         patch = self._attached()
         require_accounted(patch.optimizer, self.steps)
         with torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode, losses keep their graph
             result = self._recorder.finish(losses, drawn)
         patch.require_no_other_gradient()
         if result is None:
-            return
-        sums = gathered(result.grads, self._recorder.backend.members(), counted=self._recorder.counted)
+            return None
+        parameters = self._recorder.backend.members()
+        sums = gathered(result.grads, parameters, counted=self._recorder.counted)
         sums.require_finite()
         if self._sums.blocks:
             if odd := self._sums.keys() ^ result.grads.keys():
@@ -428,9 +439,10 @@ class PrivacyEngine(State):
             sums.add(self._sums)
         size = len(result.losses) if drawn is None else drawn[0]
         self._sums, self._size = sums, self._size + size  # a whole piece or nothing: it may be retried
+        return parameters
 
-    def _release(self, *, sampled: bool) -> None:
-        patch, parameters = self._attached(), self._recorder.backend.members()
+    def _release(self, parameters: Mapping[str, nn.Parameter], *, sampled: bool) -> None:
+        patch = self._attached()
         require_own(patch.optimizer, parameters)
         deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound)
         sums, self._sums, self.counted = self._sums, Sums(), self._sums.counted

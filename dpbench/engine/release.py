@@ -93,10 +93,18 @@ class Block:
     shapes: tuple[torch.Size, ...]
     data: Tensor
     segments: Segments
+    _parts: list[Tensor] | None = None
 
     def parts(self) -> list[Tensor]:
         """Each parameter's view of `data` in this process, in its shape."""
-        return list(map(Tensor.view, self.segments.parts(self.data), self.shapes))
+        if self._parts is None:
+            self._parts = list(map(Tensor.view, self.segments.parts(self.data), self.shapes))
+        return self._parts
+
+    def replace(self, data: Tensor) -> None:
+        """Hold other sums, perhaps of another dtype, in place of `data`."""
+        if data is not self.data:
+            self.data, self._parts = data, None
 
     def finite(self) -> Tensor:
         """Whether each sum is finite, [parameters] bool, without synchronising or copying them."""
@@ -150,7 +158,7 @@ class Sums(Mapping[str, Tensor]):
         self.counted += older.counted
         if [block.names for block in self.blocks] == [block.names for block in older.blocks]:
             for mine, theirs in zip(self.blocks, older.blocks, strict=True):
-                mine.data = theirs.data.to(sum_dtype(theirs.data), copy=True).add_(mine.data)
+                mine.replace(theirs.data.to(sum_dtype(theirs.data), copy=True).add_(mine.data))
         else:  # of other dtypes, or shared memory
             both = {name: total.to(sum_dtype(total)) + self[name] for name, total in older.items()}
             self.blocks = gathered(both, self.parameters).blocks
@@ -259,7 +267,7 @@ def release_gradients(
         sums = gathered(sums, members, parameters)
     blocks, sums.blocks = sums.blocks, []
     for block in blocks:  # the noise's precision is float32, or the parameters' if wider
-        block.data = block.data.to(torch.promote_types(parameters[block.names[0]].dtype, torch.float32))
+        block.replace(block.data.to(torch.promote_types(parameters[block.names[0]].dtype, torch.float32)))
     rank, processes = place()
     sharded = sums.sharded
     crossing = processes > 1 and not sharded
@@ -297,7 +305,7 @@ def _hand_over(blocks: Iterable[Block], parameters: Mapping[str, nn.Parameter], 
     A fused optimizer pairs entries by memory position, without a check.
     """
     for block in blocks:
-        block.data = block.data.to(parameters[block.names[0]].dtype)
+        block.replace(block.data.to(parameters[block.names[0]].dtype))
         for name, grad in zip(block.names, block.parts(), strict=True):
             p = parameters[name]
             mine = here(p) if sharded else p

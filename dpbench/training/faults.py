@@ -70,15 +70,15 @@ def averaged_noise(engine: PrivacyEngine) -> None:
     pieces = [0, 0]  # of the batch being accumulated, and of the released one
     accumulate, let_go = engine._accumulate, engine._release
 
-    def counted(losses: Any, drawn: tuple[int, int] | None) -> None:
+    def counted(*given: Any) -> Any:
         pieces[0] += 1
-        accumulate(losses, drawn)
+        return accumulate(*given)
 
-    def released(*, sampled: bool) -> None:
+    def released(parameters: Any, *, sampled: bool) -> None:
         pieces[:] = 0, pieces[0]
-        let_go(sampled=sampled)
+        let_go(parameters, sampled=sampled)
 
-    engine._accumulate, engine._release = counted, released  # type: ignore[method-assign]
+    engine._accumulate, engine._release = counted, released  # type: ignore[method-assign, assignment]
     _noise(engine, lambda added, total, deviation, at: added(total, deviation / max(1, pieces[1]) ** 0.5, at))
 
 
