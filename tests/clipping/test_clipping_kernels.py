@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,7 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from interpreter import outcome, results
-from kernel_checks import CHECKS, COMPILED, NORMS, embedding_gram_norm, gradient_norm, gram_norm
+from kernel_checks import CHECKS, COMPILED, NORMS, QUICK, embedding_gram_norm, gradient_norm, gram_norm
+from marks import slow_unless
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from waiting import ROOT, python
@@ -24,39 +26,35 @@ from dpbench.measure.simulate import StorageLifetimes
 TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
 
 
-def judge(found: str | None) -> None:
-    assert found is None, found
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    return results("kernel_checks.py", TRITON_INTERPRET="1")
+@cache
+def interpreted(*names: str) -> dict[str, str | None]:
+    return results("kernel_checks.py", *names, TRITON_INTERPRET="1")
 
 
 @TRITON
-@pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.slow
-def test_exact_in_the_interpreter(name: str, interpreted: dict[str, str | None]):
-    judge(interpreted[name])
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, CHECKS))
+def test_exact_in_the_interpreter(name: str):
+    names = QUICK if name in QUICK else sorted(set(CHECKS) - set(QUICK))
+    found = interpreted(*names)
+    assert found.keys() == set(names) and found[name] is None, found[name]
 
 
 @TRITON
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_compiles_without_a_gpu_and_keeps_its_tile_in_registers(capability: str, dtype: str, tmp_path: Path):
+@pytest.mark.parametrize("end", ["fused", "torch.float32", "torch.bfloat16", "torch.float16"])
+def test_compiles_without_a_gpu_and_keeps_its_tile_in_registers(capability: str, end: str, tmp_path: Path):
     """For the sizes that take the largest tiles."""
-    found = results(
-        "kernel_checks.py", "compile", capability, dtype, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"
-    )
-    assert len(found) == sum(name.endswith(f"torch.{dtype}") for name in COMPILED) >= 7
-    assert {name: said for name, said in found.items() if said} == {}
+    variables = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    found = results("kernel_checks.py", "compile", capability, end, **variables)
+    assert len(found) >= 6 and found == {name: None for name in COMPILED if name.endswith(end)}
 
 
 @pytest.mark.gpu
+@TRITON
 @pytest.mark.parametrize("name", CHECKS)
 def test_exact_on_a_gpu(name: str):
-    judge(outcome(CHECKS[name], "cuda"))
+    assert outcome(CHECKS[name], "cuda") is None
 
 
 @pytest.mark.gpu

@@ -6,13 +6,9 @@ On tensors of no values and no device ("meta"), by `dpbench.measure.launches`.
 import copy
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from fused_checks import CHECKS, COMPILED
-from interpreter import outcome, results
-from marks import slow_unless
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
@@ -28,40 +24,6 @@ from clipping.rules.linear import LinearWeight
 from dpbench.measure.launches import Launches, as_on_a_gpu
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import Workload
-
-TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
-
-
-#: The checks that take the interpreter less than a second each.
-QUICK = ("as in ResNet18", "stride 2", "rows", "scales of layer norm", "sums in float64", "infinities come through")
-
-
-@cache
-def interpreted(*names: str) -> dict[str, str | None]:
-    return results("fused_checks.py", *names, TRITON_INTERPRET="1")
-
-
-@TRITON
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, CHECKS))
-def test_the_kernels_in_the_interpreter(name: str):
-    names = QUICK if name in QUICK else sorted(set(CHECKS) - set(QUICK))
-    found = interpreted(*names)
-    assert found.keys() == set(names) and found[name] is None, found[name]
-
-
-@TRITON
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", ["80", "90"])
-def test_the_kernels_compile_without_a_gpu_and_stay_in_registers(capability: str, tmp_path: Path):
-    found = results("fused_checks.py", "compile", capability, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
-    assert found == dict.fromkeys(COMPILED)
-
-
-@pytest.mark.gpu
-@TRITON
-@pytest.mark.parametrize("name", CHECKS)
-def test_the_kernels_on_a_gpu(name: str):
-    assert outcome(CHECKS[name], "cuda") is None
 
 
 @cache

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,17 @@ def interpreted(checks: dict[str, Callable[[str], None]]) -> dict[str, str | Non
     assert os.environ.get("TRITON_INTERPRET") == "1", "expected TRITON_INTERPRET=1"
     mend()
     return {name: outcome(check, "cpu") for name, check in checks.items()}
+
+
+def main(checks: dict[str, Callable[[str], None]], compilations: dict[str, Callable[[int], None]]) -> None:
+    """The command line of a script: names of checks, by default all; or `compile CAPABILITY [END OF NAMES]`."""
+    match sys.argv[1:]:
+        case ["compile", capability, *ends]:
+            made = {name: of for name, of in compilations.items() if name.endswith(tuple(ends) or "")}
+            found = {name: outcome(of, int(capability)) for name, of in made.items()}
+        case names:
+            found = interpreted({name: checks[name] for name in names or checks})
+    print(json.dumps(found))
 
 
 def compiled(
