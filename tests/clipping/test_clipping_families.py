@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clipping import Flat, PerLayer, UnsupportedModel, compare, load_backend
-from clipping.tape.record import Tape
 from dpbench.conformance.modules import Net
 
 P, E = 3, 3
@@ -394,15 +393,6 @@ def test_exact_by_timed_routes_in_batches_of_other_sizes(case: Case) -> None:
             x, y = torch.randn(count, T, D).double(), torch.randn(count).double()
             agreement = compare(b(x, y), oracle(x, y))
             assert agreement.within(1e-9), (count, agreement)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_weight_is_one_use_over_all_steps(kind: type[nn.RNNBase]) -> None:
-    layer, x = kind(D, 3, 2, bidirectional=True, batch_first=True), torch.randn(B, 9, D)
-    tape = Tape(dict(layer.named_parameters()), (x,), B)
-    with tape:
-        layer(x)
-    assert set(tape.counts) == set(dict(layer.named_parameters())) and set(tape.counts.values()) == {1}
 
 
 class Attends(nn.MultiheadAttention):
