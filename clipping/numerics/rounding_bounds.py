@@ -130,17 +130,16 @@ class Reach(NamedTuple):
         terms, lost, *apart = found.unbind(-1)
         return cls(terms, lost, apart[0] if apart else terms.square())
 
-    def of_groups(self, groups: int, repeated: float = 1.0) -> Reach:
+    def of_groups(self, groups: int) -> Reach:
         """Combine groups with separate outputs, [B · groups] to [B].
 
         Args:
             groups: groups of each sample.
-            repeated: how often each group occurs.
         """
-        if groups == 1 and repeated == 1:
+        if groups == 1:
             return self
-        terms, lost = (row_norms(each.view(-1, groups)) * repeated for each in (self.terms, self.lost))
-        return Reach(terms, lost, self.apart.view(-1, groups).sum(1) * repeated**2)
+        terms, lost = (row_norms(each.view(-1, groups)) for each in (self.terms, self.lost))
+        return Reach(terms, lost, self.apart.view(-1, groups).sum(1))
 
 
 def of_operands(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:

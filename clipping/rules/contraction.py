@@ -5,7 +5,6 @@ Each letter of W has a role in the product, as in a linear layer with groups:
     in a and y      a group: each has its own product
     in a alone      an input, d
     in y alone      an output, p
-    in neither      summed over: all its entries have the same gradient
 
 Letters of a and y that are not in W are positions, T. The per-sample gradient is G products gᵀa, and its squared norm
 is the sum of theirs.
@@ -36,8 +35,7 @@ class _Gram(Gram["Contraction"]):
 
     def norms(self, rule: Contraction, g: Tensor, samples: slice) -> Parts:
         x, of = rule.operands(g, samples)
-        squares = gram_product(x.flatten(0, 1), of.flatten(0, 1), rule.workspace(g)).view(len(x), -1).sum(1)
-        return (squares * rule.repeated,)
+        return (gram_product(x.flatten(0, 1), of.flatten(0, 1), rule.workspace(g)).view(len(x), -1).sum(1),)
 
 
 class Contraction(Bilinear):
@@ -65,7 +63,6 @@ class Contraction(Bilinear):
 
         super().__init__(weight, fold * size(self.along), size(self.contracted), size(self.made), size(self.grouped))
         self.x, self.fold = x, fold
-        self.repeated = weight.numel() // max(1, self.groups * self.inputs * self.outputs)
 
     def regroup(self, fold: int) -> Rule:
         return Contraction(self.parameter, self.x, self.letters, fold)
@@ -99,8 +96,7 @@ class Contraction(Bilinear):
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
             x, of = (each.flatten(0, 1) for each in self.operands(g, samples))
-            found = of_operands(x, of, self.inputs, self.outputs)
-            return found.of_groups(self.groups, math.sqrt(self.repeated))
+            return of_operands(x, of, self.inputs, self.outputs).of_groups(self.groups)
 
         return self._reach_of_rows(g, of_block, self.groups * self.positions * self.inputs * g.element_size())
 
@@ -114,10 +110,7 @@ class Contraction(Bilinear):
         order = [*self.grouped, *self.contracted, *self.made]
         _, w, _ = self.letters
         found = found.reshape(count, *(self.sizes[c] for c in order))
-        found = found.permute(0, *(1 + order.index(c) for c in w if c in order))
-        for i, c in enumerate(w):
-            found = found if c in order else found.unsqueeze(1 + i)
-        return found.expand(count, *self.parameter.shape)
+        return found.permute(0, *(1 + order.index(c) for c in w))
 
     def copied(self, g: Tensor | Spec) -> int:
         return self.groups * self.positions * min(self.inputs, self.outputs) * g.element_size()
@@ -161,11 +154,14 @@ def einsum(equation: Any, *operands: Any) -> tuple[Tensor, Sequence[Gradient]]:
     gradients = []
     for mine, other in ((0, 1), (1, 0)):
         a, w = terms[other], terms[mine]
-        if not y or a[:1] != y[:1] or y[0] in w or any(n == 1 for n in _broadcast(flat[other], flat[mine], a, w)):
+        if not y or a[:1] != y[:1] or y[0] in w or not set(w) <= set(a + y):
+            continue
+        if any(n == 1 for n in _broadcast(flat[other], flat[mine], a, w)):
             continue
         gradients.append((flat[mine], Contraction, flat[other].detach(), (a, w, y)))
     if not gradients:
-        raise Refused("einsum has a rule for samples in the first dimension of data and output only", REMEDY)
+        reason = "einsum has a rule for samples in the first dimension of data and output, and weights summed with data"
+        raise Refused(reason, REMEDY)
     return output, gradients
 
 

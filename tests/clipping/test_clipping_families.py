@@ -112,13 +112,6 @@ def experts_grouped(m: Any, x: Tensor) -> Tensor:
     return h[order.argsort()].view(*chosen.shape, -1).sum(1).view(x.shape)
 
 
-def at_fixed_places(m: Any, x: Tensor) -> Tensor:
-    """Rows read, weighed and put back at indices that do not depend on the data."""
-    tokens, at = x.flatten(0, 1), torch.arange(0, x[..., 0].numel(), 2)
-    h = m.layer(tokens[at]) * tokens[at, 0, None]
-    return x.new_zeros(len(tokens), 3).index_add_(0, at, h).view(*x.shape[:2], 3) + m.p
-
-
 class Wide(TorchFunctionMode):
     """grouped_mm, which torch does not have in float64, by a loop."""
 
@@ -147,7 +140,6 @@ def layers() -> dict[str, Any]:
 
 
 EXPERTS = [
-    Case("rows at fixed places", at_fixed_places, lambda: {"layer": nn.Linear(D, 3), "p": torch.randn(3)}),
     Case("experts by index", experts_by_index, with_bias),
     Case("experts by index_select", experts_by_index_select, lambda: moe(scale=torch.randn(2 * P))),
     Case("experts, sorted", experts_sorted, layers),
@@ -188,11 +180,6 @@ def tokens_one_by_one(m: Any, x: Tensor) -> Tensor:
     return (
         torch.stack([m.embedding(row) for row in ids]) + m.embedding(ids.flatten()[ids.flatten().argsort()]).sum() * 0
     )
-
-
-def positions_first(m: Any, x: Tensor) -> Tensor:
-    rows = m.layer(x.transpose(0, 1).reshape(-1, D))
-    return rows.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
 
 
 def reversed_rows(m: Any, x: Tensor) -> Tensor:
@@ -280,7 +267,6 @@ ROWS = [
     Case("jagged, split", split_up, row),
     Case("one by one", one_by_one, row),
     Case("tokens, one by one", tokens_one_by_one, lambda: {"embedding": nn.Embedding(2, 3)}),
-    Case("positions before samples, in one dimension", positions_first, only("layer")),
     Case("reversed", reversed_rows, only("layer", "norm")),
     Case("last states", last_states, recurrent),
     Case(
@@ -288,7 +274,6 @@ ROWS = [
         learned_states,
         lambda: {"rnn": nn.LSTM(D, 3, batch_first=True), "h": torch.randn(1, 1, 3), "c": torch.randn(1, 1, 3)},
     ),
-    Case("projected", steps_first, lambda: {"rnn": nn.LSTM(D, 4, 2, proj_size=3, bidirectional=True)}),
     Case("steps first, relu", steps_first, lambda: {"rnn": nn.RNN(D, 3, 2, nonlinearity="relu", bias=False)}),
     Case("steps first, frozen", steps_first_after_a_layer, lambda: frozen(nn.LSTM(4, 3, 2))),
     Case("packed, frozen", packed, lambda: frozen(nn.LSTM(4, 3, 2, batch_first=True))),
@@ -329,16 +314,10 @@ LAYOUTS = [
         lambda m, x: torch.baddbmm(m.b, x.view(-1, 2, 3).permute(1, 0, 2), m.w).permute(1, 0, 2).reshape(len(x), T, 8),
         shaped(w=(2, 3, 4), b=(2, 1, 4)),
     ),
-    Case("bmm of an expanded one", lambda m, x: torch.bmm(x, m.w.expand(len(x), D, 3)), shaped(w=(D, 3))),
     Case(
         "learned queries of an attention",
         probe,
         lambda: {"queries": torch.randn(1, 2, D), "attention": nn.MultiheadAttention(D, 2, batch_first=True)},
-    ),
-    Case("einsum with dots", lambda m, x: torch.einsum("...d,de->...e", x, m.w), shaped(w=(D, 3))),
-    Case("einsum of a group", lambda m, x: torch.einsum("btd,td->bt", x, m.w), shaped(w=(T, D))),
-    Case(
-        "einsum, samples last", lambda m, x: torch.einsum("btd,dnk->tnkb", x, m.w).movedim(-1, 0), shaped(w=(D, 2, 3))
     ),
     Case("einsum that sums the data", lambda m, x: torch.einsum("btd,ne->bne", x, m.w), shaped(w=(2, 3))),
     Case("einsum without an arrow", lambda m, x: torch.einsum("btd,de", x, m.w), shaped(w=(D, 3))),
