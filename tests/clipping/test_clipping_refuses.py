@@ -154,13 +154,6 @@ def test_vmap_goes_without_fused_attention_where_that_fails():
         b(x, y)
 
 
-def test_a_cast_that_autocast_keeps_is_no_read_of_its_own():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    with torch.autocast("cpu", torch.bfloat16), load_backend("bk_mixed")(model, cross_entropy, verify=False) as b:
-        for _ in range(2):
-            b(X, Y)
-
-
 def test_a_gradient_that_does_not_arrive_is_refused(monkeypatch):
     class Loses(tape.Tape):
         def _settle(self):

@@ -125,39 +125,6 @@ def test_what_a_record_may_move_the_sum_by():
             assert backend.sensitivity_bound(64) == math.inf
 
 
-class Shared(nn.Module):
-    """An embedding that is read twice, once as the head; a convolution; a norm's scale and shift."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.convolution, self.norm = nn.Embedding(7, 6), nn.Conv1d(6, 6, 3, padding=1), nn.LayerNorm(6)
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.convolution(self.table(ids).transpose(1, 2)).transpose(1, 2)
-        return self.linear(self.norm(x)).mean(1) @ self.table.weight.T
-
-
-@pytest.mark.parametrize("name", ["fastgradclip", "ghost", "mixed_ghost"])
-def test_a_second_pass_in_portions_is_the_same(name, monkeypatch):
-    """Where one product would round too much: here from three samples on."""
-    monkeypatch.setattr("clipping.norms.collection.SMALL", 2**40)
-    torch.manual_seed(0)
-    model, ids, targets = Shared().double(), torch.randint(0, 7, (9, 5)), torch.randint(0, 7, (9,))
-    found = {}
-    for backend, most in (("microbatch", 100), (name, 100), (name, 2)):
-        for module in ("backends.tape", "rules.linear", "numerics.per_sample"):
-            monkeypatch.setattr(f"clipping.{module}.portion", lambda *_, most=most: most)
-        with load_backend(backend)(model, plain, clip=Flat(0.5), verify=False) as opened:
-            found[backend, most] = opened(ids, targets)
-    reference = found.pop(("microbatch", 100)).grads
-    for each in found.values():
-        for key, grad in each.grads.items():
-            torch.testing.assert_close(grad, reference[key], rtol=1e-10, atol=1e-14)
-    whole, portions = (torch.cat([g.flatten() for g in each.grads.values()]) for each in found.values())
-    assert not torch.equal(whole, portions)  # summed in another order: portions were taken
-
-
 def test_the_bound_is_the_norm_where_nothing_cancels_and_the_reach_where_all_does():
     squares = torch.tensor([4.0, 0.0, math.nan, math.inf])
     doubt = Doubt(squares, parameters=10)
