@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -37,15 +36,14 @@ def test_the_process_imports_no_torch():
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_weights_and_a_batch_are_handed_over_as_they_are(tmp_path):
+def test_weights_and_a_batch_are_handed_over_as_they_are():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 2))
     model[2].bias.requires_grad_(False)
     inputs, targets = torch.randn(5, 3, 4, 4), torch.tensor([0, 1, 1, 0, 1])
-    handed.hand_over(tmp_path / "batch.npz", Workload(model, torch.nn.MSELoss(), lambda size: ()), inputs, targets)
-    with np.load(tmp_path / "batch.npz") as arrays:
-        assert set(arrays.files) == {"p/0.weight", "p/0.bias", "p/2.weight", "inputs", "targets"}, "what is trained"
-        assert np.array_equal(arrays["p/0.weight"], model[0].weight.detach()) and arrays["inputs"].dtype == np.float32
-        assert np.array_equal(arrays["inputs"], inputs) and arrays["targets"].dtype == np.int32
+    arrays = handed.arrays_of(Workload(model, torch.nn.MSELoss(), lambda size: ()), inputs, targets)
+    assert set(arrays) == {"p/0.weight", "p/0.bias", "p/2.weight", "inputs", "targets"}, "what is trained"
+    assert np.array_equal(arrays["p/0.weight"], model[0].weight.detach()) and arrays["inputs"].dtype == np.float32
+    assert np.array_equal(arrays["inputs"], inputs) and arrays["targets"].dtype == np.int32
 
 
 def test_without_jax_the_entry_says_how_to_get_it(monkeypatch):
@@ -66,43 +64,41 @@ def test_refuses_what_it_has_not(changes, words):
         settings_of(asked, Workload(torch.nn.Linear(2, 2), torch.nn.MSELoss(), lambda size: ()))
 
 
-def process_of(answers: list[str], tmp_path, monkeypatch) -> handed.Process:
-    """A process in place of jax's, which prints these lines one by one and then fails."""
-    script = f"""
-    import sys
-    for line in {answers!r}:
-        print(line, flush=True)
-        sys.stdin.readline()
-    sys.exit("out of answers")
-    """
-    (tmp_path / "fake_worker.py").write_text(textwrap.dedent(script))
+def process_of(answers: list[object], tmp_path, monkeypatch) -> handed.Process:
+    """A process in place of jax's, which gives these answers one by one and then fails."""
+    (tmp_path / "fake_worker.py").write_text(
+        "import sys\n\n\ndef work(variables, connection, *given):\n"
+        f"    for answer in {answers!r}:\n        connection.send(answer)\n        connection.recv()\n    sys.exit(3)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(handed, "WORKER", "fake_worker")
+    monkeypatch.delitem(sys.modules, "fake_worker", raising=False)  # that of another test
+    monkeypatch.setattr(handed, "work", importlib.import_module("fake_worker").work)
     model = torch.nn.Linear(2, 2)
-    workload = Workload(model, torch.nn.MSELoss(), lambda size: ())
-    return handed.Process(workload, torch.ones(1, 2), torch.ones(1), {}, cuda=False)
+    return handed.Process(
+        Workload(model, torch.nn.MSELoss(), lambda size: ()), torch.ones(1, 2), torch.ones(1), None, cuda=False
+    )
 
 
 def test_errors_of_the_process_are_told_apart(tmp_path, monkeypatch):
-    lines = [
-        '{"versions": {"jax": "1"}}',
-        '{"error": "RESOURCE_EXHAUSTED: Out of memory", "kind": "XlaRuntimeError"}',
-        '{"error": "no such thing", "kind": "KeyError"}',
+    answers = [
+        {"jax": "1"},
+        ("XlaRuntimeError", "RESOURCE_EXHAUSTED: Out of memory"),
+        ("KeyError", "no such thing"),
     ]
-    with process_of(lines, tmp_path, monkeypatch) as process:
+    with process_of(answers, tmp_path, monkeypatch) as process:
         assert process.versions == {"jax": "1"}
         with pytest.raises(MemoryError, match="Out of memory"):
             process.ask("compile")
         with pytest.raises(RuntimeError, match="KeyError: no such thing"):
             process.ask("compile")
-        with pytest.raises(RuntimeError, match="ended with code 1: out of answers"):
+        with pytest.raises(RuntimeError, match="ended with code 3"):
             process.ask("compile")
 
 
 def test_a_device_that_jax_has_not_is_not_here(tmp_path, monkeypatch):
     said = "Unable to initialize backend 'cuda': Backend 'cuda' is not in the list of known backends"
     with pytest.raises(NotHere, match="Unable to initialize backend 'cuda'"):
-        process_of([f'{{"error": "{said}", "kind": "RuntimeError"}}'], tmp_path, monkeypatch)
+        process_of([("RuntimeError", said)], tmp_path, monkeypatch)
 
 
 @with_jax

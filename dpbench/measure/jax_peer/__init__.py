@@ -7,3 +7,44 @@
 `entry`    the engine's entry in a `TrainingStepTrial`: verified, timed in turns, recorded
 =========  ===========================================================================================
 """
+
+import importlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the process is told.
+
+    Attributes:
+        model: a key of `dpbench.measure.jax_peer.models.MODELS`.
+        options: keyword arguments of its function.
+        optimizer: "SGD" or "AdamW".
+        max_grad_norm: C.
+        precision: of products, as jax calls it: "highest" or "tensorfloat32"; None for jax's default.
+        threads: of CPU operations.
+        device: number of the device.
+        room: bytes that a step may need.
+    """
+
+    model: str
+    options: dict[str, Any]
+    optimizer: str
+    max_grad_norm: float
+    precision: str | None
+    threads: int
+    device: int
+    room: float
+
+
+def work(variables: dict[str, str], *given: Any) -> None:
+    """The new process: import jax with these environment variables, and serve requests.
+
+    Args:
+        variables: of the environment.
+        given: arguments of `dpbench.measure.jax_peer.worker.serve`.
+    """
+    os.environ.update(variables)
+    importlib.import_module("dpbench.measure.jax_peer.worker").serve(*given)

@@ -20,6 +20,7 @@ from clipping.checks.verification import limit_of
 from clipping.core.types import Problem, UnsupportedModel
 from dpbench.measure import verify
 from dpbench.measure.bench import open_workload
+from dpbench.measure.jax_peer import Settings
 from dpbench.measure.jax_peer.handed import Process, unavailable
 from dpbench.measure.overhead import Entry
 from dpbench.measure.timing import Stopwatch
@@ -62,7 +63,7 @@ class JaxEntry(Entry):
         self.record["verification"]["in_own_precision"] = self._compared(process, workload, *few)
         self.record["coverage"] = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
 
-    def _started(self, workload: Workload, inputs: Any, targets: Any, settings: dict[str, Any]) -> Process:
+    def _started(self, workload: Workload, inputs: Any, targets: Any, settings: Settings) -> Process:
         return Process(workload, inputs, targets, settings, self.device.type == "cuda")
 
     def _compared(self, process: Process, workload: Workload, inputs: Any, targets: Any) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class JaxEntry(Entry):
         self._close()
 
 
-def settings_of(trial: TrainingStepTrial, workload: Workload) -> dict[str, Any]:
+def settings_of(trial: TrainingStepTrial, workload: Workload) -> Settings:
     """The settings of the process.
 
     Raises:
@@ -124,16 +125,16 @@ def settings_of(trial: TrainingStepTrial, workload: Workload) -> dict[str, Any]:
         raise UnsupportedModel(JAX_PRIVACY, [Problem("precision", f"{trial.precision} is not measured", remedy)])
     options = {"heads": workload.model.config.n_head} if plain == "transformers:gpt2" else {}  # type: ignore[union-attr]
     device = torch.device(trial.device)
-    return {
-        "model": plain,
-        "options": options,
-        "optimizer": trial.optimizer,
-        "max_grad_norm": trial.max_grad_norm,
-        "precision": PRECISIONS[trial.precision] if device.type == "cuda" else None,
-        "threads": torch.get_num_threads(),
-        "device": device.index or 0,
-        "room": _room(device),
-    }
+    return Settings(
+        model=plain,
+        options=options,
+        optimizer=trial.optimizer,
+        max_grad_norm=trial.max_grad_norm,
+        precision=PRECISIONS[trial.precision] if device.type == "cuda" else None,
+        threads=torch.get_num_threads(),
+        device=device.index or 0,
+        room=_room(device),
+    )
 
 
 def _room(device: torch.device) -> float:

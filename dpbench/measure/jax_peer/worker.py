@@ -1,32 +1,23 @@
-"""The process that computes jax_privacy's steps: ``python -m dpbench.measure.jax_peer.worker BATCH.npz SETTINGS``.
+"""The process that computes jax_privacy's steps. It imports no torch.
 
-It imports no torch. `BATCH.npz` has the parameters, as ``p/NAME``, ``inputs`` and ``targets``, in PyTorch's layouts.
-`SETTINGS` is JSON; see `Settings`. Then JSON lines, a request and its answer each::
-
-    <- {"versions": {"jax": "0.10.2", "jax_privacy": "2.0.0"}}
-    -> {"do": "clip", "samples": 2, "to": "clipped.npz"}     <- {}
-    -> {"do": "compile"}                                     <- {"microbatch": 1, "compile_seconds": ..., "memory": ...}
-    -> {"do": "steps", "which": "private", "count": 3}       <- {"seconds": [0.1, 0.1, 0.1], "loss": 2.3}
-
-An error is answered as ``{"error": its text, "kind": its class}``. It ends with its standard input.
+A request is (name of a method of `_Steps`, its arguments), and the answer what the method returns: a dict, or, for an
+error, (its class, its text). The first answer, without a request, has the versions.
 """
 
 import contextlib
 import functools
-import importlib
-import json
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from dpbench.measure.jax_peer import Settings
 from dpbench.measure.jax_peer.models import MODELS, losses, to_jax, to_torch
 
-with contextlib.suppress(ImportError):  # documentation is built without jax; `main` raises the error
+with contextlib.suppress(ImportError):  # documentation is built without jax; `handed` asks first
     import jax
     import jax.numpy as jnp
     import jax_privacy
@@ -38,37 +29,12 @@ MICROBATCHES = (None, 1)
 NOISE_MULTIPLIER = 1.0
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the process is told.
-
-    Attributes:
-        model: a key of `MODELS`.
-        options: keyword arguments of its function.
-        optimizer: "SGD" or "AdamW".
-        max_grad_norm: C.
-        precision: of products, as jax calls it: "highest" or "tensorfloat32"; None for jax's default.
-        threads: of CPU operations.
-        device: number of the device.
-        room: bytes that a step may need.
-    """
-
-    model: str
-    options: dict[str, Any]
-    optimizer: str
-    max_grad_norm: float
-    precision: str | None
-    threads: int
-    device: int
-    room: float
-
-
 class _Steps:
     """The model and the batch, and the private and the plain step of one optimizer on them.
 
     Args:
         settings: of the process.
-        arrays: of `BATCH.npz`.
+        arrays: parameters, as ``p/NAME``, ``inputs`` and ``targets``, in PyTorch's layouts.
     """
 
     def __init__(self, settings: Settings, arrays: dict[str, np.ndarray]) -> None:
@@ -85,15 +51,12 @@ class _Steps:
         self._states: dict[str, Any] = {}
         self._microbatch: int | None = None
 
-    def clip(self, samples: int, to: str) -> dict[str, Any]:
-        """Write the clipped sum of the first samples, ``p/NAME``, with their ``norms`` and ``losses``."""
-        microbatch = self._microbatch
-        clipped = self._clipped(1.0, microbatch, return_grad_norms=True)
+    def clip(self, samples: int) -> dict[str, Any]:
+        """The clipped sum of the first samples, with their norms and losses."""
+        clipped = self._clipped(1.0, self._microbatch, return_grad_norms=True)
         grads, aux = jax.jit(clipped)(self._params, *(x[:samples] for x in self._batch))
-        found = {f"p/{name}": to_torch(np.asarray(grad)) for name, grad in grads.items()}
-        found |= {"norms": np.asarray(aux.grad_norms), "losses": np.asarray(aux.values)}
-        np.savez(to, **found)  # type: ignore[arg-type]
-        return {}
+        found = {name: to_torch(np.array(grad)) for name, grad in grads.items()}
+        return {"grads": found, "norms": np.array(aux.grad_norms), "losses": np.array(aux.values)}
 
     def compile(self) -> dict[str, Any]:
         """Compile the plain step, and the private one with the faster of `MICROBATCHES` that fits."""
@@ -194,40 +157,32 @@ def _memory(compiled: Any) -> dict[str, Any]:
     return {"source": "xla", "peak_bytes": given + more, "baseline_bytes": given}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Serve requests from standard input.
+def serve(connection: Connection, settings: Settings, arrays: dict[str, np.ndarray]) -> None:
+    """Answer requests until the other end is closed.
 
     Args:
-        arguments: of the command line.
+        connection: to the process that asks.
+        settings: of the steps.
+        arrays: see `_Steps`.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of a library must not mix with the answers
-    importlib.import_module("jax_privacy.noise_addition")
-    path, text = arguments
-    settings = Settings(**json.loads(text))
     if hasattr(os, "sched_setaffinity"):  # XLA has a thread for each CPU that the process may use
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
-    jax.config.update("jax_default_matmul_precision", settings.precision)
-
-    def answer(make: Callable[..., dict[str, Any]], **arguments: Any) -> None:
-        try:
-            told = make(**arguments)
-        except Exception as error:
-            told = {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
-        print(json.dumps(told), file=answers, flush=True)
-
-    steps: list[_Steps] = []
-
-    def start() -> dict[str, Any]:
-        with np.load(path) as arrays:
-            steps.append(_Steps(settings, dict(arrays)))
-        return {"versions": {"jax": jax.__version__, "jax_privacy": jax_privacy.__version__}}
-
-    answer(start)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer(getattr(steps[0], request.pop("do")), **request)
+    try:
+        jax.config.update("jax_default_matmul_precision", settings.precision)
+        steps = _Steps(settings, arrays)
+        connection.send({"jax": jax.__version__, "jax_privacy": jax_privacy.__version__})
+    except Exception as error:
+        connection.send(_told(error))
+        return
+    with contextlib.suppress(EOFError):
+        while True:
+            do, more = connection.recv()
+            try:
+                answer = getattr(steps, do)(**more)
+            except Exception as error:
+                answer = _told(error)
+            connection.send(answer)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def _told(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, str(error) or type(error).__name__
