@@ -154,28 +154,16 @@ def norms_of(samples: list[ClippedGradient]) -> Tensor:
     return torch.cat([sample.norms for sample in samples if sample.norms is not None])
 
 
-def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: int = 1) -> ClippedGradient:
+def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: int) -> ClippedGradient:
     """The expected result by definition, from the gradients of single samples with weight 1.
 
     Args:
         clip: norms [B] -> factors [B].
         together: how many samples are averaged before clipping.
     """
-    chosen = [samples[i] for i in case.samples]
-    if together > 1:
-        weighed = [
-            ClippedGradient({n: w * g for n, g in one.grads.items()}, None, w * one.losses)
-            for w, one in zip(case.weights, chosen, strict=True)
-        ]
-        return of_means(weighed, clip, together)
-    norms = norms_of(chosen)
-    weights = norms.new_tensor(case.weights)
-    norms = norms * weights
-    grads = {name: torch.zeros_like(grad) for name, grad in samples[0].grads.items()}
-    for factor, sample in zip((clip.factors(norms) * weights).tolist(), chosen, strict=True):
-        for name, grad in sample.grads.items():
-            grads[name].add_(grad, alpha=factor)
-    return ClippedGradient(grads, norms, weights * torch.cat([sample.losses for sample in chosen]))
+    chosen = zip(case.weights, (samples[i] for i in case.samples), strict=True)
+    weighed = [ClippedGradient({n: w * g for n, g in one.grads.items()}, None, w * one.losses) for w, one in chosen]
+    return of_means(weighed, clip, together)
 
 
 def worst(errors: Iterable[float]) -> float:

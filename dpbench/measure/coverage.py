@@ -28,10 +28,11 @@ from torch import Tensor
 from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, compare
 from clipping.checks.verification import CAST_TOLERANCE, LOWERED, Limit
 from clipping.core.batches import forward, map_tensors
+from clipping.core.reference import of_means
 from clipping.program.graphs import BEFORE
 from dpbench.conformance.coverage import COMPILED, KERNEL, LOOP, CoverageTrial
 from dpbench.errors import in_words
-from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst
+from dpbench.measure.check import between, norms_of, one_by_one, worst
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.backend_classes import UnavailableBackend, backend_class
@@ -232,17 +233,12 @@ class _Truth:
         """((inputs, targets), the right result)."""
         count = len(self.samples)
         for chosen in (list(range(count)), [count - 1, 0]):
-            batch = self.only(chosen)
-            samples = self.samples if len(chosen) == count else [self.samples[i] for i in chosen]
+            inputs, targets = map_tensors(lambda x, chosen=chosen: x[chosen], self.batch)  # type: ignore[misc]
+            batch = inputs, targets
+            samples = [self.samples[i] for i in chosen]
             if self.random and len(chosen) < count:
                 samples = _together(self.workload, batch)
-            case = Case("", list(range(len(chosen))), [1.0] * len(chosen), self.clip.max_grad_norm)
-            yield batch, expected(case, samples, self.clip)
-
-    def only(self, chosen: list[int]) -> tuple[Any, Any]:
-        """(inputs, targets) of some samples."""
-        inputs, targets = map_tensors(lambda x: x[chosen], self.batch)
-        return inputs, targets
+            yield batch, of_means(samples, self.clip, together=1)
 
 
 def _judged(name: str, truth: _Truth) -> Row:
