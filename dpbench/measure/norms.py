@@ -18,7 +18,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +28,7 @@ from clipping import Flat, load_backend
 from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
 from clipping.core.dtypes import norm_dtype
 from clipping.rules.base import Route, Rule, made
-from clipping.rules.contraction import einsum
-from clipping.rules.convolution import convolution, transposed_convolution
-from clipping.rules.embedding import embedding, embedding_bag
-from clipping.rules.handlers import Handler
-from clipping.rules.linear import linear, matmul
-from clipping.rules.normalisation import layer_norm, rms_norm
+from clipping.rules.handlers import HANDLERS
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.trials.evidence import NormsTrial
@@ -90,10 +84,10 @@ def _rows(trial: NormsTrial, device: torch.device) -> Iterator[Row]:
 def _case_rows(case: _Case, precision: str, generator: torch.Generator, device: torch.device) -> Iterator[Row]:
     """Every way of the rule of every parameter."""
     x, *parameters = case.tensors(generator, device, dtype_of(precision))
-    output, found = case.handler(x, *parameters)
+    output, found = case.call(HANDLERS[case.function], x, *parameters)
     g = torch.randn(output.shape, generator=generator).to(device, output.dtype)
     factors = torch.rand(len(g), generator=generator).to(device)
-    references = _per_sample(case.function, x, parameters, g)
+    references = _per_sample(case, x, parameters, g)
     rules = {id(gradient[0]): made(gradient) for gradient in found if gradient[0] is not None}
     for index, (parameter, expected) in enumerate(zip(parameters, references, strict=True)):
         rule = rules[id(parameter)]
@@ -121,7 +115,7 @@ def _ways(rule: Rule) -> list[tuple[bool, str]]:
     return [*((False, way) for way in rule.instantiations), *((True, way) for way in ghosts)]
 
 
-def _per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Tensor], g: Tensor) -> list[Tensor]:
+def _per_sample(case: _Case, x: Tensor, parameters: list[Tensor], g: Tensor) -> list[Tensor]:
     """Per-sample gradients in float64 [n, *shape] of each parameter, by autograd, one sample at a time."""
     wide = [p.double() for p in parameters]
     found: list[list[Tensor]] = []
@@ -129,7 +123,7 @@ def _per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Ten
         with torch.enable_grad():
             leaves = [p.detach().requires_grad_() for p in wide]
             one = x[i : i + 1]
-            output = function(one.double() if one.is_floating_point() else one, *leaves)
+            output = case.call(case.function, one.double() if one.is_floating_point() else one, *leaves)
             found.append(list(torch.autograd.grad(output, leaves, g[i : i + 1].double())))
     return [torch.stack(each) for each in zip(*found, strict=True)]
 
@@ -194,18 +188,18 @@ class _Case:
         sizes: for people: "32×128, 384 to 1536".
         inputs: the shape of the input, samples first; the shape of ids if `rows` is not 0.
         parameters: the shape of each parameter.
-        handler: (input, *parameters) -> (output, gradients), as `clipping.rules` runs it.
-        function: (input, *parameters) -> output, by torch.
+        function: of torch, with a handler in `clipping.rules`.
         rows: of an embedding.
+        call: calls the function, or its handler, with the input and the parameters.
     """
 
     operation: str
     sizes: str
     inputs: Sequence[int]
     parameters: Sequence[Sequence[int]]
-    handler: Handler
     function: Callable[..., Tensor]
     rows: int = 0
+    call: Callable[..., Any] = lambda function, *tensors: function(*tensors)
 
     def tensors(self, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """The input and the parameters, from N(0, 1), rounded to `dtype`; parameters scaled to keep outputs small."""
@@ -227,12 +221,11 @@ def _linear(small: bool) -> list[_Case]:
     found = []
     for n, t, d, p in sizes:
         said = f"{n}×{t}, {d} to {p}"
-        found.append(_Case("linear", said, (n, t, d), ((p, d), (p,)), linear, F.linear))
-        found.append(_Case("matmul", said, (n, t, d), ((d, p),), matmul, torch.matmul))
+        found.append(_Case("linear", said, (n, t, d), ((p, d), (p,)), F.linear))
+        found.append(_Case("matmul", said, (n, t, d), ((d, p),), torch.matmul))
     n, t, d, p = sizes[0]
-    letters, said = "btd,dp->btp", f"{n}×{t}, {d} to {p}"
-    own, theirs = partial(einsum, letters), partial(torch.einsum, letters)
-    return [*found, _Case("einsum", said, (n, t, d), ((d, p),), own, theirs)]
+    said, call = f"{n}×{t}, {d} to {p}", lambda function, x, w: function("btd,dp->btp", x, w)
+    return [*found, _Case("einsum", said, (n, t, d), ((d, p),), torch.einsum, call=call)]
 
 
 #: Name, then n, channels, size, outputs, kernel, stride, padding, groups: in full size, and small.
@@ -255,46 +248,41 @@ def _convolutions(small: bool) -> list[_Case]:
 
 def _convolution(name: str, n: int, channels: int, size: tuple[int, ...], *shape: int) -> _Case:
     outputs, kernel, stride, padding, groups = shape
-    spatial, options = len(size), {"stride": stride, "padding": padding, "groups": groups}
-    transposed = name.endswith("transposed")
-    own: Any = transposed_convolution if transposed else convolution
-    theirs: Any = getattr(F, f"conv_transpose{spatial}d" if transposed else f"conv{spatial}d")
+    spatial, transposed = len(size), name.endswith("transposed")
     weight = (channels, outputs // groups) if transposed else (outputs, channels // groups)
     return _Case(
         name,
         f"{n}×{channels}×{'×'.join(map(str, size))} to {outputs}, kernel {kernel}",
         (n, channels, *size),
         ((*weight, *[kernel] * spatial), (outputs,)),
-        partial(own, **options),
-        partial(theirs, **options),
+        getattr(F, f"conv_transpose{spatial}d" if transposed else f"conv{spatial}d"),
+        call=lambda function, *tensors: function(*tensors, stride=stride, padding=padding, groups=groups),
     )
 
 
 def _embeddings(small: bool) -> list[_Case]:
     n, t, rows, p = (3, 9, 11, 6) if small else (8, 1024, 50257, 768)
     short = min(t, 128)
-    bag, their_bag = partial(embedding_bag, mode="sum"), partial(F.embedding_bag, mode="sum")
+    call = lambda function, ids, table: function(ids, table, mode="sum")  # noqa: E731
     return [
-        _Case("embedding", f"{n}×{t}, {rows} rows of {p}", (n, t), ((rows, p),), embedding, F.embedding, rows),
-        _Case("embedding bag", f"{n}×{short}, {rows} rows of {p}", (n, short), ((rows, p),), bag, their_bag, rows),
+        _Case("embedding", f"{n}×{t}, {rows} rows of {p}", (n, t), ((rows, p),), F.embedding, rows),
+        _Case(
+            "embedding bag", f"{n}×{short}, {rows} rows of {p}", (n, short), ((rows, p),), F.embedding_bag, rows, call
+        ),
     ]
 
 
 def _normalisations(small: bool) -> list[_Case]:
     n, t, d = (3, 5, 12) if small else (16, 512, 768)
 
-    def case(name: str, count: int, ours: Any, theirs: Any, *more: float) -> _Case:
-        """A norm of `count` parameters."""
-        return _Case(
-            name,
-            f"{n}×{t}×{d}",
-            (n, t, d),
-            ((d,),) * count,
-            lambda x, *parameters: ours(x, [d], *parameters, *more),
-            lambda x, *parameters: theirs(x, [d], *parameters, *more),
-        )
+    def call(function: Any, x: Tensor, *parameters: Tensor) -> Any:
+        return function(x, [d], *parameters, *([1e-5] if len(parameters) == 1 else ()))  # RMS norm's own eps is another
 
-    return [case("layer norm", 2, layer_norm, F.layer_norm), case("rms norm", 1, rms_norm, F.rms_norm, 1e-5)]
+    said, inputs = f"{n}×{t}×{d}", (n, t, d)
+    return [
+        _Case("layer norm", said, inputs, ((d,), (d,)), F.layer_norm, call=call),
+        _Case("rms norm", said, inputs, ((d,),), F.rms_norm, call=call),
+    ]
 
 
 #: Family -> its cases; the same operations in small sizes.
