@@ -9,6 +9,7 @@ per microbatch. They are the privacy engine's.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from clipping.checks.sample_independence import Occasions
 from clipping.checks.verification import WrongGradient
 from clipping.core.batches import forward
 from clipping.norms import collection as norms
-from clipping.numerics.per_sample import gram_product, norms_and_factors, sum_of_squares
+from clipping.numerics.per_sample import gram_product, sum_of_squares
 from clipping.rules.base import Rule
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.elementwise import Bias, Broadcast
@@ -39,60 +40,126 @@ from dpbench.conformance.refusals import REFUSALS
 from dpbench.conformance.suite import conformance
 
 
-class MeanLoss(Hooked):
-    """The loss is averaged, and nobody multiplies by B."""
+def hooked_with(**methods: Callable[..., Any]) -> type[Hooked]:
+    """`Hooked` with other methods; each is called with the original method and the backend first."""
 
-    def record(self, name: str, gradient: Tensor) -> None:
-        super().record(name, gradient / gradient.shape[0])
+    def method(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args: change(partial(getattr(Hooked, name), self), self, *args)
 
-
-class EachParameterByItself(Hooked):
-    """Clips every parameter's gradient to C, as the blog's samples do: sensitivity C√L."""
-
-    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
-        norms, _ = super().norms_and_factors(losses)
-        return norms, {n: self.clip.factors(g.flatten(1).norm(dim=1)) for n, g in self.grads.items()}
+    return type("Changed", (Hooked,), {name: method(name, change) for name, change in methods.items()})
 
 
-class Inverted(Hooked):
-    """‖g‖/C in the place of C/‖g‖, as in a tutorial of BackPACK."""
+def with_factors(change: Callable[..., Tensor]) -> type[Hooked]:
+    """`Hooked` with change(backend, name of a parameter, norms, factors) as factors."""
 
-    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
-        norms, factors = super().norms_and_factors(losses)
-        return norms, {name: (norms / self.clip.max_grad_norm).clamp(max=1) for name in factors}
+    def norms_and_factors(own: Any, backend: Hooked, losses: Tensor) -> tuple[Tensor, Grads]:
+        norms, factors = own(losses)
+        return norms, {name: change(backend, name, norms, old) for name, old in factors.items()}
 
-
-class NeverClips(Hooked):
-    """Norms right, factors 1."""
-
-    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
-        norms, factors = super().norms_and_factors(losses)
-        return norms, {name: torch.ones_like(norms) for name in factors}
+    return hooked_with(norms_and_factors=norms_and_factors)
 
 
-class Forgets(Hooked):
-    """Takes an option of a layer for its default."""
+def forgetting(option: str, default: Any) -> type[Hooked]:
+    """`Hooked`, taking an option of a layer for its default."""
 
-    option: str
-    default: Any
-
-    def per_sample(self, module: nn.Module, own: dict[str, nn.Parameter], x: Tensor, g: Tensor) -> Grads:
+    def per_sample(own: Any, _: Hooked, module: nn.Module, *args: Any) -> Grads:
         with pytest.MonkeyPatch.context() as patch:
-            if hasattr(module, self.option):
-                patch.setattr(module, self.option, self.default)
-            return super().per_sample(module, own, x, g)
+            if hasattr(module, option):
+                patch.setattr(module, option, default)
+            return own(module, *args)
+
+    return hooked_with(per_sample=per_sample)
 
 
-class PaddingModeIgnored(Forgets):
-    """Unfolds with zeros whatever the mode (Opacus, private_CNN, BackPACK)."""
+def any_loss(own: Any, backend: Hooked, losses: Tensor, factors: Grads) -> Grads:
+    """Σ c_i ℓ_i by a second pass, with c [B] and ℓ [B, 1]: a matrix (Opacus' ghost mode)."""
+    if backend.clip.per_layer:
+        return own(losses, factors)
+    total = (next(iter(factors.values())).to(losses.dtype) * losses).sum()
+    found = torch.autograd.grad(total, list(backend.parameters.values()), allow_unused=True)
+    return {name: g for name, g in zip(backend.parameters, found, strict=True) if g is not None}
 
-    option, default = "padding_mode", "zeros"
+
+def norms_of_the_models_precision(own: Any, backend: Hooked, losses: Tensor) -> tuple[Tensor, Grads]:
+    """Squares in float16 are infinite beyond 256; in bfloat16 eight bits are left of them."""
+    squares = [g.flatten(1).to(losses.dtype).square().sum(1) for g in backend.grads.values()]
+    if losses.dtype.itemsize > 2 or backend.clip.per_layer:
+        return own(losses)
+    norms = torch.stack(squares).sum(0).sqrt().float()
+    return norms, dict.fromkeys(backend.parameters, backend.clip.factors(norms))
 
 
-class PaddingIdxCounted(Forgets):
-    """The padding row gets a gradient (Opacus)."""
+def without_samples(own: Any, _: Hooked, inputs: Any, targets: Any) -> ClippedGradient:
+    """Poisson sampling draws an empty batch, and the reshape fails."""
+    if len(targets) == 0:
+        raise RuntimeError("cannot reshape tensor of 0 elements")
+    return own(inputs, targets)
 
-    option, default = "padding_idx", None
+
+def left_behind(own: Any, backend: Hooked, name: str, gradient: Tensor) -> None:
+    """`.grad_sample` stays on the parameters."""
+    own(name, gradient)
+    backend.parameters[name].grad_sample = backend.grads[name]
+
+
+def in_the_callers_grad(own: Any, backend: Hooked, *args: Any) -> Grads:
+    """.backward() into `.grad`, which was the caller's."""
+    for p in backend.parameters.values():
+        p.grad = None
+    return own(*args)
+
+
+def unless_a_leaf(own: Any, _: Hooked, module: nn.Module, parameters: Any, x: Tensor, g: Tensor) -> None:
+    """An input that requires a gradient is taken for one that another layer gave, and has no anchor."""
+    if not (x.is_leaf and x.requires_grad):
+        own(module, parameters, x, g)
+
+
+def in_eval_mode(own: Any, backend: Hooked, *batch: Any) -> ClippedGradient:
+    """Looks at the layers of a model in eval mode."""
+    backend.model.eval()
+    try:
+        return own(*batch)
+    finally:
+        backend.model.train()
+
+
+def pass_over(*_: Any) -> None:
+    """What is to be refused is not looked for."""
+
+
+MeanLoss = hooked_with(record=lambda own, _, name, g: own(name, g / len(g)))  # and nobody multiplies by B
+#: Clips every parameter's gradient to C, as the blog's samples do: sensitivity C√L.
+EachParameterByItself = with_factors(lambda b, name, *_: b.clip.factors(b.grads[name].flatten(1).norm(dim=1)))
+#: ‖g‖/C in the place of C/‖g‖, as in a tutorial of BackPACK.
+Inverted = with_factors(lambda b, _, norms, __: (norms / b.clip.max_grad_norm).clamp(max=1))
+NeverClips = with_factors(lambda _, __, norms, ___: torch.ones_like(norms))
+DividesZeroByZero = with_factors(lambda _, __, norms, factors: factors * (norms / norms))
+PaddingModeIgnored = forgetting("padding_mode", "zeros")  # Opacus, private_CNN, BackPACK
+PaddingIdxCounted = forgetting("padding_idx", None)  # Opacus
+LastUseCounts = hooked_with(record=lambda _, b, name, g: b.grads.update({name: g}))  # fastDP
+TakesAnyLoss = hooked_with(
+    losses=lambda _, b, inputs, targets, size: b.loss_fn(forward(b.model, inputs), targets),
+    norms_and_factors=lambda own, _, losses: own(losses.flatten()),
+    sums=any_loss,
+)
+NormsOfTheModelsPrecision = hooked_with(norms_and_factors=norms_of_the_models_precision)
+FailsWithoutSamples = hooked_with(__call__=without_samples)
+LeavesGradientsBehind = hooked_with(record=left_behind)
+UsesTheCallersGrad = hooked_with(sums=in_the_callers_grad)
+#: What is done to parameters outside of layers is not looked for.
+LayersAlone = hooked_with(problems=lambda _, b: list(Backend.problems(b)), refuse_other_reads=pass_over)
+FirstLayersByTheirInput = hooked_with(arrived=unless_a_leaf)
+InEvalMode = hooked_with(_clipped=in_eval_mode)
+DerivativesUnseen = hooked_with(derivative_in_forward=pass_over)
+#: Believes that samples stay apart once the first step has shown it.
+LooksOnce = hooked_with(refuse_mixed_rows=lambda _, b, losses: setattr(b, "occasions", None))
+
+
+class NeverLooks(LooksOnce):
+    """Believes it at once."""
+
+    trusted = True
 
 
 class StopsAtTheFirstRegistered(Hooked):
@@ -106,13 +173,6 @@ class StopsAtTheFirstRegistered(Hooked):
         if not self.finished:
             super().arrived(module, own, x, g)
         self.finished |= module is next(m for m in self.model.modules() if type(m) in KNOWN)
-
-
-class LastUseCounts(Hooked):
-    """A second use of a weight overwrites the first (fastDP)."""
-
-    def record(self, name: str, gradient: Tensor) -> None:
-        self.grads[name] = gradient
 
 
 class StaleNorms(Hooked):
@@ -136,101 +196,6 @@ class StaleNorms(Hooked):
         return {name: x for name, x in super().sums(losses, factors).items() if name in self.fresh}
 
 
-class TakesAnyLoss(Hooked):
-    """Σ c_i ℓ_i by a second pass, with c [B] and ℓ [B, 1]: a matrix (Opacus' ghost mode)."""
-
-    def losses(self, inputs: Any, targets: Any, batch_size: int) -> Tensor:
-        return self.loss_fn(forward(self.model, inputs), targets)
-
-    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
-        return norms_and_factors(self.grads, self.parameters, self.clip, losses.flatten())
-
-    def sums(self, losses: Tensor, factors: Grads) -> Grads:
-        if self.clip.per_layer:
-            return super().sums(losses, factors)
-        total = (next(iter(factors.values())).to(losses.dtype) * losses).sum()
-        found = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
-        return {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
-
-
-class NormsOfTheModelsPrecision(Hooked):
-    """Squares in float16 are infinite beyond 256; in bfloat16 eight bits are left of them."""
-
-    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
-        names = list(self.parameters)
-        squares = [g.flatten(1).to(losses.dtype).square().sum(1) for g in self.grads.values()]
-        if losses.dtype.itemsize > 2 or self.clip.per_layer:
-            return super().norms_and_factors(losses)
-        norms = torch.stack(squares).sum(0).sqrt().float()
-        return norms, dict.fromkeys(names, self.clip.factors(norms))
-
-
-class FailsWithoutSamples(Hooked):
-    """Poisson sampling draws an empty batch, and the reshape fails."""
-
-    def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
-        if len(targets) == 0:
-            raise RuntimeError("cannot reshape tensor of 0 elements")
-        return super().__call__(inputs, targets)
-
-
-class DividesZeroByZero(Hooked):
-    """C/‖g‖ of a gradient that is zero, times the gradient."""
-
-    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
-        norms, factors = super().norms_and_factors(losses)
-        return norms, {name: f * (norms / norms) for name, f in factors.items()}
-
-
-class LeavesGradientsBehind(Hooked):
-    """`.grad_sample` stays on the parameters."""
-
-    def record(self, name: str, gradient: Tensor) -> None:
-        super().record(name, gradient)
-        self.parameters[name].grad_sample = self.grads[name]
-
-
-class UsesTheCallersGrad(Hooked):
-    """.backward() into `.grad`, which was the caller's."""
-
-    def sums(self, losses: Tensor, factors: Grads) -> Grads:
-        for p in self.parameters.values():
-            p.grad = None
-        return super().sums(losses, factors)
-
-
-# Causes of wrong sums on published models
-
-
-class LayersAlone(Hooked):
-    """What is done to parameters outside of layers is not looked for."""
-
-    def problems(self) -> list[Any]:
-        return list(Backend.problems(self))
-
-    def refuse_other_reads(self, losses: Tensor) -> None:
-        pass
-
-
-class FirstLayersByTheirInput(Hooked):
-    """An input that requires a gradient is taken for one that another layer gave, and has no anchor."""
-
-    def arrived(self, module: nn.Module, own: dict[str, nn.Parameter], x: Tensor, g: Tensor) -> None:
-        if not (x.is_leaf and x.requires_grad):
-            super().arrived(module, own, x, g)
-
-
-class InEvalMode(Hooked):
-    """Looks at the layers of a model in eval mode."""
-
-    def _clipped(self, *batch: Any) -> ClippedGradient:
-        self.model.eval()
-        try:
-            return super()._clipped(*batch)
-        finally:
-            self.model.train()
-
-
 class LayersOfTheFirstStep(Hooked):
     """Knows the layers that the first step ran, and no other."""
 
@@ -243,26 +208,6 @@ class LayersOfTheFirstStep(Hooked):
             self.known.add(module)
         if module in self.known:
             super().arrived(module, own, x, g)
-
-
-class DerivativesUnseen(Hooked):
-    """Ignores gradients that arrive during the forward pass."""
-
-    def derivative_in_forward(self, *arrived: Any) -> None:
-        pass
-
-
-class LooksOnce(Hooked):
-    """Believes that samples stay apart once the first step has shown it."""
-
-    def refuse_mixed_rows(self, losses: Tensor) -> None:
-        self.occasions = None
-
-
-class NeverLooks(LooksOnce):
-    """Believes it at once."""
-
-    trusted = True
 
 
 def bias_norm_by_position(self: Broadcast, g: Tensor, samples: slice, way: str) -> tuple[Tensor]:
@@ -370,7 +315,7 @@ def test_no_seeded_fault_survives(mutant: Mutant, monkeypatch):
     assert verdict.raised == (mutant.backend is FailsWithoutSamples)
 
 
-@pytest.mark.parametrize("backend", [MeanLoss, EachParameterByItself, Inverted], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("backend", [MeanLoss, EachParameterByItself, Inverted])
 def test_a_mutant_is_found_out_by_its_first_batch_too(backend):
     model, x, y, loss = classifier("cpu")
     with backend(model, loss, clip=Flat(0.05)) as b, pytest.raises(WrongGradient, match="hooked is not exact on this"):
