@@ -15,8 +15,6 @@ Functions that need torch import it: `validate_data` serves the parent process, 
 
 from __future__ import annotations
 
-import gzip
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,18 +189,11 @@ def _digits(root: Path | None) -> _ImageSet:
     import numpy as np
     import torch
 
-    package = importlib.util.find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise UsageError("scikit-learn to be installed, for data 'digits'", "no such package")
-    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    if file.is_file():  # read as scikit-learn does, without its import, which takes a second in every trial
-        with gzip.open(file, "rt") as lines:
-            table = np.loadtxt(lines, delimiter=",", dtype=np.uint8)
-        values, labels = table[:, :-1], table[:, -1]
-    else:
+    try:
         from sklearn.datasets import load_digits
-
-        values, labels = load_digits(return_X_y=True)
+    except ImportError as error:
+        raise UsageError("scikit-learn to be installed, for data 'digits'", "no such package") from error
+    values, labels = load_digits(return_X_y=True)
     pixels = torch.from_numpy(np.asarray(values, dtype=np.float32)).view(-1, 1, 8, 8) / 16  # grey values are 0 .. 16
     classes = torch.from_numpy(np.asarray(labels, dtype=np.int64))
     return _ImageSet(len(classes), DIGITS_STATISTICS, lambda rows, size: (_resized(pixels[rows], size), classes[rows]))

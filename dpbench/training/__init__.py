@@ -86,7 +86,8 @@ class UtilityTrial(Trial):
         validate_data(self.data)
 
     def modules(self) -> tuple[str, ...]:
-        return ("torch", "torch._dynamo", "numpy", "scipy")  # an optimizer's first step imports them
+        # an optimizer's first step imports torch._dynamo
+        return ("torch", "torch._dynamo", "numpy", "scipy", *(("sklearn.datasets",) if self.data == "digits" else ()))
 
     def label(self) -> str:
         budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.clip} {self.backend}"

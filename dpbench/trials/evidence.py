@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dpbench.errors import one_of
 from dpbench.trials.base import Trial
 from dpbench.trials.precision import profile_of
 from dpbench.trials.steps import STEP_SOURCES, ModelTrial, modules_of_step
@@ -56,8 +57,7 @@ class NormsTrial(Trial):
 
     def __post_init__(self) -> None:
         profile_of(self.precision)
-        if self.family not in FAMILIES:
-            raise ValueError(f"expected a family, one of {', '.join(FAMILIES)}, got {self.family!r}")
+        one_of("a family", self.family, FAMILIES)
 
     def modules(self) -> tuple[str, ...]:
         return ("torch",)

@@ -232,7 +232,7 @@ class CheckTrial(Trial):
     batch_size: int = 3
 
     def modules(self) -> tuple[str, ...]:
-        return modules_of_step(self)
+        return (*modules_of_step(self), "sklearn.datasets")
 
 
 @dataclass(frozen=True, kw_only=True)

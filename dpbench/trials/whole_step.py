@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dpbench.errors import one_of
 from dpbench.trials.steps import STEP_SOURCES, OverheadTrial
 
 OPTIMIZERS = ("SGD", "AdamW")
@@ -28,8 +29,7 @@ class TrainingStepTrial(OverheadTrial):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"expected an optimizer, one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        one_of("an optimizer", self.optimizer, OPTIMIZERS)
 
     def label(self) -> str:
         return f"{super().label()}, {self.optimizer}"

@@ -143,7 +143,7 @@ def test_records_are_those_of_engines():
     assert len({cell.model for cell in EXPERIMENT.cells("cpu")}) == 13
     in_jax = {cell.model for cell in EXPERIMENT.cells("cpu") if "jax_privacy" in getattr(cell, "backends", ())}
     assert {model.partition("?")[0] for model in in_jax} == set(KNOWN)
-    with pytest.raises(ValueError, match="expected an optimizer, one of SGD, AdamW, got 'Adam'"):
+    with pytest.raises(UsageError, match="expected an optimizer, got 'Adam'; did you mean 'AdamW'"):
         trial(optimizer="Adam")
     assert entries([]) == []
 
