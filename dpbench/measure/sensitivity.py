@@ -13,19 +13,22 @@ Functions take:
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipping import Backend, UnsupportedModel
 from dpbench.conformance.sensitivity import LIMITS, OUTCOMES, SensitivityTrial
-from dpbench.conformance.sensitivity.problems import HardRecord, Problem, Record, weighted_sum
+from dpbench.conformance.sensitivity.problems import HardRecord, Problem, weighted_sum
 from dpbench.conformance.sensitivity.records import RECORDS
+from dpbench.measure.precision import autocasting
 from dpbench.models.adapt import moved
+from dpbench.models.workload import Workload
 from dpbench.trials.backend_classes import backend_class
 
 AUTOCAST = "-autocast"
@@ -57,19 +60,6 @@ class Found:
     reason: str | None = None
 
 
-class _Autocast(nn.Module):
-    """A model with only its forward pass under autocast, as PyTorch recommends."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model = model
-        self.dtype = dtype
-
-    def forward(self, *inputs: Tensor) -> Any:
-        with torch.autocast(inputs[0].device.type, self.dtype):
-            return self.model(*inputs)
-
-
 def run(trial: SensitivityTrial) -> dict[str, Any]:
     """{"rows": one for each case, with the fields of a `Found`}."""
     torch.set_num_threads(1)
@@ -92,41 +82,28 @@ def measured(case: HardRecord, backend: type[Backend], dtype: str, device: str =
         return Found(case.name, "unsupported", reason="it clips means of several samples, which is another mechanism")
     own = torch.float32 if dtype.endswith(AUTOCAST) else getattr(torch, dtype)
     problem = case.make(torch.finfo(own))
-    model = problem.model.to(device, own)
+    workload = Workload(problem.model.to(device, own), weighted_sum, lambda size: ())
     if dtype.endswith(AUTOCAST):
-        model = _Autocast(model, getattr(torch, dtype.removesuffix(AUTOCAST)))
+        workload = autocasting(workload, dtype.removesuffix(AUTOCAST), torch.device(device))
     try:
-        with backend(model, weighted_sum, clip=problem.clip, verify=False, compile=False) as opened:
-            moves = list(_each_move(opened, problem, own, device, LIMITS[dtype]))
+        with backend(workload.model, workload.loss_fn, clip=problem.clip, verify=False, compile=False) as opened:
+            each = list(_of_each_record(case.name, opened, problem, own, device, LIMITS[dtype]))
     except (UnsupportedModel, _Unusable) as refused:
         return Found(case.name, "unsupported", reason=_one_line(refused))
-    worst = min(moves, key=lambda move: (OUTCOMES.index(move.outcome), -(move.excess or 0.0)))
-    excess = max((move.excess for move in moves if move.excess is not None), default=None)
-    counts = {name: sum(move.outcome == name for move in moves) for name in OUTCOMES}
-    met = {name: count for name, count in counts.items() if count}
-    return Found(
-        case.name, worst.outcome, excess, worst.limit, worst.batch_size, worst.record.label, met, reason=worst.reason
-    )
+    worst = min(each, key=lambda found: (OUTCOMES.index(found.outcome), -(found.excess or 0.0)))
+    excess = max((found.excess for found in each if found.excess is not None), default=None)
+    counts = Counter(found.outcome for found in each)
+    return replace(worst, excess=excess, counts={name: counts[name] for name in OUTCOMES if counts[name]})
 
 
 class _Unusable(Exception):
     """The ordinary batch has no valid sum to compare with."""
 
 
-@dataclass(frozen=True)
-class _Move:
-    """The effect of one record; fields as those of `Found`."""
-
-    record: Record
-    batch_size: int
-    limit: float
-    outcome: str
-    excess: float | None = None
-    reason: str | None = None
-
-
-def _each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: str, limit: float) -> Iterator[_Move]:
-    """Yield the `_Move` of each record.
+def _of_each_record(
+    case: str, backend: Backend, problem: Problem, dtype: torch.dtype, device: str, limit: float
+) -> Iterator[Found]:
+    """The result of each record alone.
 
     Raises:
         UnsupportedModel: the batch without any of the records is refused.
@@ -150,6 +127,7 @@ def _each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: s
         for record in batch.records:
             size, place = len(inputs) + 1, record.place
             allowed = min(limit, stated(size) / unit)
+            result = partial(Found, case, limit=allowed, batch_size=size, record=record.label)
             with_record = [
                 torch.cat([others[:place], placed(one), others[place:]])
                 for others, one in ((inputs, record.inputs), (weights, record.weights))
@@ -159,14 +137,14 @@ def _each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: s
             except Exception as error:
                 names_it = re.search(rf"\b(record|sample)s?\b.*\b{place}\b", str(error), re.DOTALL) is not None
                 refused = isinstance(error, UnsupportedModel) or names_it
-                yield _Move(record, size, allowed, "refused" if refused else "error", reason=_one_line(error))
+                yield result("refused" if refused else "error", reason=_one_line(error))
                 continue
             if _finite(grads):
                 apart = [torch.linalg.vector_norm(grad.double() - without[name]) for name, grad in grads.items()]
                 excess = float(torch.linalg.vector_norm(torch.stack(apart))) / unit
-                yield _Move(record, size, allowed, "exceeds" if excess > allowed else "within", excess)
+                yield result("exceeds" if excess > allowed else "within", excess)
             else:
-                yield _Move(record, size, allowed, "not a number")
+                yield result("not a number")
 
 
 def _finite(grads: Grads) -> bool:
