@@ -12,6 +12,7 @@ from clipping.core.dtypes import norm_dtype
 from clipping.core.reference import definition
 from dpbench.conformance.cases import Setup
 from dpbench.errors import in_words
+from dpbench.models.adapt import moved
 
 TOLERANCE = 1e-9
 """Relative, in float64."""
@@ -91,12 +92,8 @@ def placed(setup: Setup, device: str, dtype: torch.dtype | None = None) -> Setup
     Args:
         dtype: of floating tensors; None for their own.
     """
-
-    def move(x: Tensor) -> Tensor:
-        return x.to(device, dtype if dtype is not None and x.is_floating_point() else x.dtype)
-
     model, inputs, targets, loss_fn = setup
-    inputs, targets = map_tensors(move, (inputs, targets))
+    inputs, targets = map_tensors(lambda x: moved(x, device, dtype or x.dtype), (inputs, targets))
     return model.to(device, dtype), inputs, targets, loss_fn
 
 

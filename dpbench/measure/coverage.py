@@ -28,7 +28,7 @@ from torch import Tensor
 from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, compare
 from clipping.checks.verification import CAST_TOLERANCE, LOWERED, Limit
 from clipping.core.batches import forward, map_tensors
-from clipping.core.reference import of_means
+from clipping.core.reference import gradients, of_means, with_zeros
 from clipping.program.graphs import BEFORE
 from dpbench.conformance.coverage import COMPILED, KERNEL, LOOP, CoverageTrial
 from dpbench.errors import in_words
@@ -150,8 +150,8 @@ def _together(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) ->
 
 
 def _gradient(loss: Tensor, named: dict[str, Any], share: float) -> ClippedGradient:
-    found = torch.autograd.grad(loss * share, list(named.values()), retain_graph=True, allow_unused=True)
-    grads = {n: torch.zeros_like(p) if g is None else g / share for (n, p), g in zip(named.items(), found, strict=True)}
+    found = with_zeros(gradients(loss * share, named, keep_graph=True), named)
+    grads = {name: grad / share for name, grad in found.items()}
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in grads.values()]))
     return ClippedGradient(grads, norm[None], loss.detach()[None])
 

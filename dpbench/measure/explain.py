@@ -27,11 +27,12 @@ from dpbench.measure import verify
 from dpbench.measure.bench import Step
 from dpbench.measure.memory import peak_of
 from dpbench.measure.timing import stopwatch_for, time_steps
-from dpbench.models.external import needs
 from dpbench.models.loading import load_workload
+from dpbench.models.own import one_line
 from dpbench.models.references import split_reference
 from dpbench.models.workload import ModelError, Workload
 from dpbench.trials import ExplainTrial, LargestTrial, RecommendTrial
+from dpbench.trials.packages import to_be_installed
 
 Sized = ExplainTrial | LargestTrial | RecommendTrial
 
@@ -78,7 +79,7 @@ def sizes(trial: Sized) -> tuple[int, int]:
 
 def _timm_size(name: str) -> int | None:
     """The training resolution of a timm model's published weights, if timm knows it."""
-    with needs("timm"):
+    with one_line(to_be_installed("timm")):
         import timm
     config = timm.get_pretrained_cfg(name, allow_unregistered=True) if timm.is_model(name) else None
     return config.input_size[-1] if config is not None and config.input_size else None

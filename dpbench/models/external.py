@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dpbench.errors import nearest
 from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.options import refuse_taken, refuse_unknown
-from dpbench.models.own import describe, hinting, one_line, own_workload
+from dpbench.models.own import hinting, one_line, own_workload
 from dpbench.models.references import FACTORY
 from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.packages import to_be_installed
@@ -44,7 +44,7 @@ def timm_model(name: str, options: dict[str, Any], *, num_classes: int, image_si
     Raises:
         ModelError: timm is missing, has no such model or no such option, or cannot build it for such images.
     """
-    with needs("timm"):
+    with one_line(to_be_installed("timm")):
         import timm
     refuse_taken(f"timm:{name}", options, ("pretrained", "num_classes", "img_size", "in_chans"))
     if not timm.is_model(name):  # checked first: create_model would download "hf-hub:..."
@@ -67,7 +67,7 @@ def torchvision_model(name: str, options: dict[str, Any], *, num_classes: int, i
     Raises:
         ModelError: torchvision is missing, has no such model or no such option, or cannot build it for such images.
     """
-    with needs("torchvision"):
+    with one_line(to_be_installed("torchvision")):
         from torchvision import models
     names = models.list_models(module=models)
     if name not in names:
@@ -172,15 +172,6 @@ def _count_logits(ref: str, model: nn.Module, image_size: int) -> int:
         came = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise ModelError(f"{ref} to turn one image into logits [1, classes]", came)
     return outputs.shape[1]
-
-
-@contextmanager
-def needs(package: str) -> Iterator[None]:
-    """If the body cannot import `package`, raise an error of one line that says how to install it."""
-    try:
-        yield
-    except ImportError as error:
-        raise ModelError(to_be_installed(package), describe(error)) from error
 
 
 @contextmanager

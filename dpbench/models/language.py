@@ -5,19 +5,20 @@ The type determines the head: causal language modelling for decoders (gpt2, llam
 type's default, except for the names in `SIZES`. Dropout is off (see `dpbench.models.adapt`).
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from dpbench.errors import in_words, nearest
+from dpbench.errors import nearest
 from dpbench.models.adapt import adapt
-from dpbench.models.external import Classifier, classifier, needs
+from dpbench.models.external import Classifier, classifier
 from dpbench.models.options import refuse_taken
+from dpbench.models.own import one_line
 from dpbench.models.workload import ModelError
+from dpbench.trials.packages import to_be_installed
 
 LENGTH = 128  # default number of tokens in a sequence
 MAX_PARAMETERS = 2_000_000_000  # a default of 7 billion (llama, mistral) would kill the process
@@ -64,7 +65,7 @@ def transformers_model(
         ModelError: transformers is missing or does not know the name or an option; the model is an encoder-decoder, of
             another modality, or larger than `MAX_PARAMETERS`; or it cannot read T tokens.
     """
-    with needs("transformers"):
+    with one_line(to_be_installed("transformers")):
         from transformers import AutoConfig
         from transformers.models.auto import modeling_auto as auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -77,7 +78,7 @@ def transformers_model(
         raise ModelError("a model type that transformers knows", plain, nearest(plain, known))
     ours = {"num_labels": num_classes, "use_cache": False}
     refuse_taken(f"transformers:{plain}", options, ours)
-    with built(plain):
+    with one_line(f"transformers:{plain} to build from its configuration"):
         config = AutoConfig.for_model(kind, **ours, **changes | _checked(plain, AutoConfig.for_model(kind), options))
     without_dropout(config)
 
@@ -105,7 +106,7 @@ def transformers_model(
         raise ModelError(f"at most {longest} tokens for transformers:{plain}", length)
     build = (auto.AutoModelForCausalLM if language else auto.AutoModelForSequenceClassification).from_config
     _refuse_large(plain, build, config, options)
-    with built(plain):
+    with one_line(f"transformers:{plain} to build from its configuration"):
         model = adapt(build(config))
     return TextModel(model, config.vocab_size, length, None if language else num_classes)
 
@@ -121,21 +122,6 @@ def without_dropout(config: Any) -> None:
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
-
-
-@contextmanager
-def built(name: str) -> Iterator[None]:
-    """Turn an error of the body about a configuration into one line.
-
-    Args:
-        name: of the model, for the error.
-    """
-    try:
-        yield
-    except (ModelError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # newer versions have their own exception for a field of the wrong type
-        raise ModelError(f"transformers:{name} to build from its configuration", in_words(error)[:300]) from error
 
 
 def _checked(name: str, default: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +154,7 @@ def refuse_fields(name: str, default: Any, options: Collection[str], *more: str)
 def _refuse_large(name: str, build: Any, config: Any, options: dict[str, Any]) -> None:
     if name in SIZES and not options:
         return
-    with torch.device("meta"), built(name):
+    with torch.device("meta"), one_line(f"transformers:{name} to build from its configuration"):
         parameters = sum(p.numel() for p in build(config).parameters())
     if parameters > MAX_PARAMETERS:
         raise ModelError(

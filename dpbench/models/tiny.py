@@ -31,11 +31,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dpbench.errors import in_words, nearest, one_of
 from dpbench.models.adapt import adapt, to_fake
-from dpbench.models.external import needs
-from dpbench.models.language import built, refuse_fields, without_dropout
+from dpbench.models.language import refuse_fields, without_dropout
 from dpbench.models.losses import alignment_loss, classification_loss, token_loss
+from dpbench.models.own import one_line
 from dpbench.models.tiny_config import CLASSES, FIRST_TOKEN, FRAMES, HEADS, IMAGE, LENGTH, VOCABULARY, WAVE, shrunk
 from dpbench.models.workload import ModelError, Workload
+from dpbench.trials.packages import to_be_installed
 
 MAX_PARAMETERS = 120_000_000
 END = 2
@@ -55,14 +56,14 @@ def tiny_model(name: str, options: dict[str, Any], *, num_classes: int, image_si
         ModelError: transformers is missing, no such head or type, it does not build, or does not accept a batch.
     """
     del num_classes, image_size
-    with needs("transformers"):
+    with one_line(to_be_installed("transformers")):
         from transformers import AutoConfig
         from transformers.models.auto import modeling_auto as auto
     head, _, kind = name.partition("/")
     mapping, make = (getattr(auto, each) for each in HEADS[one_of("a head", head, HEADS)])
     if kind not in mapping:
         raise ModelError(f"a model type that transformers has for the head {head}", kind, nearest(kind, mapping))
-    with unset_fake_temporarily() as mode, built(name):
+    with unset_fake_temporarily() as mode, one_line(f"transformers:{name} to build from its configuration"):
         default = AutoConfig.for_model(kind)
         refuse_fields(f"tiny:{name}", default, options, "attn_implementation", "experts_implementation")
         fixed = ({"decoder_start_token_id": 0} if default.is_encoder_decoder else {}) | options
