@@ -4,4 +4,5 @@ Each has an `EXPERIMENT`: `cells(device)` gives its trials, `smoke(device)` a fe
 
 Functions take:
     device: "cpu" or "cuda".
+    axes, epochs, runs, sigmas, targets: the values to measure at; by default those of the whole experiment.
 """

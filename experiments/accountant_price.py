@@ -10,7 +10,7 @@ ACCOUNTANTS = ["simple", "strong", "moments", "rdp", "gdp", "pld", "prv"]
 TARGETS = [0.5, 0.7, 1.0, 1.26, 1.8, 2.5, 3.5, 5.0, 7.0, 10.0]
 
 
-def _price(targets: list[float]) -> list[CalibrationTrial]:
+def cells(device: str, targets: list[float] = TARGETS) -> list[CalibrationTrial]:
     given = {"accountant": ACCOUNTANTS, "sample_rate": 0.01, "delta": 1e-5, "target_epsilon": targets}
     return [
         *grid(CalibrationTrial, unknown="steps", noise_multiplier=4.0, **given),
@@ -18,12 +18,8 @@ def _price(targets: list[float]) -> list[CalibrationTrial]:
     ]
 
 
-def cells(device: str) -> list[CalibrationTrial]:
-    return _price(TARGETS)
-
-
 def smoke(device: str) -> list[CalibrationTrial]:
-    return _price([1.26, 5.0])
+    return cells(device, [1.26, 5.0])
 
 
 EXPERIMENT = experiment_of(__name__, rounds=1, figures=("accountant_price",))

@@ -13,17 +13,13 @@ CURVES = ["simple", "strong", "strong:exact", "strong:published", "moments", "rd
 EPOCHS = [1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 250, 300, 350, 400]
 
 
-def _curves(epochs: list[int]) -> list[EpsilonTrial]:
+def cells(device: str, epochs: list[int] = EPOCHS) -> list[EpsilonTrial]:
     steps = [round(epoch / SAMPLE_RATE) for epoch in epochs]
     return grid(EpsilonTrial, accountant=CURVES, steps=steps, sample_rate=SAMPLE_RATE, noise_multiplier=4.0, delta=1e-5)
 
 
-def cells(device: str) -> list[EpsilonTrial]:
-    return _curves(EPOCHS)
-
-
 def smoke(device: str) -> list[EpsilonTrial]:
-    return _curves([1, 100, 400])
+    return cells(device, [1, 100, 400])
 
 
 EXPERIMENT = experiment_of(__name__, rounds=1, figures=("epsilon_epochs",))

@@ -10,16 +10,13 @@ STEPS = [100, 10_000, 1_000_000]
 DELTAS = [1e-5, 1e-10]
 
 
-def _over(rates: list[float], sigmas: list[float], steps: list[int], deltas: list[float]) -> list[MapTrial]:
-    return grid(MapTrial, accountant=ACCOUNTANTS, sample_rate=rates, noise_multiplier=sigmas, steps=steps, delta=deltas)
-
-
 def cells(device: str) -> list[MapTrial]:
-    return _over(RATES, SIGMAS, STEPS, DELTAS)
+    return grid(MapTrial, accountant=ACCOUNTANTS, sample_rate=RATES, noise_multiplier=SIGMAS, steps=STEPS, delta=DELTAS)
 
 
 def smoke(device: str) -> list[MapTrial]:
-    return _over([0.01, 1.0], [1.0, 5.0], [10_000], [1e-5])
+    few = {"sample_rate": [0.01, 1.0], "noise_multiplier": [1.0, 5.0], "steps": [10_000], "delta": [1e-5]}
+    return grid(MapTrial, accountant=ACCOUNTANTS, **few)
 
 
 EXPERIMENT = experiment_of(__name__, rounds=1, figures=("accounting_map",))

@@ -12,7 +12,7 @@ AXES = {
 }
 
 
-def _sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
+def cells(device: str, axes: dict[str, list[float]] = AXES) -> list[SweepTrial]:
     """The trials along each axis, with the rest as in `BASE`."""
     trials = [
         trial
@@ -22,12 +22,8 @@ def _sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
     return list(dict.fromkeys(trials))  # the sweeps share a point
 
 
-def cells(device: str) -> list[SweepTrial]:
-    return _sweep(AXES)
-
-
 def smoke(device: str) -> list[SweepTrial]:
-    return _sweep({name: values[::6] for name, values in AXES.items()})
+    return cells(device, {name: values[::6] for name, values in AXES.items()})
 
 
 EXPERIMENT = experiment_of(__name__, rounds=1, figures=("epsilon_sweeps",))

@@ -35,7 +35,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 ADJACENCIES = ("", "replace_one")
 
 
-def _trials(sigmas: list[float]) -> list[SchemeTrial]:
+def cells(device: str, sigmas: list[float] = SIGMAS) -> list[SchemeTrial]:
     """Each scheme and adjacency at these noise multipliers."""
     found = []
     for scheme, drawn in SCHEMES.items():
@@ -55,12 +55,8 @@ def _trials(sigmas: list[float]) -> list[SchemeTrial]:
     return found
 
 
-def cells(device: str) -> list[SchemeTrial]:
-    return _trials(SIGMAS)
-
-
 def smoke(device: str) -> list[SchemeTrial]:
-    return _trials([SIGMA, 4.5])
+    return cells(device, [SIGMA, 4.5])
 
 
 EXPERIMENT = experiment_of(__name__, rounds=1, figures=("sampling_schemes",))

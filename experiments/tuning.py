@@ -13,7 +13,7 @@ SIGMAS, RUNS = [1.1, 2.0], [2, 3, 5, 10, 20, 30, 50, 100]
 DISTRIBUTIONS = ["poisson", "geometric", "logarithmic"]
 
 
-def _tuned(runs: list[int]) -> list[TunedTrial]:
+def cells(device: str, runs: list[int] = RUNS) -> list[TunedTrial]:
     """The trials with these mean numbers of runs, and those of one run."""
     return [
         *grid(TunedTrial, noise_multiplier=SIGMAS, distribution="", runs=1, **SETTING),
@@ -21,12 +21,8 @@ def _tuned(runs: list[int]) -> list[TunedTrial]:
     ]
 
 
-def cells(device: str) -> list[TunedTrial]:
-    return _tuned(RUNS)
-
-
 def smoke(device: str) -> list[TunedTrial]:
-    return _tuned([2, 10])
+    return cells(device, [2, 10])
 
 
 EXPERIMENT = experiment_of(__name__, rounds=1, figures=("tuning",))
