@@ -112,15 +112,19 @@ def transformers_model(
 
 
 def without_dropout(config: Any) -> None:
-    """Set every dropout probability to 0, whatever the type's name for it (attn_pdrop, layerdrop, ...).
+    """Set every dropout probability to 0, whatever the type's name for it (attn_pdrop, layerdrop, ...), also in parts.
 
     Some types read it from the configuration in each forward pass, where `remove_dropout` cannot see it.
 
     Args:
         config: a configuration, changed in place.
     """
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, float):
+    from transformers.configuration_utils import PreTrainedConfig
+
+    for key, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            without_dropout(value)
+        elif "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
 
 

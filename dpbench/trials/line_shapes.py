@@ -190,7 +190,7 @@ _PART: Shape = {"seconds": some(SECONDS), "launches": optional(FINITE), "waits":
 _CLAIM: Shape = {"epsilon": NUMBER, "kind": TEXT, "detail?": every(ANY)}
 _ERRORS: Shape = {"norm_error": _NUMBER, "grad_error": _NUMBER, "reason": _TEXT, "coverage": optional(_COVERAGE)}
 _ROW: Shape = _ERRORS | {"backend": TEXT, "status": one_of("exact", "refused", "wrong", "crash", "unavailable")}
-_ROWS: Shape = {"rows": [_ROW], "tolerance?": FINITE, "mixes": FLAG, "random": FLAG}
+_ROWS: Shape = {"rows": [_ROW], "tolerance?": FINITE}
 _COUNTS: Shape = {"ghost": _WHOLE, "instantiate": _WHOLE}
 _USE: Shape = {
     "parameter": TEXT,

@@ -109,8 +109,6 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
     narrow = sum(r.result.get("dtype") == "float32" for r in built)
     if narrow:
         said.append(f"In float64, but for {narrow} that cannot be trained in it: in float32, to 1e-3.")
-    if mixing := sum(r.result["mixes"] for r in built):
-        said.append(f"{mixing} mix the samples of a batch: there it is on, and to refuse is all that is right.")
     packages = [r.environment.get("packages", {}) for r in records]
     found = sorted(
         {f"{n} {p[n]}" for p in packages for n in ("timm", "torchvision", "transformers", "opacus") if p.get(n)}
