@@ -13,15 +13,15 @@ machine with enough of them.
 import contextlib
 import math
 import multiprocessing
-import os
 import random
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from statistics import fmean
 from typing import Any
 
@@ -94,65 +94,31 @@ def run(trial: DistributedTrial) -> dict[str, Any]:
 
 
 def _launched(trial: DistributedTrial) -> list[dict[str, Any]]:
-    """Run all ranks, and return their answers in order."""
-    context = multiprocessing.get_context("fork")  # the trial's process has imported torch, and used no device
+    """Run all ranks, and return their answers in order. Ranks that still run end with the trial's session."""
+    fork = multiprocessing.get_context("fork")  # the trial's process has imported torch, and used no device
+    pool = ProcessPoolExecutor(trial.processes, mp_context=fork)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(trial.processes):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(trial, rank, f"file://{folder}/meet", send), daemon=True)
-            process.start()
-            send.close()  # else its end would not be noticed
-            ranks.append((process, receive))
+        ranks = [pool.submit(_rank, trial, rank, f"file://{folder}/meet") for rank in range(trial.processes)]
         try:
-            waiting = {receive: rank for rank, (_, receive) in enumerate(ranks)}
-            answers: dict[int, dict[str, Any]] = {}
-            while waiting:
-                for ready in wait(list(waiting)):
-                    assert isinstance(ready, Connection)
-                    rank = waiting.pop(ready)
-                    answers[rank] = _answer(rank, ranks[rank][0], ready)
-            return [answers[rank] for rank in range(trial.processes)]
-        finally:
-            for process, _ in ranks:
-                process.kill()
-                process.join()
+            for rank in as_completed(ranks):
+                rank.result()
+        except BrokenProcessPool:
+            raise RankFailed({}, "a process of the training went away", Outcome.CRASH) from None
+    return [rank.result() for rank in ranks]
 
 
-def _answer(rank: int, process: Any, receive: Connection) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = receive.recv()
-    except EOFError:
-        process.join()
-        how = f"process {rank} went away with exit code {process.exitcode}"
-        raise RankFailed({}, how, Outcome.CRASH) from None
-    if "error" in answer:
-        raise answer["error"]
-    return answer
-
-
-def _rank(trial: DistributedTrial, rank: int, meet: str, send: Connection) -> None:
+def _rank(trial: DistributedTrial, rank: int, meet: str) -> dict[str, Any]:
     try:
         torch.set_num_threads(trial.threads)
         on_cuda = trial.device.startswith("cuda")
         if on_cuda:
             torch.cuda.set_device(rank)
-        library = "nccl" if on_cuda else "gloo"
-        dist.init_process_group(
-            library,
-            init_method=meet,
-            rank=rank,
-            world_size=trial.processes,
-            timeout=timedelta(seconds=trial.timeout),
-        )
-        send.send({**_measured(trial, rank), "communication": library})
-        dist.barrier()  # else the first to exit removes the others' store
-    except BaseException as error:
+        library, timeout = "nccl" if on_cuda else "gloo", timedelta(seconds=trial.timeout)
+        dist.init_process_group(library, init_method=meet, rank=rank, world_size=trial.processes, timeout=timeout)
+        return {**_measured(trial, rank), "communication": library}
+    except Exception as error:
         outcome, evidence, _ = classify(error)
-        send.send({"error": RankFailed({}, f"process {rank}: {evidence}", outcome)})
-    finally:
-        send.close()
-        os._exit(0)  # skip the interpreter's exit, where gloo's threads sometimes abort
+        raise RankFailed({}, f"process {rank}: {evidence}", outcome) from None
 
 
 def _measured(trial: DistributedTrial, rank: int) -> dict[str, Any]:
