@@ -39,12 +39,19 @@ class Settings:
     room: float
 
 
-def work(variables: dict[str, str], *given: Any) -> None:
-    """The new process: import jax with these environment variables, and serve requests.
+def prepare(variables: dict[str, str]) -> None:
+    """Set the environment of the worker's process, before it imports jax.
 
     Args:
-        variables: of the environment.
-        given: arguments of `dpbench.measure.jax_peer.worker.serve`.
+        variables: name -> value.
     """
     os.environ.update(variables)
-    importlib.import_module("dpbench.measure.jax_peer.worker").serve(*given)
+
+
+def work(do: str, more: dict[str, Any]) -> Any:
+    """Answer a request in the worker's process.
+
+    Args:
+        do, more: see `dpbench.measure.jax_peer.worker.answer`.
+    """
+    return importlib.import_module("dpbench.measure.jax_peer.worker").answer(do, more)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,10 @@ import torch
 from torch import Tensor
 
 from clipping import ClippedGradient
-from dpbench.measure.jax_peer import Settings, work
+from dpbench.measure.jax_peer import Settings, prepare, work
 from dpbench.models.workload import Workload
 from dpbench.trials.not_here import NotHere
 from dpbench.trials.packages import to_be_installed
-
-#: Seconds that the process has to end after its last request.
-PATIENCE = 5.0
 
 
 def unavailable() -> str | None:
@@ -49,14 +48,10 @@ class Process(contextlib.AbstractContextManager["Process"]):
         wide = next(workload.model.parameters()).dtype == torch.float64
         variables = {"JAX_ENABLE_X64": str(int(wide)), "JAX_PLATFORMS": "cuda" if cuda else "cpu"}
         variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # torch needs the same GPU
-        context = multiprocessing.get_context("spawn")  # a fork would have torch and its threads
-        self._connection, theirs = context.Pipe()
-        given = variables, theirs, settings, arrays_of(workload, inputs, targets)
-        self._process = context.Process(target=work, args=given, daemon=True)
-        self._process.start()
-        theirs.close()  # else its end would not be noticed
+        spawn = multiprocessing.get_context("spawn")  # a fork would have torch and its threads
+        self._pool = ProcessPoolExecutor(1, spawn, prepare, (variables,))
         try:
-            self.versions: dict[str, str] = self._answer()
+            self.versions = self.ask("start", settings=settings, arrays=arrays_of(workload, inputs, targets))
         except BaseException:
             self.close()
             raise
@@ -65,16 +60,26 @@ class Process(contextlib.AbstractContextManager["Process"]):
         """Send a request and wait for the answer.
 
         Args:
-            do: "clip", "compile" or "steps".
+            do: "start", "clip", "compile" or "steps".
             more: its arguments.
 
         Raises:
             MemoryError: the step needs more memory than there is.
+            NotHere: jax has no such device.
             RuntimeError: another error of the process, or its end.
         """
-        with contextlib.suppress(BrokenPipeError):
-            self._connection.send((do, more))
-        return self._answer()
+        try:
+            told: Any = self._pool.submit(work, do, more).result()
+        except BrokenProcessPool:
+            raise RuntimeError("jax_privacy's process went away") from None
+        if isinstance(told, dict):
+            return told
+        kind, error = told
+        if kind == "MemoryError" or "RESOURCE_EXHAUSTED" in error:
+            raise MemoryError(error)
+        if "initialize backend" in error:
+            raise NotHere(f"jax has no such device here: {error.splitlines()[0]} (pip install 'jax[cuda13]')")
+        raise RuntimeError(f"jax_privacy: {kind}: {error}")
 
     def clipped(self, samples: int) -> ClippedGradient:
         """The clipped sum of the first samples, by PyTorch's names and layouts."""
@@ -84,28 +89,10 @@ class Process(contextlib.AbstractContextManager["Process"]):
 
     def close(self) -> None:
         """End the process."""
-        self._connection.close()
-        self._process.join(PATIENCE)
-        self._process.kill()
-        self._process.join()
+        self._pool.shutdown()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _answer(self) -> dict[str, Any]:
-        try:
-            told: Any = self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join()
-            raise RuntimeError(f"jax_privacy's process ended with code {self._process.exitcode}") from None
-        if isinstance(told, dict):
-            return told
-        kind, error = told
-        if kind == "MemoryError" or "RESOURCE_EXHAUSTED" in error:
-            raise MemoryError(error)
-        if "initialize backend" in error:
-            raise NotHere(f"jax has no such device here: {error.splitlines()[0]} (pip install 'jax[cuda13]')")
-        raise RuntimeError(f"jax_privacy: {kind}: {error}")
 
 
 def arrays_of(workload: Workload, inputs: Tensor, targets: Tensor) -> dict[str, np.ndarray]:

@@ -1,15 +1,10 @@
-"""The process that computes jax_privacy's steps. It imports no torch.
-
-A request is (name of a method of `_Steps`, its arguments), and the answer what the method returns: a dict, or, for an
-error, (its class, its text). The first answer, without a request, has the versions.
-"""
+"""Computes jax_privacy's steps, in a process that imports no torch."""
 
 import contextlib
 import functools
 import os
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -27,6 +22,8 @@ with contextlib.suppress(ImportError):  # documentation is built without jax; `h
 #: Samples whose gradients are computed at once by vmap: all of the batch, or one. The faster is timed.
 MICROBATCHES = (None, 1)
 NOISE_MULTIPLIER = 1.0
+#: Those of this process.
+_STEPS: list["_Steps"] = []
 
 
 class _Steps:
@@ -157,32 +154,22 @@ def _memory(compiled: Any) -> dict[str, Any]:
     return {"source": "xla", "peak_bytes": given + more, "baseline_bytes": given}
 
 
-def serve(connection: Connection, settings: Settings, arrays: dict[str, np.ndarray]) -> None:
-    """Answer requests until the other end is closed.
+def answer(do: str, more: dict[str, Any]) -> dict[str, Any] | tuple[str, str]:
+    """The result of a request, or an error's class and text.
 
     Args:
-        connection: to the process that asks.
-        settings: of the steps.
-        arrays: see `_Steps`.
+        do: "start", or a method of `_Steps`.
+        more: its arguments.
     """
+    try:
+        return _start(**more) if do == "start" else getattr(_STEPS[0], do)(**more)
+    except Exception as error:  # one of jax's own could not be read without jax
+        return type(error).__name__, str(error) or type(error).__name__
+
+
+def _start(settings: Settings, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     if hasattr(os, "sched_setaffinity"):  # XLA has a thread for each CPU that the process may use
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
-    try:
-        jax.config.update("jax_default_matmul_precision", settings.precision)
-        steps = _Steps(settings, arrays)
-        connection.send({"jax": jax.__version__, "jax_privacy": jax_privacy.__version__})
-    except Exception as error:
-        connection.send(_told(error))
-        return
-    with contextlib.suppress(EOFError):
-        while True:
-            do, more = connection.recv()
-            try:
-                answer = getattr(steps, do)(**more)
-            except Exception as error:
-                answer = _told(error)
-            connection.send(answer)
-
-
-def _told(error: Exception) -> tuple[str, str]:
-    return type(error).__name__, str(error) or type(error).__name__
+    jax.config.update("jax_default_matmul_precision", settings.precision)
+    _STEPS.append(_Steps(settings, arrays))
+    return {"jax": jax.__version__, "jax_privacy": jax_privacy.__version__}
