@@ -82,7 +82,7 @@ def measured(case: HardRecord, backend: type[Backend], dtype: str, device: str =
         return Found(case.name, "unsupported", reason="it clips means of several samples, which is another mechanism")
     own = torch.float32 if dtype.endswith(AUTOCAST) else getattr(torch, dtype)
     problem = case.make(torch.finfo(own))
-    workload = Workload(problem.model.to(device, own), weighted_sum, lambda size: ())
+    workload = Workload(problem.model.to(device, own), weighted_sum, lambda size: ((), ()))
     if dtype.endswith(AUTOCAST):
         workload = autocasting(workload, dtype.removesuffix(AUTOCAST), torch.device(device))
     try:

@@ -38,14 +38,12 @@ CIFAR10_STATISTICS: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2
 
 @dataclass(frozen=True)
 class _ImageSet:
-    """Images read on demand.
+    """Images [n, C, H, W] with one or three channels and values from 0 to `white`, and labels [n], int64."""
 
-    read: (indices, S) -> pixels [n, C, S, S] in [0, 1], float32, with one or three channels, and labels [n], int64.
-    """
-
-    count: int
+    pixels: Tensor
+    labels: Tensor
+    white: float
     statistics: Statistics
-    read: Callable[[list[int], int], tuple[Tensor, Tensor]]
 
 
 def validate_data(spec: str) -> None:
@@ -92,13 +90,13 @@ def images(
         return synthetic
 
     source = _READERS[kind](root)
-    order = torch.randperm(source.count, generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(source.labels), generator=torch.Generator().manual_seed(seed)).tolist()
 
     def batch(batch_size: int) -> tuple[Tensor, Tensor]:
         pixels, labels = _normalised(source, order[:batch_size], image_size)
         pixels = pixels.to(dtype)
-        if batch_size > source.count:
-            cycle = torch.arange(batch_size) % source.count
+        if batch_size > len(source.labels):
+            cycle = torch.arange(batch_size) % len(source.labels)
             pixels, labels = pixels[cycle], labels[cycle]
         pixels = pixels.expand(-1, 3, -1, -1)
         return pixels.to(device).contiguous(), (labels % num_classes).to(device)
@@ -119,14 +117,14 @@ def split(spec: str, *, image_size: int) -> tuple[tuple[Tensor, Tensor], tuple[T
     kind, root = _split(spec)
     if kind == "cifar10":
         parts = [_cifar(root, train) for train in (True, False)]
-        train, test = (_normalised(part, list(range(part.count)), image_size) for part in parts)
+        train, test = (_normalised(part, list(range(len(part.labels))), image_size) for part in parts)
         return train, test
     if kind == "synthetic":
         batch = images(spec, image_size=image_size, num_classes=10, device="cpu", dtype=torch.float32, seed=1)
         pixels, labels = batch(1000)
     else:
         source = _READERS[kind](root)
-        order = torch.randperm(source.count, generator=torch.Generator().manual_seed(1)).tolist()
+        order = torch.randperm(len(source.labels), generator=torch.Generator().manual_seed(1)).tolist()
         pixels, labels = _normalised(source, order, image_size)
     cut = len(labels) - len(labels) // 5
     return (pixels[:cut], labels[:cut]), (pixels[cut:], labels[cut:])
@@ -170,23 +168,18 @@ def _split(spec: str) -> tuple[str, Path | None]:
 
 
 def _normalised(source: _ImageSet, rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:
+    """The images of these rows in this size, of mean 0 and deviation 1, and their labels."""
     import torch
-
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in source.statistics)
-    pixels, labels = source.read(rows, image_size)
-    return (pixels - mean) / std, labels
-
-
-def _resized(pixels: Tensor, image_size: int) -> Tensor:
     import torch.nn.functional as F
 
-    if pixels.shape[-2:] == (image_size, image_size):
-        return pixels
-    return F.interpolate(pixels, (image_size, image_size), mode="bilinear", antialias=True)
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in source.statistics)
+    pixels = source.pixels[rows].float() / source.white
+    if pixels.shape[-2:] != (image_size, image_size):
+        pixels = F.interpolate(pixels, (image_size, image_size), mode="bilinear", antialias=True)
+    return (pixels - mean) / std, source.labels[rows]
 
 
 def _digits(root: Path | None) -> _ImageSet:
-    import numpy as np
     import torch
 
     try:
@@ -194,9 +187,8 @@ def _digits(root: Path | None) -> _ImageSet:
     except ImportError as error:
         raise UsageError("scikit-learn to be installed, for data 'digits'", "no such package") from error
     values, labels = load_digits(return_X_y=True)
-    pixels = torch.from_numpy(np.asarray(values, dtype=np.float32)).view(-1, 1, 8, 8) / 16  # grey values are 0 .. 16
-    classes = torch.from_numpy(np.asarray(labels, dtype=np.int64))
-    return _ImageSet(len(classes), DIGITS_STATISTICS, lambda rows, size: (_resized(pixels[rows], size), classes[rows]))
+    pixels, classes = torch.from_numpy(values).view(-1, 1, 8, 8), torch.from_numpy(labels).long()
+    return _ImageSet(pixels, classes, 16, DIGITS_STATISTICS)
 
 
 def _cifar(root: Path | None, train: bool = True) -> _ImageSet:
@@ -211,13 +203,8 @@ def _cifar(root: Path | None, train: bool = True) -> _ImageSet:
         if fault is None:
             raise
         raise UsageError(f"CIFAR-10 in its python form in {root / datasets.CIFAR10.base_folder}", fault) from error
-    labels = torch.tensor(data.targets)
-
-    def read(rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:
-        pixels = torch.from_numpy(data.data[rows]).permute(0, 3, 1, 2).float() / 255
-        return _resized(pixels, image_size), labels[rows]
-
-    return _ImageSet(len(labels), CIFAR10_STATISTICS, read)
+    pixels = torch.from_numpy(data.data).permute(0, 3, 1, 2)
+    return _ImageSet(pixels, torch.tensor(data.targets), 255, CIFAR10_STATISTICS)
 
 
 def _cifar_fault(form: Any, root: Path) -> str | None:
