@@ -17,7 +17,7 @@ CPU all of it runs in miniature, as a check.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dpbench.experiment import BERT, CONVNEXT, TINY_GPT2, UNTIED, UNTIED_GPT2, VIT, Cell, experiment_of, grid, ratios
@@ -37,71 +37,60 @@ PRECISIONS = ("bfloat16-autocast", "float32", "tf32", "bfloat16")
 ARITHMETICS = ("float32", "bfloat16", "tf32")
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model and its batch size; `image_size` is None for text."""
-
-    reference: str
-    batch_size: int
-    image_size: int | None = 32
-    num_classes: int = 10
-    optimizer: str = "SGD"
-
-    def settings(self) -> dict[str, Any]:
-        shape = {"image_size": self.image_size, "num_classes": self.num_classes}
-        return {"model": self.reference, "batch_size": self.batch_size, "data": "synthetic"} | shape
+Model = dict[str, Any]
 
 
-FULL_GPT2 = Model(f"transformers:gpt2?{UNTIED}@1024", 8, None)
-RESNET18 = Model("resnet18", 256)
+def _model(reference: str, batch_size: int, image_size: int | None = 32, num_classes: int = 10, **more: Any) -> Model:
+    """The fields of a trial that name a model and its batch size; `image_size` is None for text."""
+    shape = {"image_size": image_size, "num_classes": num_classes}
+    return {"model": reference, "batch_size": batch_size, "data": "synthetic", **shape, **more}
+
+
+FULL_GPT2 = _model(f"transformers:gpt2?{UNTIED}@1024", 8, None)
+RESNET18 = _model("resnet18", 256)
 #: On CUDA, the most informative first.
 MODELS = (
     RESNET18,
     FULL_GPT2,
-    Model("timm:vit_base_patch16_224", 64, 224, 1000),
-    Model("resnet50", 256),
-    Model("transformers:roberta@128", 64, None),
-    Model("vgg11", 256),
+    _model("timm:vit_base_patch16_224", 64, 224, 1000),
+    _model("resnet50", 256),
+    _model("transformers:roberta@128", 64, None),
+    _model("vgg11", 256),
 )
 #: The README's table.
 TRAINED = (
-    Model("resnet18", 512),
-    Model(VIT, 512, optimizer="AdamW"),
-    Model(f"{UNTIED_GPT2}@128", 128, None, optimizer="AdamW"),
-    Model("resnet50", 256),
-    Model(f"{BERT}@128", 128, None, optimizer="AdamW"),
-    Model("cnn", 2048),
-    Model("vgg11", 512),
-    Model(CONVNEXT, 256, optimizer="AdamW"),
+    _model("resnet18", 512),
+    _model(VIT, 512, optimizer="AdamW"),
+    _model(f"{UNTIED_GPT2}@128", 128, None, optimizer="AdamW"),
+    _model("resnet50", 256),
+    _model(f"{BERT}@128", 128, None, optimizer="AdamW"),
+    _model("cnn", 2048),
+    _model("vgg11", 512),
+    _model(CONVNEXT, 256, optimizer="AdamW"),
 )
-SMALL = (Model("resnet18", 8), Model(f"{TINY_GPT2}@16", 4, None), Model("vgg11", 8))
-SMALLEST = (Model("cnn", 4), Model(f"{TINY_GPT2}@16", 4, None))
+SMALL = (_model("resnet18", 8), _model(f"{TINY_GPT2}@16", 4, None), _model("vgg11", 8))
+SMALLEST = (_model("cnn", 4), _model(f"{TINY_GPT2}@16", 4, None))
 
 
 def _of(kind: type[Any], device: str, models: Iterable[Model], **axes: Any) -> list[Any]:
     """The trials of each model; lists are axes."""
-    return [trial for model in models for trial in grid(kind, device=device, **model.settings(), **axes)]
+    return [trial for model in models for trial in grid(kind, device=device, **model, **axes)]
 
 
 def _norms(device: str, families: Iterable[str], precisions: Sequence[str] = ARITHMETICS, **options: Any) -> list[Cell]:
     """Every way to a norm, for these families."""
-    return [NormsTrial(family=f, precision=p, device=device, **options) for f in families for p in precisions]
+    return [*grid(NormsTrial, family=[*families], precision=[*precisions], device=device, **options)]
 
 
 def _steps(
-    device: str, models: Iterable[Model], engines: Iterable[Sequence[str]] = ENGINES, **options: Any
+    device: str, models: Sequence[Model], engines: Iterable[Sequence[str]] = ENGINES, **options: Any
 ) -> list[Cell]:
     """The whole step of our engine against the plain one, on these models; then the others'."""
-    shared: dict[str, Any] = {"device": device, "rounds": 5, "max_seconds": 2.0, "timeout": 900.0} | options
-    models = list(models)
-    return [
-        TrainingStepTrial(backends=names, optimizer=model.optimizer, **model.settings(), **shared)
-        for names in engines
-        for model in models
-    ]
+    shared: dict[str, Any] = {"rounds": 5, "max_seconds": 2.0, "timeout": 900.0} | options
+    return [trial for names in engines for trial in _of(TrainingStepTrial, device, models, backends=names, **shared)]
 
 
-def _programs(device: str, models: Iterable[Model], ways: Iterable[str], **options: Any) -> list[Cell]:
+def _programs(device: str, models: Sequence[Model], ways: Iterable[str], **options: Any) -> list[Cell]:
     """The whole step of our engine against the plain one, both as programs."""
     return [trial for way in ways for trial in _steps(device, models, ENGINES[:1], way=way, **options)]
 
