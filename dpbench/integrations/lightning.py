@@ -168,33 +168,40 @@ class _Private:
         refuse_loader(dataloader)
         if self.engine is None:
             self.engine = self._made(dataloader)
-        if self._restored is not None:
-            self.engine.load_state_dict(self._restored)  # type: ignore[arg-type]
-            self._restored = None
-        loader = self.engine.data_loader(
+        self._source = dataloader
+        self._loader = self.engine.data_loader(
             dataloader.dataset,
             max_physical_batch_size=batch_size_of(dataloader),
             pad=self._pad,
             **shared_options(dataloader),
         )
-        if self._steps is None:
-            inside = set(self.engine.model.modules())
-            named = self.lightning_module.named_modules()
-            self._outside = [(name, each) for name, each in named if each not in inside and each._buffers]
-            if dataloader.collate_fn is not default_collate:
-                self._look_at_records(dataloader)
-            self._steps = Steps(
-                self.engine,
-                self.optimizers[0],
-                self._losses_of,
-                advice="training_step returns them, one a sample",
-                compile=self._compile,
-            )
-            self.programs = self._steps.programs
-            if self.programs.graphs is not None:
-                self._hold_logs()
-        self._steps.begin(loader)
+        if self._steps is not None:  # of a later epoch
+            self._steps.begin(self._loader)
         return _Turns(self.engine.settings.steps_per_epoch)
+
+    def on_train_start(self) -> None:
+        """As Lightning's, after attaching the engine; `configure_optimizers` may ask for the train loader before."""
+        assert self.engine is not None
+        if self._restored is not None:
+            self.engine.load_state_dict(self._restored)  # type: ignore[arg-type]
+            self._restored = None
+        inside = set(self.engine.model.modules())
+        named = self.lightning_module.named_modules()
+        self._outside = [(name, each) for name, each in named if each not in inside and each._buffers]
+        if self._source.collate_fn is not default_collate:
+            self._look_at_records(self._source)
+        self._steps = Steps(
+            self.engine,
+            self.optimizers[0],
+            self._losses_of,
+            advice="training_step returns them, one a sample",
+            compile=self._compile,
+        )
+        self.programs = self._steps.programs
+        if self.programs.graphs is not None:
+            self._hold_logs()
+        self._steps.begin(self._loader)
+        super().on_train_start()  # type: ignore[misc]
 
     def _look_at_records(self, dataloader: Any) -> None:
         """Check, before the engine records the model, that a record's loss is its own; nothing is logged or kept."""
@@ -223,9 +230,9 @@ class _Private:
         """
         if not isinstance(turn, Turn):
             raise ValueError(
-                f"expected one train DataLoader with a private strategy, got {len(turn)}: ε is that of one data set; "
-                "put the records of all into one (torch.utils.data.ConcatDataset, StackDataset), whose loader is in no "
-                "list or CombinedLoader"
+                "expected one train DataLoader with a private strategy, and training_step(self, batch, ...), got one "
+                f"of type {type(turn).__name__}: ε is that of one data set; put the records of all into one "
+                "(torch.utils.data.ConcatDataset, StackDataset), whose loader is in no list or CombinedLoader"
             )
         steps, self._output, before = self._steps, None, self._buffers()
         assert steps is not None

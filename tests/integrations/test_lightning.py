@@ -229,12 +229,25 @@ def test_bf16_is_near():
     assert 0 < off < 0.05**2 * moved
 
 
-@pytest.mark.parametrize("at", [7, 10], ids=["in an epoch", "between epochs"])
-def test_resumed_training_is_the_same(at, tmp_path):
+class Planned(Classifier):
+    """Asks for the train loader before there is an optimizer."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=0.5)
+        steps = self.trainer.estimated_stepping_batches
+        assert steps == 15
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize(
+    ("at", "kind"), [(7, Classifier), (10, Classifier), (7, Planned)], ids=["in an epoch", "between epochs", "planned"]
+)
+def test_resumed_training_is_the_same(at, kind, tmp_path):
     saved = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=at, save_top_k=-1, filename="at")
-    _, whole = fit(strategy_of(), callbacks=[saved])
+    _, whole = fit(strategy_of(), kind(), callbacks=[saved])
     strategy = strategy_of(seed=8)  # another key, until it is resumed
-    trainer, module = fit(strategy, ckpt_path=tmp_path / "at.ckpt")
+    trainer, module = fit(strategy, kind(), ckpt_path=tmp_path / "at.ckpt")
     assert trainer.global_step == strategy.engine.steps == 15 and trainer.current_epoch == 3
     assert_same(module, list(whole.parameters()))
 
@@ -410,11 +423,16 @@ def test_inputs_have_the_precision_of_the_trainer():
     assert strategy.engine.steps == 15
 
 
-def test_several_train_loaders_are_refused_by_name():
+class Iterates(Classifier):
+    def training_step(self, dataloader_iter):
+        raise AssertionError
+
+
+def test_several_train_loaders_and_their_iterator_are_refused_by_name():
     loaders = [DataLoader(data(), batch_size=4), DataLoader(data(), batch_size=4)]
-    for several in (loaders, dict(zip("ab", loaders, strict=True))):
-        with pytest.raises(ValueError, match=r"^expected one train DataLoader with a private strategy, got 2: "):
-            fit(strategy_of(), loader=several)
+    for module, loader in ((None, loaders), (None, dict(zip("ab", loaders, strict=True))), (Iterates(), loaders[0])):
+        with pytest.raises(ValueError, match=r"^expected one train DataLoader with a private strategy, and training_"):
+            fit(strategy_of(), module, loader=loader)
 
 
 class Unpacks(Callback):
