@@ -5,6 +5,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -89,6 +90,19 @@ def test_a_loss_is_followed_however_much_memory_it_takes():
     for name in MIXING:
         with pytest.raises(UnsupportedModel, match="criterion: samples mix: the gradient of the loss of sample"):
             private().train(lambda o, y, name=name: MIXING[name](wide(o), y))
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_loss_over_the_mean_of_earlier_batches_is_refused_and_a_log_of_it_is_not(reads):
+    kept = [torch.ones(())]
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        losses, mean = F.cross_entropy(o, y, reduction="none"), kept[-1]
+        kept.append(0.9 * mean + 0.1 * losses.detach().mean())
+        return losses.mean() / (mean if reads else 1.0)
+
+    with pytest.raises(UnsupportedModel, match=r"samples mix.* or an earlier one") if reads else nullcontext():
+        private().train(loss)
 
 
 def test_a_sum_is_no_mean_and_a_mean_no_sum():

@@ -7,7 +7,8 @@ the first few batches, in the batch after each new kind of loss, and in one of 2
 others   with the samples outside of S replaced by samples of S, in inputs, outputs and labels, for several S. The
          model's inputs for S, and the gradients of the outputs of S, must not change. This detects a mean over the
          tokens that are not padding, or weighted by classes, which is divided by a number of the whole batch; and
-         samples that were mixed before the model.
+         samples that were mixed before the model. Numbers kept from an earlier batch become NaN: a loss that reads
+         them (over a running mean, beside a queue of outputs) depends on samples that are not clipped with it.
 twice    with each sample twice: a mean halves the gradients, a sum does not. This detects a sum declared as a mean,
          whose gradients would be multiplied by the size of the batch.
 
@@ -37,6 +38,9 @@ from dpbench.engine.mixing_check import require_own_rows
 from dpbench.engine.trace import Trace, Traced, plain
 
 DIVISIONS = {"div", "div_", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__", "divide"}
+MIXES = (
+    "samples mix: the gradient of the loss of sample {} changes with the other samples, of this batch or an earlier one"
+)
 REMEDY = (
     "let the loss of a sample depend on it alone: reduction='sum' with loss_reduction='sum', or pass make_private the "
     "criterion with grad_sample_mode='ghost', which takes the losses of the samples"
@@ -68,7 +72,7 @@ class Look(Trace):
     done, room = False, math.inf
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__(id(model))
         self._model = model
         self._inputs: list[Tensor] = []  # the model's inputs
         self._handed: list[Tensor] = []  # the model's outputs, in order
@@ -146,14 +150,13 @@ class Look(Trace):
             _unknown("it cannot be run again")
             return
         for others in map(replaced, separating(batch_size)):
-            now = gradients(others.of)
+            now = gradients(others.of, partial(self._of_earlier, others._replace(poison=True)))
             if now is None or _shapes(base) != _shapes(now):
                 _unknown("it cannot be run with other labels")
                 break
             sample = differing(base, now, others, tolerance)
             if sample is not None:
-                reason = f"samples mix: the gradient of the loss of sample {sample} changes with the other samples"
-                raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, REMEDY)])
+                raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", MIXES.format(sample), REMEDY)])
         twice = gradients(lambda x: _twice(x, batch_size), lambda x: _twice(x, batch_size)) or []
         first, second = [x[:batch_size] for x in twice], [x[batch_size:] for x in twice]
         if not twice or _differ(first, second, everybody, tolerance):
@@ -173,6 +176,10 @@ class Look(Trace):
         else:
             return
         raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
+
+    def _of_earlier(self, change: Change, x: Tensor) -> Tensor:
+        """Change a tensor that was kept from an earlier batch; others are unchanged."""
+        return change.of_kept(plain(x)) if self.is_kept(x) else x
 
     def _gradients(self, change: Made, fixed: Made) -> list[Tensor]:
         """Gradients of the loss at the outputs, with `change` of the initial tensors and `fixed` of constants."""
