@@ -164,11 +164,18 @@ def test_a_scaled_optimizer_is_refused():
         )
 
 
+def main(folder):
+    """In each process: (parameters, steps) of each order."""
+    warnings.simplefilter("ignore")
+    found = {order: train(order, noise=0.0) for order in ("first", "last", "made first")}
+    return {order: (parameters, spent.steps) for order, (parameters, spent) in found.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_two_processes_in_either_order_are_one(tmp_path):
     wanted, spent = train("none", noise=0.0)
-    for found in ranks(tmp_path, Path(__file__).with_name("accelerate_process.py")):
+    for found in ranks(tmp_path, Path(__file__)):
         for order in ("first", "last", "made first"):
             parameters, steps = found[order]
             assert steps == spent.steps

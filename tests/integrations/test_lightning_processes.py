@@ -1,10 +1,16 @@
-"""One process of two of Lightning's training."""
+"""Lightning's training in two processes takes the path of one."""
 
 import warnings
 from functools import partial
+from pathlib import Path
 
+import pytest
+import torch
 import torch.nn.functional as F
+
+pytest.importorskip("lightning", reason="lightning is not installed")
 from lightning.pytorch.callbacks import ModelCheckpoint
+from ranks import ranks
 from test_lightning import Classifier, fit, strategy_of
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,7 +21,7 @@ from dpbench.integrations.lightning import PrivateDDPStrategy, PrivateModelParal
 class Whole(Classifier):
     """Each process has every parameter."""
 
-    momentum = 0.5
+    momentum = 0.5  # without a state of the optimizer Lightning cannot load one file for all processes
 
 
 class Synced(Whole):
@@ -59,7 +65,7 @@ def whole(p):
 
 
 def main(folder, kind):
-    """What became of the training and of what went on from its checkpoint."""
+    """In each process: what became of the training and of what went on from its checkpoint."""
     warnings.simplefilter("ignore")
     cls, module, options = KINDS[kind]
     saved = ModelCheckpoint(dirpath=folder, every_n_train_steps=7, save_top_k=-1, filename="at")
@@ -75,3 +81,18 @@ def main(folder, kind):
         "programs": 0 if strategy.programs.graphs is None else strategy.programs.graphs.steps,
         "epsilon": strategy.engine.privacy_spent().epsilon,
     }
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+def test_two_processes_are_one(kind, tmp_path):
+    strategy, module = strategy_of(), Whole()
+    fit(strategy, module)
+    for found in ranks(tmp_path, Path(__file__), kind):
+        assert found["sharded"] == (kind in ("sharded", "saved in parts"))
+        assert found["programs"] > 4 if kind == "compiled" else not found["programs"]
+        assert found["steps"] == 15 and found["epsilon"] == strategy.engine.privacy_spent().epsilon
+        for way in ("whole", "resumed"):
+            for p, q in zip(module.parameters(), found[way], strict=True):
+                torch.testing.assert_close(p.detach(), q, rtol=0, atol=1e-12)
