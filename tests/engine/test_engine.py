@@ -89,6 +89,29 @@ def test_noise_has_the_deviation_that_is_accounted():
     assert engine.steps == 2
 
 
+@pytest.mark.parametrize(
+    ("switches", "backend"), [((True, True), "mixed_ghost"), ((True, False), "ghost"), ((False, None), "fastgradclip")]
+)
+def test_a_loop_of_private_cnn_s_readme(switches, backend):
+    """Its arguments, its Adam, and its accumulation, which steps at the first batch."""
+    switches = dict(zip(("ghost_clipping", "mixed"), switches, strict=True))
+    given = {"batch_size": 256, "sample_size": 50000, "epochs": 3, "noise_multiplier": None, "target_epsilon": 3}
+    model, optimizer, engine = made(kind=torch.optim.Adam, lr=1e-4, **given, **switches)
+    assert engine.backend == backend
+    before, steps = parameters(model), []
+    for i in range(3):
+        loss = loss_of(model, *images(2))
+        if i % 2 == 0:
+            optimizer.step(loss=loss)
+            optimizer.zero_grad()
+        else:
+            optimizer.virtual_step(loss=loss)
+        steps.append(engine.steps)
+    assert steps == [1, 1, 2] and not torch.equal(before, parameters(model))
+    spent = engine.privacy_spent()
+    assert 0 < spent.epsilon < 3 and (spent.steps, spent.sample_rate, spent.delta) == (2, 256 / 50000, 1e-5)
+
+
 def run(steps, model, optimizer, engine, data):
     while engine.steps < steps:
         for x, y in engine.data_loader(data, max_physical_batch_size=6):
@@ -127,6 +150,9 @@ def test_a_checkpoint_of_other_settings_is_refused():
     state = engine_of(small_cnn(), noise_multiplier=1.0).state_dict()
     with pytest.raises(ValueError, match=r"expected noise_multiplier=1.0 as in the checkpoint, got 0.5"):
         engine_of(small_cnn(), noise_multiplier=0.5).load_state_dict(state)
+    target = {"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 2}
+    with pytest.raises(ValueError, match=r"noise_multiplier=1\.0 .*: give it in place of target_epsilon, whose noise"):
+        engine_of(small_cnn(), **target).load_state_dict(state)
     with pytest.raises(ValueError, match="same kind of noise"):
         engine_of(small_cnn(), noise_multiplier=1.0, generator=torch.Generator()).load_state_dict(state)
 

@@ -15,6 +15,15 @@ from torch.utils.data import DataLoader
 from dpbench.integrations.opacus import BatchMemoryManager, PrivacyEngine
 
 SGD = partial(torch.optim.SGD, lr=0.1)
+ADAPTIVE = dict(
+    clipping="adaptive",
+    target_unclipped_quantile=0.5,
+    clipbound_learning_rate=0.3,
+    max_clipbound=10.0,
+    min_clipbound=0.01,
+    unclipped_num_std=4.0,
+)
+"""Arguments of clipping to a quantile of the norms."""
 
 
 class Made:

@@ -8,22 +8,13 @@ import opacus
 import pytest
 import torch
 from opacus.schedulers import ExponentialNoise
-from opacus_made import Made, digits
-from torch import Tensor, nn
+from opacus_made import ADAPTIVE, Made, digits
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from clipping import load_backend
-from dpbench import Misuse
 from dpbench.integrations.opacus.clips import PerTensor
 
-ADAPTIVE = dict(
-    clipping="adaptive",
-    target_unclipped_quantile=0.5,
-    clipbound_learning_rate=0.3,
-    max_clipbound=10.0,
-    min_clipbound=0.01,
-    unclipped_num_std=4.0,
-)
 X, Y = (tensor[:400] for tensor in digits())
 
 
@@ -169,40 +160,3 @@ def test_noise_that_changes_moves_the_share_of_the_count():
     with pytest.raises(ValueError, match="expected unclipped_num_std > noise_multiplier / 2"):
         made.optimizer.noise_multiplier = 1.7
     assert made.optimizer.noise_multiplier == 0.5 and made.engine.engine.sensitivity.bound == bound
-
-
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (dict(poisson_sampling=False), Misuse, "expected poisson_sampling=True with clipping='adaptive'"),
-    (dict(unclipped_num_std=0.5), ValueError, "expected unclipped_num_std > noise_multiplier / 2 = 0.5, got 0.5"),
-    (dict(target_unclipped_quantile=1.5), ValueError, "expected target_unclipped_quantile in"),
-    (dict(min_clipbound=20.0), ValueError, "expected 0 < min_clipbound < max_clipbound, got 20.0 and 10.0"),
-    (dict(clipping="flat"), TypeError, "with clipping='flat', got 'clipbound_learning_rate' beside them"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "words"), REFUSED, ids=lambda x: str(x)[:30])
-def test_what_is_not_covered_is_refused(arguments, error, words):
-    with pytest.raises(error, match=words):
-        private(**arguments)
-
-
-def test_an_argument_that_is_missing_is_named(monkeypatch):
-    monkeypatch.delitem(ADAPTIVE, "max_clipbound")
-    with pytest.raises(TypeError, match="got none named 'max_clipbound'"):
-        private()
-
-
-@pytest.mark.parametrize(
-    ("mode", "clipping"), [("hooks", "flat"), ("ghost", "automatic"), ("hooks", "per_layer"), ("ghost", "per_layer")]
-)
-def test_one_record_moves_the_sum_by_the_norm_at_most(mode, clipping):
-    """Its inputs are 1e4 times the others'; all records are in the batch, once with it and once without."""
-
-    def summed(records: int) -> Tensor:
-        x = torch.cat([X[:20], 1e4 * X[20:21]])[:records]
-        options = {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "clipping": clipping, "grad_sample_mode": mode}
-        made = Made(net(), TensorDataset(x, Y[:records]), batch_size=records, **options).train()
-        return made.gradients.double() * records
-
-    moved = float((summed(21) - summed(20)).norm())
-    assert 0.2 < moved <= 0.5 * (1 + 1e-4)

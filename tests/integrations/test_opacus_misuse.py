@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from marks import slow_unless
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from opacus_made import Made
+from opacus_made import ADAPTIVE, Made
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
@@ -78,18 +78,15 @@ def test_losses_that_keep_samples_apart_are_trained_with(name):
 
 
 def test_losses_that_mix_samples_are_refused():
-    for name in MIXING:
-        with pytest.raises(UnsupportedModel, match="criterion: samples mix: the gradient of the loss of sample"):
-            private().train(MIXING[name])
+    """However much memory they take."""
 
-
-def test_a_loss_is_followed_however_much_memory_it_takes():
     def wide(o: Tensor) -> Tensor:
         return o.unsqueeze(-1).expand(*o.shape, 500).contiguous().mean(-1)
 
-    for name in MIXING:
-        with pytest.raises(UnsupportedModel, match="criterion: samples mix: the gradient of the loss of sample"):
-            private().train(lambda o, y, name=name: MIXING[name](wide(o), y))
+    for loss in MIXING.values():
+        for mixing in (loss, lambda o, y, loss=loss: loss(wide(o), y)):
+            with pytest.raises(UnsupportedModel, match="criterion: samples mix: the gradient of the loss of sample"):
+                private().train(mixing)
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -551,6 +548,12 @@ REFUSED = [
     (dict(optimizer=lambda p: torch.optim.SGD(list(p)[2:])), Misuse, "'0.weight' is not among its: freeze it"),
     (dict(net=nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))), UnsupportedModel, "BatchNorm mixes the samples"),
     (dict(net=opacus.GradSampleModule(model())), TypeError, r"hand in module.to_standard_module\(\)"),
+    (dict(ADAPTIVE, poisson_sampling=False), Misuse, "expected poisson_sampling=True with clipping='adaptive'"),
+    (dict(ADAPTIVE, unclipped_num_std=0.5), ValueError, "unclipped_num_std > noise_multiplier / 2 = 0.5, got 0.5"),
+    (dict(ADAPTIVE, target_unclipped_quantile=1.5), ValueError, "expected target_unclipped_quantile in"),
+    (dict(ADAPTIVE, min_clipbound=20.0), ValueError, "0 < min_clipbound < max_clipbound, got 20.0 and 10.0"),
+    (dict(ADAPTIVE, clipping="flat"), TypeError, "with clipping='flat', got 'clipbound_learning_rate' beside them"),
+    (dict(clipping="adaptive"), TypeError, "with clipping='adaptive', got none named 'clipbound_learning_rate'"),
 ]
 
 

@@ -139,20 +139,3 @@ def test_exposure_is_the_rank_among_all_numbers(memorisation, monkeypatch):
         rank = 1 + int((of_all > of_all[number]).sum())
         expected = math.log2(memorisation.NUMBERS / rank)
         assert memorisation.exposure(model, "zoe", number) == pytest.approx(expected, abs=0.01 + 2 / rank)
-
-
-@pytest.mark.slow
-def test_what_is_there_often_is_given_away_and_not_by_private_training(memorisation):
-    prose, code, _ = memorisation.lines()
-    hidden = {"eve": (4711, 60), "mallory": (8023, 60)}
-    private = memorisation.private_lines(code, hidden, 600)
-    base = memorisation.pretrained(prose[:1500], epochs=2).state_dict()
-    found = {}
-    for name, privacy in (("ordinary", None), ("private", memorisation.PrivacyArguments(target_epsilon=1.0))):
-        model = memorisation.network()
-        model.load_state_dict(base)
-        tuned, spent = memorisation.fine_tuned(model, private, privacy, epochs=20, batch_size=64)
-        assert (spent is None) == (privacy is None)
-        found[name] = [memorisation.exposure(tuned, who, number) for who, (number, _) in hidden.items()]
-    assert min(found["ordinary"]) > 9
-    assert max(found["private"]) < 9

@@ -1,13 +1,11 @@
 """The experiment `evidence`: what a GPU is to give, in its order, and all of it in miniature on a CPU."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from report_records import CUDA, RunFile
-from waiting import python
 
 from clipping.rules import linear
 from dpbench.engine import engine as engine_module
@@ -16,10 +14,8 @@ from dpbench.experiment import MaxBatch, load_experiment
 from dpbench.measure import device, norms, parts, profile
 from dpbench.measure.traces import Trace
 from dpbench.records.reader import LeftOut, read
-from dpbench.records.store import read_records
-from dpbench.report import write_report
 from dpbench.report.figures import evidence as tables
-from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
+from dpbench.trials import OverheadTrial, PeakTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.expected import expected_seconds
 from dpbench.trials.not_here import NotHere
@@ -208,36 +204,3 @@ def test_tables_of_a_gpus_records_say_what_does_not_hold(tmp_path):
         .startswith("1 of 2 hold their limit; the nearest to it, or furthest beyond: ")
     )
     assert "ghost gram kernel" in tables.FIGURES["norms"].finding(frame)
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory) -> Path:
-    """`run evidence --smoke`, once."""
-    folder = tmp_path_factory.mktemp("evidence")
-    python(*f"-m dpbench run evidence --device cpu --smoke --output {folder}".split())
-    return folder / "evidence-smoke"
-
-
-@pytest.mark.slow
-def test_the_smoke_run_has_a_typed_record_of_every_stage(smoke):
-    records = read_records(smoke)
-    kinds = {record["trial"]["kind"] for record in records}
-    assert kinds >= {kind.kind for kind in (*STAGES.values(), StepTrial) if kind not in (MaxBatch, StepTrial)}
-    assert {record["outcome"] for record in records} <= {"ok", "unsupported"}
-    for record in records:
-        assert record["outcome"] == "ok" or record["evidence"]
-        for name, entry in record["result"].get("backends", {}).items() if record["result"] else ():
-            assert entry["outcome"] in ("ok", "unsupported"), (name, entry)
-    budgets = {record["trial"]["memory_budget"] for record in records if record["trial"]["kind"] == "peak"}
-    assert len(budgets) == 2  # those of searches, and those beside each other without a budget
-
-
-@pytest.mark.slow
-def test_the_page_has_a_table_for_each_stage(smoke, tmp_path):
-    paths = write_report(smoke, tmp_path, EVIDENCE.figures)
-    stems = {path.stem for path in paths if path.suffix == ".csv"}
-    for figure in EVIDENCE.figures:
-        assert any(stem.startswith(figure) for stem in stems), figure
-    page = paths[-1].read_text()
-    for words in ("aten::", "are the sums finite", "ghost gram", "copy on the device"):
-        assert words in page, words

@@ -1,19 +1,17 @@
 """The README's programs run as they stand there, and its numbers are in the records."""
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from statistics import median
 
 import pytest
 from pages import ROOT, blocks, commands
 from waiting import python
 
 from dpbench.integrations import sharp_edges
-from dpbench.report import readme, style
+from dpbench.report import readme
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"]
@@ -63,62 +61,6 @@ def test_every_experiment_with_records_has_a_section():
     text = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
     there = {path.parent.name for path in (ROOT / "results").glob("*/*.jsonl")}
     assert set(re.findall(r"<!-- (\w+): \w+ -->", text)) == there
-
-
-def lines_of(experiment):
-    """The newest line of each trial, round and version, straight from the files."""
-    newest = {}
-    for path in (ROOT / "results" / experiment).glob("*.jsonl"):
-        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            key = tuple(line.get(name) for name in ("id", "round", "fingerprint"))
-            if line["type"] == "trial" and line["utc"] >= newest.get(key, line)["utc"]:
-                newest[key] = line
-    return list(newest.values())
-
-
-def ratios_of(experiment, kind):
-    """(model, backend, time and memory ratios) of every trial: of two turns of a round, pooled over rounds."""
-    pairs, peaks = {}, {}
-    for line in lines_of(experiment):
-        if line["trial"]["kind"] == kind and line["outcome"] == "ok":
-            entries = {name: e for name, e in line["result"]["backends"].items() if e["outcome"] == "ok"}
-            steps = {name: {t["round"]: median(t["step_seconds"]) for t in e["turns"]} for name, e in entries.items()}
-            for name, entry in entries.items():
-                key = (style.model(line["trial"]["model"]), style.backend(name).name, line["id"], line["fingerprint"])
-                plain = steps["nonprivate"]
-                pairs.setdefault(key, []).extend(s / plain[at] for at, s in steps[name].items() if at in plain)
-                peaks.setdefault(key, []).append(
-                    entry["memory"]["peak_bytes"] / entries["nonprivate"]["memory"]["peak_bytes"]
-                )
-    return {(*key[:2], f"{style.times(median(pairs[key]))}, {style.times(median(peaks[key]))}") for key in pairs}
-
-
-@pytest.mark.parametrize(
-    ("experiment", "kind", "least"), [("training_step", "training_step", 20), ("evidence", "overhead", 9)]
-)
-def test_every_ratio_of_a_table_is_a_median_of_pairs_in_the_records(experiment, kind, least):
-    block = re.search(rf"<!-- {experiment}: brief \w+ -->\n(.*?)<!-- end -->", README, re.DOTALL)[1]
-    table = [[cell.strip() for cell in row.strip("|").split("|")] for row in block.splitlines() if row.startswith("|")]
-    found = {
-        (row[0], name, cell)
-        for row in table[2:]
-        for name, cell in zip(table[0][1:], row[1:], strict=True)
-        if "×" in cell
-    }
-    known = ratios_of(experiment, kind)
-    assert len(found) >= least and found <= known, found - known
-
-
-def test_the_counts_of_exact_models_are_in_the_records():
-    verdicts = {}
-    for line in lines_of("coverage"):
-        for row in (line["result"] or {"rows": [{"backend": "bk_mixed", "status": "crash"}]}).get("rows", ()):
-            if row["backend"] == "bk_mixed":
-                name = line["trial"]["model"].removesuffix("?experts_implementation=eager")
-                verdicts.setdefault(name, set()).add(row["status"])
-    exact = sum(found == {"exact"} for found in verdicts.values())
-    said = re.search(r"exact gradients, of (\d+) \(.*?\): .*BK mixed (\d+) ", README)
-    assert said and (int(said[1]), int(said[2])) == (len(verdicts), exact)
 
 
 @pytest.mark.slow
