@@ -80,47 +80,27 @@ def trained(folder, kind="gpt2", **options):
 
 
 # ------------------------------------------------------------------------------------------------ what is computed
-@pytest.mark.parametrize(("kind", "pieces"), [("gpt2", (8, 1)), ("bert", (2, 4))], ids=str)
-def test_weights_are_those_of_a_loop_by_hand(kind, pieces, tmp_path):
-    trainer = trainer_of(tmp_path, kind, per_device_train_batch_size=pieces[0], gradient_accumulation_steps=pieces[1])
-    key = trainer.engine._sampler.key
+@pytest.mark.parametrize(
+    ("kind", "pieces", "options"),
+    [
+        *(("gpt2", (8, 1), {}), ("bert", (2, 4), {}), ("gpt2", (2, 4), {"dataloader_num_workers": 2})),
+        ("gpt2", (1, 1), {"max_steps": 40, "num_train_epochs": 1}),
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_a_loop_by_hand(kind, pieces, options, tmp_path):
+    """Whatever is read ahead or padded, and also of batches without records."""
+    privacy = {"noise_multiplier": 0.0, "generator": torch.Generator().manual_seed(3), "pad": pieces == (2, 4)}
+    size = {"per_device_train_batch_size": pieces[0], "gradient_accumulation_steps": pieces[1]}
+    trainer = trainer_of(tmp_path, kind, privacy=privacy, **size, **options)
+    key, steps = trainer.engine._sampler.key, options.get("max_steps", 12)
+    sizes = [len(trainer.engine._sampler.batch(step)) for step in range(steps)]
+    assert (0 in sizes) == (pieces == (1, 1))
     trainer.train()
-    assert trainer.state.global_step == trainer.engine.steps == 12
+    assert trainer.state.global_step == trainer.engine.steps == steps
     wanted = same_as_by_hand(trainer, key, kind=kind)
     start = dict(model_of(kind).named_parameters())
     assert max(float((p - start[name].detach()).abs().max()) for name, p in wanted.items()) > 1e-2
-
-
-def test_a_batch_of_no_records_is_a_step(tmp_path):
-    trainer = trainer_of(tmp_path, per_device_train_batch_size=1, max_steps=40, num_train_epochs=1)
-    sizes = [len(trainer.engine._sampler.batch(step)) for step in range(40)]
-    assert 0 in sizes and max(sizes) > 1
-    key = trainer.engine._sampler.key
-    trainer.train()
-    assert trainer.engine.steps == trainer.state.global_step == 40
-    same_as_by_hand(trainer, key)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"dataloader_num_workers": 2}, pytest.param({"privacy_pad": True}, marks=pytest.mark.slow)],  # as compiled steps
-    ids=["workers", "padded"],
-)
-def test_reading_ahead_and_padding_change_no_release(options, tmp_path):
-    pad = options.pop("privacy_pad", None)
-    privacy = {"noise_multiplier": 1.0, "pad": pad}
-    found = [
-        trained(
-            tmp_path,
-            privacy={**privacy, "generator": torch.Generator().manual_seed(3), "pad": pad if each else None},
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=4,
-            **(options if each else {}),
-        )
-        for each in (False, True)
-    ]
-    for name, p in found[0].items():
-        torch.testing.assert_close(found[1][name], p, rtol=0, atol=1e-12)
 
 
 def test_epsilon_is_that_of_the_engine_alone(tmp_path):

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 from by_hand import by_hand
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -108,24 +109,20 @@ def assert_same(module, wanted, atol=1e-12):
         torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(("piece", "workers"), [(1, 0), (64, 0), (4, 1)])
-def test_weights_are_those_of_a_loop_by_hand(piece, workers):
-    strategy = strategy_of()
-    trainer, module = fit(strategy, loader=DataLoader(data(), batch_size=piece, shuffle=True, num_workers=workers))
-    assert trainer.global_step == strategy.engine.steps == 15
+@pytest.mark.parametrize(("expected", "piece", "workers"), [(12, 1, 0), (12, 64, 0), (12, 4, 1), (1, 4, 0)])
+def test_weights_are_those_of_a_loop_by_hand(expected, piece, workers):
+    """Also of batches without records."""
+    strategy = strategy_of(batch_size=expected)
+    loader = DataLoader(data(), batch_size=piece, shuffle=True, num_workers=workers)
+    trainer, module = fit(strategy, loader=loader, max_epochs=3 if expected > 1 else 1)
+    steps = strategy.engine.steps
+    assert trainer.global_step == steps == (15 if expected > 1 else 60)
     wanted = wanted_of(strategy)
     assert max(float((p - q).detach().abs().max()) for p, q in zip(wanted, net().parameters(), strict=True)) > 1e-2
     assert_same(module, wanted)
     assert max(size for _, size in module.seen) <= piece
-    assert sum(size for _, size in module.seen) == sum(len(strategy.engine._sampler.batch(step)) for step in range(15))
-
-
-def test_a_batch_of_no_records_is_a_step():
-    strategy = strategy_of(batch_size=1)
-    trainer, module = fit(strategy, max_epochs=1)
-    assert trainer.global_step == strategy.engine.steps == 60
-    assert 0 in [len(strategy.engine._sampler.batch(step)) for step in range(60)]
-    assert_same(module, wanted_of(strategy))
+    sizes = [len(strategy.engine._sampler.batch(step)) for step in range(steps)]
+    assert sum(size for _, size in module.seen) == sum(sizes) and (0 in sizes) == (expected == 1)
 
 
 class Boxed(Classifier):
@@ -204,6 +201,25 @@ def test_the_mean_of_an_epoch_is_over_the_records_of_its_pieces():
     sums, counts = map(sum, zip(*module.seen, strict=True))
     assert float(trainer.callback_metrics["train_loss_epoch"]) == pytest.approx(sums / counts, rel=1e-6)
     assert 0 < float(trainer.callback_metrics["ended"]) < 30
+
+
+def test_a_loop_of_fabric_has_its_precision():
+    ends, (x, y) = [], data().tensors
+    for precision in (Fabric(accelerator="cpu", precision="bf16-mixed").autocast(), torch.autocast("cpu")):
+        model, generator = net().float(), torch.Generator().manual_seed(3)
+        settings = {"batch_size": 12, "sample_size": 60, "max_grad_norm": CLIP, "noise_multiplier": 1.0}
+        engine = PrivacyEngine(model, **settings, generator=generator)
+        optimizer = torch.optim.SGD(model.parameters(), LR)
+        engine.attach(optimizer)
+        for x_, y_ in engine.data_loader(TensorDataset(x.float(), y), max_physical_batch_size=4):
+            with precision:
+                outputs = model(x_)
+                assert outputs.dtype == torch.bfloat16
+                losses = F.cross_entropy(outputs, y_, reduction="none")
+            optimizer.step(loss=losses)
+        assert engine.steps == 5
+        ends.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"barebones": True}, {"log_every_n_steps": 0}], ids=str)
