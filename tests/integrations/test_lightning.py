@@ -112,7 +112,7 @@ def assert_same(module, wanted, atol=1e-12):
 @pytest.mark.parametrize(("expected", "piece", "workers"), [(12, 1, 0), (12, 64, 0), (12, 4, 1), (1, 4, 0)])
 def test_weights_are_those_of_a_loop_by_hand(expected, piece, workers):
     """Also of batches without records."""
-    strategy = strategy_of(batch_size=expected)
+    strategy = strategy_of(batch_size=expected, options={"model": "net"} if workers else None)
     loader = DataLoader(data(), batch_size=piece, shuffle=True, num_workers=workers)
     trainer, module = fit(strategy, loader=loader, max_epochs=3 if expected > 1 else 1)
     steps = strategy.engine.steps

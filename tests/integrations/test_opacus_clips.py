@@ -150,7 +150,7 @@ def test_pieces_that_are_dropped_are_in_no_count_and_those_that_are_saved_in_one
     assert engine.counted == released[0] / 2
 
 
-def test_noise_that_changes_moves_the_share_of_the_count():
+def test_noise_that_changes_moves_the_share_of_the_count(tmp_path):
     made = private(unclipped_num_std=0.8)
     scheduler = ExponentialNoise(made.optimizer, gamma=0.5)
     made.train()
@@ -160,3 +160,8 @@ def test_noise_that_changes_moves_the_share_of_the_count():
     with pytest.raises(ValueError, match="expected unclipped_num_std > noise_multiplier / 2"):
         made.optimizer.noise_multiplier = 1.7
     assert made.optimizer.noise_multiplier == 0.5 and made.engine.engine.sensitivity.bound == bound
+    made.engine.save_checkpoint(path=tmp_path / "c.pt", module=made.model, noise_scheduler=scheduler)
+    again = private(unclipped_num_std=0.8)
+    scheduler = ExponentialNoise(again.optimizer, gamma=0.5)
+    again.engine.load_checkpoint(path=tmp_path / "c.pt", module=again.model, noise_scheduler=scheduler)
+    assert again.optimizer.noise_multiplier == 0.5 and again.engine.engine.sensitivity.bound == bound

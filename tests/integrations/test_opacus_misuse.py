@@ -593,7 +593,7 @@ def test_losses_of_the_ghost_criterion_are_added_and_weighed():
         return first / 8 + second
 
     def loss(out: Tensor, y: Tensor) -> Any:
-        found = 0.25 * made.criterion(out, y) / 2 + made.criterion(-out, y)
+        found = 0.25 * made.criterion(out, y) / 2 - -made.criterion(-out, y)
         assert float(found) == pytest.approx(found.item()) and found.detach().dim() == 0
         assert f"{found:.3f}" == f"{found.item():.3f}"
         return found

@@ -123,6 +123,6 @@ def _go_on(private: DPOptimizer, state: dict[str, Any], *, moved: bool, norm: bo
         engine.settings = replace(engine.settings, mechanism=now)
         begin_after(engine, parts)
         engine.steps = 0  # the state sets it
-    if norm and own["max_grad_norm"] != private.max_grad_norm:
-        private.max_grad_norm = own["max_grad_norm"]
+    if norm:
+        private.clip_at(own["max_grad_norm"], engine.noise_multiplier)
     engine.load_state_dict(own["engine"])

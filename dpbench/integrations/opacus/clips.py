@@ -92,14 +92,15 @@ class Clips:
             self._shares, max_grad_norm = _shares(clipping, max_grad_norm, optimizer, model)
         self.norm = float(max_grad_norm)
 
-    def at(self, norm: float) -> ClipFunction:
+    def at(self, norm: float, noise_multiplier: float) -> ClipFunction:
         """Return the clipping function of a norm.
 
         Args:
             norm: C.
+            noise_multiplier: σ.
         """
         if self.quantile is not None:
-            return self.quantile.clip(norm, self.noise_multiplier)
+            return self.quantile.clip(norm, noise_multiplier)
         if self._shares is not None:
             return PerTensor(tuple(share * norm for share in self._shares))
         if self._clipping == "automatic":

@@ -131,7 +131,7 @@ class PrivacyEngine:
                 "expected poisson_sampling=True with clipping='adaptive', got False: a gradient that is made zero is "
                 "still counted, and moves the count by twice what its noise covers"
             )
-        function = clips.at(clips.norm)
+        function = clips.at(clips.norm, noise_multiplier)
         records = len(data_loader.dataset)  # type: ignore[arg-type]
         engine = Engine(
             model,

@@ -91,7 +91,7 @@ class DPOptimizer(Optimizer):
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
         clips, value = self._clips, float(value)
-        moved = None if clips.quantile is None else clips.quantile.clip(clips.norm, value)
+        moved = None if clips.quantile is None else clips.at(clips.norm, value)
         set_noise_multiplier(self._engine, value, moved)
         clips.noise_multiplier = value
 
@@ -102,9 +102,19 @@ class DPOptimizer(Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        if value != self._clips.norm:
-            set_clip(self._engine, self._clips.at(float(value)))
-            self._clips.norm = float(value)
+        self.clip_at(value, self._clips.noise_multiplier)
+
+    def clip_at(self, norm: float, noise_multiplier: float) -> None:
+        """Clip future logical batches at this norm, whose count, if it adapts, has its share of this noise.
+
+        Args:
+            norm: C.
+            noise_multiplier: σ of the engine.
+        """
+        clips = self._clips
+        if (norm, noise_multiplier) != (clips.norm, clips.noise_multiplier):
+            set_clip(self._engine, clips.at(float(norm), noise_multiplier))
+            clips.norm, clips.noise_multiplier = float(norm), noise_multiplier
 
     @property
     def expected_batch_size(self) -> int:
