@@ -191,7 +191,7 @@ class PrivateTrainer(Trainer):
         return [Turn(place == num_batches - 1) for place in range(counted)], None
 
     def training_step(self, model: Any, inputs: Turn, num_items_in_batch: Any = None) -> Tensor:
-        """Take one turn: clip and add pieces, and hold the last one for `optimizer.step()`.
+        """In a logical batch's last turn clip and add its pieces, and hold the last one for `optimizer.step()`.
 
         Returns:
             The mean loss of the logical batch in its last turn, 0 before.

@@ -1,8 +1,8 @@
 """Step the engine from framework loops that compute losses in one place and call `optimizer.step()` in another.
 
 The number of physical pieces of a logical batch is known only when it is drawn, but a framework expects a fixed number
-of batches a step. So the framework receives `Turn` objects instead of batches. A turn takes at most one piece, and the
-last turn of a logical batch takes the rest. Nothing is drawn ahead of its step.
+of batches a step. So the framework receives `Turn` objects instead of batches. The last turn of a logical batch takes
+all its pieces, and the others take none. Nothing is drawn ahead of its step.
 """
 
 import types
@@ -78,7 +78,7 @@ class Steps:
         self._sum: Tensor | float = 0.0
         self._count = 0
         self._last: Tensor | None = None  # losses of the last piece, None if it has no samples
-        self._is_held = self._is_last = False
+        self._is_held = False
         self._attach(optimizer)
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -114,15 +114,15 @@ class Steps:
         """
         self._loader = loader
         self._drawn: Iterator[Any] = iter(())
-        self._left: list[Any] = []  # the last piece of a logical batch, drawn before its last turn
 
     def take(self, turn: Turn) -> Iterator[Any]:
-        """Yield the pieces of a turn that have samples; `run` each before the next.
+        """Yield the pieces that have samples of a logical batch in its last turn; `run` each before the next.
 
         Args:
             turn: of the framework's loop; stores its pieces.
         """
-        for piece in self._in_turn(turn):
+        while turn.is_last:
+            piece = self._next()
             turn.pieces.append(piece)
             # all processes run a piece if they share parameters, or may communicate in the caller's loss
             alone = place()[1] == 1 or not len(self._engine.mask)
@@ -130,20 +130,8 @@ class Steps:
                 self._last, self._is_held = None, True
             else:
                 yield piece
-
-    def _in_turn(self, turn: Turn) -> Iterator[Any]:
-        """At most one piece, and all that are left of the logical batch in its last turn."""
-        while not self._left:
-            piece = self._next()
-            self._is_last = self._loader.is_last
-            if self._is_last:
-                self._left.append(piece)
-            else:
-                yield piece
-                if not turn.is_last:
-                    return
-        if turn.is_last:
-            yield self._left.pop()
+            if self._loader.is_last:
+                return
 
     def _next(self) -> Any:
         for piece in self._drawn:
@@ -167,7 +155,7 @@ class Steps:
             losses = self._losses_of(given)
         mine = plain(losses).detach()[self._engine.mask.to(losses.device)]
         self._sum, self._count = self._sum + mine.sum(), self._count + len(mine)
-        if self._is_last:
+        if self._loader.is_last:
             self._last, self._is_held = losses, True
         else:
             self._step(loss=losses)
