@@ -27,6 +27,7 @@
 | another optimizer's step on a private model | "expected steps of the attached optimizer alone" | `test_another_optimizer_does_not_go_round_the_engine` |
 | unclipped gradients in `.grad` | "were not clipped, and are not used" | `test_step_without_a_loss_or_with_a_closure` |
 | a frozen parameter with an old gradient | not applied | `test_a_gradient_left_on_a_frozen_parameter_is_not_applied` |
+| a loss over a running mean of earlier batches, or beside a queue of their outputs | refused: "samples mix", "of this batch or an earlier one" | `test_losses_that_depend_on_an_earlier_batch_are_refused` |
 | the same record in two pieces of a logical batch | `data_loader` keeps pieces apart; by hand it is refused | `test_what_the_loader_hands_out_is_not_accumulated_by_hand` |
 | batches kept and used again (`list`, `itertools.cycle`) | refused; a warning after 64 others | `test_batches_that_are_kept_and_used_again_are_refused_or_told` |
 | `nn.Embedding(max_norm=...)`, which scales the rows of a batch's words | refused by name | `test_an_embedding_that_scales_the_rows_of_a_batch_is_refused` |
@@ -71,6 +72,8 @@ batches of `data_loader`, the model's arguments, and torch's operations on them 
 in which tensors differ in length, and none whose results before the model take 32 times its memory. So it does not detect
 records that mix in batches of your own, or data that reach the model through an attribute. Opacus' loops are not
 checked for padding, which a recurrent model sees if the loss reads its last position.
+
+**Not detected in any loop:** a tensor of a step that the loop updates after `optimizer.step`, and a later loss reads.
 
 **Never detected.** Hyperparameters chosen by the private data, early stopping by their loss, published training accuracy,
 the order of records in logs: none of it passes the engine, and none of it is in ε.
