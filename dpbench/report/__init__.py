@@ -18,16 +18,14 @@ Functions take:
     value, values, count, seconds: numbers, in base units.
     text, words, said: texts.
     part, parts: figures with their texts.
-    pictures: saves them.
     source: a folder of records.
     output, folder, path: where to write, created if missing; an OSError says that it cannot be.
     again: the command that makes the page again.
     tell: receives the progress, in words.
 """
 
-import dataclasses
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ from dpbench.records.reader import PAIRED, LeftOut, Record, by_device, entries, 
 from dpbench.records.store import slug
 from dpbench.report import captions, plain, style
 from dpbench.report.data.statistics import count_failures, facets, kept
-from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.figures import found
 from dpbench.report.output import files, page
 from dpbench.report.parts import Claim, FigureKind, Part
@@ -88,27 +85,25 @@ def write_report(
         return []
     again = again or f"python -m dpbench report {shlex.quote(str(source))}"
     # figures must not depend on the user's matplotlibrc
-    with context(style.RC, after_reset=True), Pictures() as pictures:
-        parts: list[Part] = []
-        for part in parts_of(records, chosen):
-            tell(f"figure {len(parts) + 1}, {part.name} on {part.device}")
-            parts.append(_written(part, output, pictures))
+    with context(style.RC, after_reset=True):
+        parts = files.write(_told(parts_of(records, chosen), tell), output)
         others = {r.kind for r in records} - {r.kind for part in parts for r in part.records}
         # a record's author chooses the kind: it must not lead to another folder
         names = [kind if kind.isidentifier() and len(kind) < 80 else slug(kind) for kind in sorted(others)]
         named = dict(zip(unlike(names, "-"), sorted(others), strict=True))
         tables = {f"trials-{name}": plain.kind_of(kind) for name, kind in named.items()}
-        parts += [_written(part, output, pictures) for part in parts_of(records, tables)]
+        parts += files.write(parts_of(records, tables), output)
         output.mkdir(parents=True, exist_ok=True)
         tell("the page")
         path = page.write(output / "report.html", parts, again, source)
     return [*(output / name for part in parts for name in part.files.values()), path]
 
 
-def _written(part: Part, output: Path, pictures: Pictures) -> Part:
-    folder = output / slug(part.device)
-    written = files.write(part, folder, pictures)
-    return dataclasses.replace(part, files={p.suffix[1:].upper(): f"{folder.name}/{p.name}" for p in written})
+def _told(parts: Iterable[Part], tell: Callable[[str], None]) -> Iterator[Part]:
+    for number, part in enumerate(parts, start=1):
+        tell(f"figure {number}, {part.name} on {part.device}")
+        yield part
+    tell("the pictures")
 
 
 def parts_of(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Iterator[Part]:

@@ -9,7 +9,7 @@ Functions take:
     frame: of `table`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,8 @@ from matplotlib.ticker import MaxNLocator
 
 from dpbench.records.comparison import EFFORT, compare_records
 from dpbench.records.reader import PAIRED, LeftOut, Record, by_device, grouped, read
-from dpbench.records.store import slug
 from dpbench.report import readable, style
 from dpbench.report.data.statistics import frame_of
-from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.drawing.sheet import grid, legend, logarithmic, sign
 from dpbench.report.output import files
 from dpbench.report.parts import Part
@@ -145,14 +143,15 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 def write(source: Path, output: Path) -> list[Path]:
     """Write figure and table for each device with two versions of a cell; returns the files."""
-    written: list[Path] = []
-    with context(style.RC, after_reset=True), Pictures() as pictures:
-        for device, records in by_device(read(source)).items():
-            frame = table(records)
-            if not len(frame):
-                continue
+    with context(style.RC, after_reset=True):
+        parts = files.write(_parts(source), output)
+    return [output / path for part in parts for path in part.files.values()]
+
+
+def _parts(source: Path) -> Iterator[Part]:
+    for device, records in by_device(read(source)).items():
+        frame = table(records)
+        if len(frame):
             words = caption(records, frame)
             told = readable.texts(frame[frame.step != ""], _TEXT)
-            part = Part("history", "over versions", device, {}, records, frame, told, words, figure=plot(frame, words))
-            written += files.write(part, output / slug(device), pictures)
-    return written
+            yield Part("history", "over versions", device, {}, records, frame, told, words, figure=plot(frame, words))

@@ -12,8 +12,7 @@ from report_every import everything
 from report_records import CPU, CUDA, RunFile
 
 from dpbench.report import FIGURES, Claim, FigureKind, style, write_report
-from dpbench.report.drawing.pictures import Pictures
-from dpbench.report.output import page
+from dpbench.report.output import files, page
 from dpbench.report.output.page import svg
 from dpbench.trials import StepTrial
 
@@ -54,7 +53,7 @@ class Parsed(HTMLParser):
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Their files take most of the time, and are not what is tested; the page draws its own."""
-    monkeypatch.setattr(Pictures, "save", lambda self, figure, paths: None)
+    monkeypatch.setattr(files, "save_all", lambda drawn: None)
 
 
 def write(run, *figures):
@@ -72,7 +71,8 @@ def whole(tmp_path_factory):
     run = RunFile(folder / "records" / "a.jsonl", CPU | {"host": HOSTILE}, experiment="mine")
     everything(run, f"net.py:{HOSTILE}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pictures, "save", lambda self, figure, paths: [path.touch() for path in paths.values()])
+        touch = lambda drawn: [path.touch() for _, paths in drawn for path in paths.values()]  # noqa: E731
+        patch.setattr(files, "save_all", touch)
         return write(run)
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.output import files
 from dpbench.report.output.page import svg
 from dpbench.trials import EpsilonTrial, OverheadTrial, PeakTrial, StepTrial
 
@@ -13,7 +13,7 @@ CUDA = {"device": "cuda", "device_name": "Test GPU", "torch": "2.15.0", "threads
 
 def save_no_pictures(monkeypatch):
     """Draw figures, but save neither files nor pictures in the page: saving takes most of the time."""
-    monkeypatch.setattr(Pictures, "save", lambda self, figure, paths: None)
+    monkeypatch.setattr(files, "save_all", lambda drawn: None)
     monkeypatch.setattr(svg, "inline", lambda figure, prefix, title, description: "")
 
 

@@ -1,20 +1,9 @@
-"""Saves figures in forked processes, one for each CPU: saving takes most of a report's time.
+"""Saves figures in forked processes, one for each CPU: saving takes most of a report's time."""
 
-A fork has the figure already, writes its files and exits.
-
-Functions take:
-    figure: to be written.
-    paths: suffix -> path.
-"""
-
-from __future__ import annotations
-
-import contextlib
 import io
 import multiprocessing
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +16,18 @@ from dpbench.process.linux import available_cpus
 
 # Pixels an inch, and most pixels of a side: Agg draws no image of 2**16 or more.
 _DPI, _TALLEST = 200, 30_000
-_FORKS = multiprocessing.get_context("fork")
+#: In a forked process: the figures to save. A fork has them already, and many cannot be pickled.
+_drawn: list[tuple[Figure, Mapping[str, Path]]] = []
 
 
 def save(figure: Figure, paths: Mapping[str, Path]) -> None:
     """Write the figure as PNG, SVG and PDF.
 
     PNG and PDF take four times as long as SVG: if the same SVG exists already, byte for byte, they are kept.
+
+    Args:
+        figure: to be written.
+        paths: suffix -> path.
     """
     sharpness = min(_DPI, _TALLEST / figure.get_figheight())
     # No version and no date in the files: they would change without new measurements.
@@ -54,57 +48,19 @@ def save(figure: Figure, paths: Mapping[str, Path]) -> None:
         cache.replace(paths[suffix], pictures[suffix], mode=0o666)
 
 
-class Pictures(contextlib.AbstractContextManager["Pictures"]):
-    """Saves figures; its ``with`` block ends when all are on the disk.
+def save_all(drawn: Sequence[tuple[Figure, Mapping[str, Path]]], workers: int | None = None) -> None:
+    """Save each figure to its paths; an error of a process is raised here.
 
     Args:
-        workers: number of processes; 1 is this one.
-
-    Raises:
-        OSError: or any other error of a process, raised in this one.
+        drawn: figures, each with its paths.
+        workers: number of processes; None for one a CPU.
     """
-
-    def __init__(self, workers: int | None = None) -> None:
-        self._workers = workers or available_cpus()
-        self._running: list[tuple[ForkProcess, Connection]] = []
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        try:
-            while self._running and kind is None:
-                self._wait()
-        finally:  # the remaining processes' output is not needed
-            for process, _ in self._running:
-                process.kill()
-                process.join()
-
-    def save(self, figure: Figure, paths: Mapping[str, Path]) -> None:
-        """Begin to write the figure; later changes to it are not in the files."""
-        if self._workers < 2:
-            save(figure, paths)
-            return
-        while len(self._running) >= self._workers:
-            self._wait()
-        reader, writer = _FORKS.Pipe(duplex=False)
-        process = _FORKS.Process(target=_work, args=(figure, paths, writer))
-        process.start()
-        writer.close()
-        self._running.append((process, reader))
-
-    def _wait(self) -> None:
-        process, reader = self._running.pop(0)
-        error: BaseException | None = None
-        with reader, contextlib.suppress(EOFError):  # it sends nothing but an error
-            error = reader.recv()
-        process.join()
-        if error is not None:
-            raise error
-        if process.exitcode:
-            raise RuntimeError(f"the process that saves pictures ended with {process.exitcode}")
+    if not drawn:
+        return
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers or available_cpus(), fork, _drawn.extend, (drawn,)) as pool:
+        list(pool.map(_save, range(len(drawn))))
 
 
-def _work(figure: Figure, paths: Mapping[str, Path], writer: Connection) -> None:
-    """The whole life of the fork; sends an error to `writer`."""
-    try:
-        save(figure, paths)
-    except BaseException as error:
-        writer.send(error)
+def _save(index: int) -> None:
+    save(*_drawn[index])

@@ -1,38 +1,47 @@
-"""Writes the files of one figure: the picture as PNG, SVG and PDF, its table as CSV, Markdown and LaTeX."""
+"""Writes the files of figures: the picture as PNG, SVG and PDF, the table as CSV, Markdown and LaTeX."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from clipping import cache
+from dpbench.records.store import slug
 from dpbench.report import readable
-from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.drawing.pictures import save_all
 from dpbench.report.output import latex
 from dpbench.report.parts import VERDICTS, Part
 
-TABLES = ("csv", "md", "tex")
+PICTURES = ("png", "svg", "pdf")
 #: A spreadsheet reads text with these first characters as a formula.
 _FORMULA = ("=", "+", "-", "@")
-FORMATS = ("png", "svg", "pdf", *TABLES)
 
 
-def write(part: Part, folder: Path, pictures: Pictures) -> list[Path]:
-    """Write `part` into `folder`; returns the files, including pictures that `pictures` may still be writing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    suffixes = FORMATS if part.figure is not None else TABLES
-    paths = {suffix: folder / f"{part.name}.{suffix}" for suffix in suffixes}
-    if part.figure is not None:
-        pictures.save(part.figure, paths)
-    texts = {"csv": _as_data(part.frame).to_csv(index=False, lineterminator="\n")}
+def write(parts: Iterable[Part], output: Path) -> list[Part]:
+    """Write tables and pictures of each part into ``output/<device>/``; returns the parts with their `files`."""
+    written = [_with_tables(part, output) for part in parts]
+    drawn = [(p.figure, {suffix: output / p.files[suffix] for suffix in PICTURES}) for p in written if p.figure]
+    save_all(drawn)
+    return written
+
+
+def _with_tables(part: Part, output: Path) -> Part:
+    stem = f"{slug(part.device)}/{part.name}"
     claims = [f"\n{VERDICTS[c.verdict]} {c.verdict}: {c.statement} ({c.source}) {c.finding}" for c in part.claims]
     said = [part.caption.replace("\n", "\n\n"), *claims, *part.causes]
     lines = [readable.markdown(part.text), *map(readable.no_html, said)]
-    texts["md"] = "\n".join(lines) + "\n"
-    texts["tex"] = latex.table(part.text, part.caption, part.name)
-    for suffix, text in texts.items():
-        write_text(paths[suffix], text)
-    return list(paths.values())
+    tables = {
+        "csv": _as_data(part.frame).to_csv(index=False, lineterminator="\n"),
+        "md": "\n".join(lines) + "\n",
+        "tex": latex.table(part.text, part.caption, part.name),
+    }
+    (output / stem).parent.mkdir(parents=True, exist_ok=True)
+    for suffix, text in tables.items():
+        write_text(output / f"{stem}.{suffix}", text)
+    suffixes = [*(PICTURES if part.figure is not None else ()), *tables]
+    return replace(part, files={suffix: f"{stem}.{suffix}" for suffix in suffixes})
 
 
 def write_text(path: Path, text: str) -> None:
