@@ -39,17 +39,6 @@ def _looks(known: Mapping[str, Any]) -> dict[str, Look]:
 BACKENDS = _looks(clipping.BACKENDS)
 #: Engines of other frameworks, with a sign of their own: their ratios are to that framework's plain step.
 OTHER_FRAMEWORKS = {JAX_PRIVACY: Look("jax_privacy §", "#007788", "v")}
-#: Methods that are published and not measured here.
-PUBLISHED_ALONE = {
-    "flashnorm": Look("FlashNorm", "#000000", "|"),
-    "flashnorm_bk": Look("FlashNorm BK", "#000000", "|"),
-    "flashdp": Look("FlashDP ¶", "#000000", "|"),
-}
-#: The meaning of the sign, for captions.
-NOT_EXACT = (
-    "¶ FlashDP is another mechanism: it clips each layer by itself, and its public code adds noise of σ/√B to a mean, "
-    "whatever C, where σC/B is due"
-)
 #: Backends that do not clip per sample: after all others, with a sign of their own.
 OTHER_MECHANISMS = _looks(clipping.FAMILIES)
 #: The meaning of the sign, for captions.
@@ -168,7 +157,7 @@ def backend(name: str) -> Look:
 
     A variant, ``base:variant``, has the marker of its base and a shade of its colour.
     """
-    if known := BACKENDS.get(name) or OTHER_FRAMEWORKS.get(name) or PUBLISHED_ALONE.get(name):
+    if known := BACKENDS.get(name) or OTHER_FRAMEWORKS.get(name):
         return known
     base, _, variant = name.partition(":")
     look = BACKENDS.get(base) or OTHER_MECHANISMS.get(base)

@@ -12,12 +12,11 @@ Functions take:
 import csv
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpbench.report import style
 
 PAPER, BOOK_KEEPING = "arXiv:2205.10683", "arXiv:2210.00038"
-FLASH_DP, FLASH_NORM = "arXiv:2507.01154", "github.com/JackyXiao98/opacus@765f5b4"
 # The papers' names of our backends. bk_*, vmap and microbatch are not in the figures of the first.
 _METHODS = {
     "nonprivate": "Non-DP",
@@ -120,20 +119,3 @@ def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
             return Beside(f"Figure 4 of {PAPER}", time_ratio=ratios[0], memory_ratio=ratios[1])
     found = throughput_ratio(plain, image_size, backend)
     return None if found is None else Beside(f"Figure 5 of {BOOK_KEEPING}", time_ratio=found)
-
-
-def alone() -> list[dict[str, Any]]:
-    """Rows of ratios to ordinary training of methods that no backend here is.
-
-    FlashNorm's on GPT-2, which is exact, and FlashDP's, which is not.
-    """
-    found = [
-        (FLASH_NORM, f"transformers:gpt2@{tokens}", f"flashnorm{after.replace(' BK', '_bk')}", value)
-        for tokens in (4096, 32768)
-        for after in ("", " BK")
-        if (value := _number(FLASH_NORM, "README", f"GPT-2 T={tokens}", f"FlashNorm{after}", "time_ratio"))
-    ]
-    if speed := _number(FLASH_DP, "Abstract", "Llama-13B", "FlashDP", "throughput_ratio"):
-        found.append((FLASH_DP, "Llama-13B", "flashdp", 1 / speed))
-    columns = ("published_in", "model", "backend", "published_time_ratio")
-    return [dict(zip(columns, row, strict=True)) for row in found]

@@ -1,12 +1,11 @@
 """A paper's figure with our numbers beside its published values, for each model and method.
 
-Each panel has one kind of number: time ratios are measured; simulated peaks and largest batches are hatched, and the
-heading says so. The published values come from another machine and mostly another batch size, so they are compared as
-ratios to that paper's own ordinary training, except for the largest batch.
+Time ratios are measured; simulated peaks and largest batches are hatched. The published values come from another
+machine and mostly another batch size, so they are compared as ratios to that paper's own ordinary training, except for
+the largest batch.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -30,7 +29,6 @@ _NEAR = 0.08
 _LARGEST = ("memory", "budget_bytes", "max_batch_size", "fails_at", "max_batch_note")
 _COLUMNS = (
     *("model", "image_size", "backend", "published_in", "batch_size", *PAIRED_COLUMNS),
-    *("throughput_ratio", "simulated_batch_size", "simulated_bytes", "simulated_memory_ratio", "simulated_note"),
     *(name if name.startswith("max") else f"max_batch_{name}" for name in _LARGEST),
     "published_max_batch_size",
 )
@@ -57,8 +55,6 @@ def _applies(records: Sequence[Record]) -> bool:
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row for each (model, image size, backend) of models in one of the figures.
 
-    Beside text models stand methods that are published and not measured here (`published.alone`).
-
     Args:
         records: `overhead`, `peak` and `step` records of one device and one setting. Peaks with a budget are probes of
             a search for the largest batch; others are compared with ordinary training's at the same batch.
@@ -72,7 +68,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         own: dict[str, Row] = {}
         for part in (_timed(group, left_out), _peaks(group), _largest(group, left_out)):
             for backend, row in part.items():
-                own.setdefault(backend, {}).update(row)
+                own[backend] = own.get(backend, {}) | row
         for backend, row in own.items():
             row |= {"model": model, "image_size": size, "backend": backend}
             told = published.beside(model, size, backend)
@@ -84,11 +80,9 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
                 row["published_time_ratio"] = None if ordinary else told.time_ratio
                 row["published_memory_ratio"] = None if ordinary else told.memory_ratio
             rows.append(row)
-    if any(str(row.get("published_in")).endswith(published.BOOK_KEEPING) and row["image_size"] is None for row in rows):
-        rows += published.alone()
     frame = statistics.frame_of(rows, _COLUMNS)
-    whole = ("simulated_batch_size", "simulated_bytes", "max_batch_fails_at", "max_batch_budget_bytes")
-    return statistics.in_order(frame.astype(dict.fromkeys(whole, "Int64")), "model", "image_size", "backend")
+    whole = dict.fromkeys(("max_batch_fails_at", "max_batch_budget_bytes"), "Int64")
+    return statistics.in_order(frame.astype(whole), "model", "image_size", "backend")
 
 
 def _timed(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
@@ -104,34 +98,32 @@ def _timed(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
 
 
 def _peaks(group: Sequence[Record]) -> dict[str, Row]:
-    """Simulated peaks at one batch size."""
+    """Simulated peaks at one batch size, in place of those of the smaller batches that are timed."""
     peaks = [r for r in group if r.kind == "peak" and r.trial.get("simulated") and r.trial["memory_budget"] is None]
-    found = grouped(peaks, lambda r: r.trial["backend"])
-    good = {name: own[-1].result["memory"]["peak_bytes"] for name, own in found.items() if own[-1].outcome == "ok"}
-    rows: dict[str, Row] = {}
-    for name, own in found.items():
-        rows[name] = {"simulated_batch_size": statistics.batch(own[-1]), "simulated_bytes": good.get(name)}
-        if name not in good:
-            rows[name]["simulated_note"] = statistics.why(own, at_batch=False)
-        elif "nonprivate" in good:
-            rows[name]["simulated_memory_ratio"] = good[name] / good["nonprivate"]
-    return rows
+    last = {r.trial["backend"]: r for r in peaks}
+    good = {name: r.result["memory"]["peak_bytes"] for name, r in last.items() if r.outcome == "ok"}
+    base = good.get("nonprivate")
+    return {
+        name: {"memory": "simulated", "peak_bytes": good[name], "memory_ratio": good[name] / base if base else None}
+        if name in good
+        else {"note": statistics.why([record], at_batch=False)}
+        for name, record in last.items()
+    }
 
 
 def _largest(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
-    """The largest batch in a budget, and its throughput if timed."""
+    """The largest batch in a budget; if it was timed and nothing else was, the time of a sample there."""
     probes = [r for r in group if r.kind in ("peak", "step") and r.trial.get("memory_budget") is not None]
     if not probes:
         return {}
-    frame = largest.table(probes, left_out)
-    lines = readable.rows(frame)
+    lines = readable.rows(largest.table(probes, left_out))
     base = next((line.images_per_second for line in lines if line.backend == "nonprivate"), None)
     rows: dict[str, Row] = {}
     for line in lines:
         values: dict[str, Any] = {n if n.startswith("max") else f"max_batch_{n}": getattr(line, n) for n in _LARGEST}
         rows[line.backend] = {name: None if missing(value) else value for name, value in values.items()}
-        if not missing(base) and not missing(line.images_per_second):
-            rows[line.backend]["throughput_ratio"] = base / line.images_per_second
+        if all(r.kind != "overhead" for r in group) and not missing(base) and not missing(line.images_per_second):
+            rows[line.backend]["time_ratio"] = base / line.images_per_second
             steps = [r for r in probes if r.kind == "step" and r.trial["backend"] == line.backend]
             rows[line.backend] |= statistics.exactness(statistics.good_rounds(steps))
     return rows
@@ -147,10 +139,6 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
     timed = readable.paired(frame, {"Pixels": of("image_size"), **readable.BATCH})
     more: readable.Columns = {
-        "Throughput ratio": of("throughput_ratio", style.times),
-        "Simulated at B": of("simulated_batch_size"),
-        "Simulated peak": of("simulated_bytes", style.size, "simulated_note"),
-        "Simulated memory ratio": of("simulated_memory_ratio", style.times),
         "Maximum batch": most,
         "Published maximum batch": of("published_max_batch_size", "{:,g}".format),
         "Published in": of("published_in"),
@@ -159,17 +147,19 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    apart = frame[frame.backend.isin(list(style.PUBLISHED_ALONE))]
-    frame = frame.drop(apart.index)
     sources = sorted(set(frame.published_in.dropna()))
     said = [f"After {' and '.join(sources)}: published values (diamonds) are of that paper's GPU."]
-    if frame.time_ratio.notna().any():
-        sizes = sorted(set(frame.batch_size.dropna()))
+    sizes = sorted(set(frame.batch_size.dropna()))
+    if sizes:
         at = f"batch size{'s' if len(sizes) > 1 else ''} {span(sizes)}"
         said.append(f"Time: measured here at {at}, all backends in one process; {overhead.pairs(frame)}.")
-    if frame.simulated_memory_ratio.notna().any():
-        at = captions.join(sorted(set(frame.simulated_batch_size.dropna())))
-        said.append(f"Peak memory: simulated under fake tensors at B={at}, not measured.")
+    if (frame.batch_size.isna() & frame.time_ratio.notna()).any():
+        said.append("Where no batch size is named, time is that of a sample at the largest batch.")
+    if (frame.memory == "simulated").any():
+        batches = sorted(
+            {statistics.batch(r) for r in records if r.kind == "peak" and r.trial["memory_budget"] is None}
+        )
+        said.append(f"Peak memory: simulated under fake tensors at B={captions.join(batches)}, not measured.")
     kinds = set(frame.max_batch_memory.dropna())
     if kinds:
         budget = style.size(frame.max_batch_budget_bytes.dropna().iloc[0])
@@ -179,11 +169,6 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
         said.append(
             f"Sequences of {captions.join(tokens)} tokens; the figure does not print the length of its own, so "
             "compare the backends with each other there."
-        )
-    if len(apart):
-        said.append(
-            f"Published alone, on other machines: FlashNorm at B=1 on an unnamed GPU ({published.FLASH_NORM}), "
-            f"and FlashDP on four A100 ({published.FLASH_DP}). {style.NOT_EXACT}."
         )
     if any("crossvit" in model for model in frame.model):
         said.append("CrossViT reads 240×240 pixels here.")
@@ -216,28 +201,11 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         )
         for c in cells
     ]
-    panels: list[Panel] = []
-
-    def ratios(title: str, drawn: Sequence[Bar]) -> None:
-        panels.append(Panel(title, "times non-private", drawn, 1.0))
-
-    def beside(row: Any, column: str, of: str, **more: Any) -> Bar:
-        """The bar of a column with the published value of another one."""
-        ratio = bars.bar(row, column, style.times, **more)
-        return replace(ratio, published=bars.bar(row, of, style.times).published)
-
-    if frame.batch_size.notna().any():
-        ratios("Time per step, measured", [_time_bar(c) for c in cells])
-    elif frame.throughput_ratio.notna().any():
-        found = [beside(c, "throughput_ratio", "time_ratio", note="max_batch_note") for c in cells]
-        ratios("Time per sample at the largest batch", found)
-    if frame.simulated_batch_size.notna().any():
-        at = captions.join(sorted(set(frame.simulated_batch_size.dropna())))
-        of: dict[str, Any] = {"note": "simulated_note", "simulated": True}
-        found = [beside(c, "simulated_memory_ratio", "memory_ratio", **of) for c in cells]
-        ratios(f"Peak memory at B={at}, simulated", found)
-    elif frame.memory_ratio.notna().any() and not searched:
-        ratios("Peak memory, measured", [bars.bar(c, "memory_ratio", style.times) for c in cells])
+    panels = [Panel("Time, measured", "times non-private", [_time_bar(c) for c in cells], 1.0)]
+    if frame.memory_ratio.notna().any() and not searched:
+        found = [bars.bar(c, "memory_ratio", style.times, simulated=c.memory == "simulated") for c in cells]
+        taken = "simulated" if (frame.memory == "simulated").any() else "measured"
+        panels.append(Panel(f"Peak memory, {taken}", "times non-private", found, 1.0))
     if searched:
         budget = style.size(frame.max_batch_budget_bytes.dropna().iloc[0])
         kinds = captions.join(sorted(set(frame.max_batch_memory.dropna())))
