@@ -38,10 +38,10 @@ from dpbench.report import captions, plain, style
 from dpbench.report.data.statistics import count_failures, facets, kept
 from dpbench.report.figures import found
 from dpbench.report.output import files, page
-from dpbench.report.parts import Claim, FigureKind, Part
+from dpbench.report.parts import FigureKind, Part
 from dpbench.report.readable import unlike
 
-__all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "find_figures", "parts_of", "write_report"]
+__all__ = ["FIGURES", "FigureKind", "LeftOut", "Part", "find_figures", "parts_of", "write_report"]
 
 #: Name -> figure, in the order of a page.
 FIGURES = found()
@@ -138,7 +138,6 @@ def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mappi
         text=kind.texts(frame),
         caption=caption,
         finding=kind.finding(frame),
-        claims=tuple(kind.claims(own, frame)),
         causes=captions.causes(results) if kind.with_causes else (),
         figure=kind.plot(frame, caption) if kind.plot is not None else None,
     )

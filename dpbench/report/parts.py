@@ -1,4 +1,4 @@
-"""The parts of a report: for each figure, its table, its texts, and its verdicts on papers' claims.
+"""The parts of a report: for each figure, its table and its texts.
 
 Every format comes from a `Part`: the files (PNG, SVG, PDF, CSV, Markdown, LaTeX) and the page.
 """
@@ -12,33 +12,6 @@ from matplotlib.figure import Figure
 
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import captions, readable, style
-
-#: Verdict on a claim -> its sign.
-VERDICTS = {"held": "✓", "not held": "✗", "not comparable": "…", "not measured": "–"}
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A paper's claim, and the verdict of these records.
-
-    Args:
-        statement: in a sentence, close to the paper's words.
-        source: paper and place: 'arXiv:2205.10683, abstract'.
-        verdict: one of `VERDICTS`; 'not measured' without records to judge by, 'not comparable' if they are of another
-            size, or if a backend of the claim gave no number.
-        finding: the reason, in a sentence or two: numbers, n, simulated or measured, on which device.
-        files: of the records that it is judged by.
-    """
-
-    statement: str
-    source: str
-    verdict: str
-    finding: str
-    files: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if self.verdict not in VERDICTS:
-            raise ValueError(f"expected a verdict, one of {', '.join(VERDICTS)}, got {self.verdict!r}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +30,6 @@ class FigureKind:
         by: fields of the trial; there is a figure for each of their values.
         facets: as `by`, for fields of some kinds of trial: field -> these kinds.
         applies: whether such records make this figure at all.
-        claims: of papers, judged by these records and numbers.
         setting: whether the numbers depend on torch, threads and inputs.
         with_causes: whether to count failed trials and list their reasons; not if the table or another figure does.
         doc: the heading on the page, one line; of ours, that of `dpbench.report.figures.CONTENTS`.
@@ -73,7 +45,6 @@ class FigureKind:
     by: tuple[str, ...] = ("experiment",)
     facets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     applies: Callable[[Sequence[Record]], bool] = lambda records: True
-    claims: Callable[[Sequence[Record], pd.DataFrame], Sequence[Claim]] = lambda records, frame: ()
     setting: bool = False
     with_causes: bool = True
     doc: str = ""
@@ -106,7 +77,6 @@ class Part:
         text: the numbers for people (Markdown, LaTeX, the page).
         caption: paragraphs, one a line.
         finding: a sentence, or ''.
-        claims: of papers.
         causes: lines of Markdown, why trials failed.
         figure: the picture; None for a table alone.
         files: suffix -> path below the report's folder.
@@ -122,7 +92,6 @@ class Part:
     text: pd.DataFrame
     caption: str
     finding: str = ""
-    claims: Sequence[Claim] = ()
     causes: Sequence[str] = ()
     figure: Figure | None = None
     files: Mapping[str, str] = field(default_factory=dict)

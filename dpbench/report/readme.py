@@ -25,7 +25,7 @@ from dpbench.records.store import slug
 from dpbench.report import FIGURES, find_figures, parts_of, readable
 from dpbench.report.output.files import write_text
 from dpbench.report.parts import Part
-from dpbench.report.summary import days, join
+from dpbench.report.summary import where
 
 RESULTS = "results"
 PAGES = ("README.md", f"{RESULTS}/README.md")
@@ -181,10 +181,4 @@ def _machines(parts: Sequence[Part], device: str | None, excerpt: Excerpt | None
 
 
 def _where(parts: Sequence[Part]) -> str:
-    """A line with the machine and the version of the records."""
-    records = sorted((r for part in parts for r in part.records), key=lambda r: r.utc)
-    torch = sorted({str(r.environment["torch"]) for r in records if r.environment.get("torch")})
-    versions = [(str(e.get("git_sha") or "unknown")[:7], e.get("git_dirty")) for e in (r.environment for r in records)]
-    commits = dict.fromkeys(f"{sha} with changes" if dirty else sha for sha, dirty in versions)
-    said = [records[0].device, *([f"torch {join(torch)}"] if torch else []), days(records)]
-    return f"*{'; '.join(said)}; {'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}.*"
+    return f"*{where(record for part in parts for record in part.records)}.*"

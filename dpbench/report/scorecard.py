@@ -17,12 +17,11 @@ from clipping import BACKENDS
 from dpbench.conformance.sensitivity.scorecard import in_units
 from dpbench.records.reader import LeftOut, Record, by_device, entries, newest, read
 from dpbench.report import captions, output, style
-from dpbench.report.data.claims import NOT_MEASURED
+from dpbench.report.data.claims import NOT_MEASURED, VERDICTS
 from dpbench.report.data.statistics import kept
 from dpbench.report.figures import claims, coverage, overhead, sensitivity
 from dpbench.report.output import page
 from dpbench.report.output.files import write_text
-from dpbench.report.parts import VERDICTS
 from dpbench.report.readable import rows
 from dpbench.report.style import missing, times
 from dpbench.report.summary import several
@@ -86,11 +85,12 @@ def judged(records: Sequence[Record]) -> list[tuple[Any, list[tuple[str, Any, li
         used = kept([r for r in own if r.kind in claims.FIGURE.kinds], claims.cell, LeftOut())
         if not used:
             continue
-        frame = claims.table(used, LeftOut(), every=True)
-        for row, claim in zip(rows(frame), claims.claims(used, frame), strict=True):
+        for row in rows(claims.table(used, LeftOut(), every=True)):
             stated.setdefault(row.claim, row)
             if row.verdict != NOT_MEASURED:
-                found.setdefault(row.claim, []).append((device, row, [Path(file) for file in claim.files]))
+                names = row.records.split()
+                files = _files(record for record in used if f"{record.run}.jsonl" in names)
+                found.setdefault(row.claim, []).append((device, row, files))
     return [(row, found.get(name, [])) for name, row in stated.items()]
 
 

@@ -5,10 +5,9 @@ from report_records import CUDA, RunFile
 
 from dpbench.records.reader import newest, newest_version, read
 from dpbench.report import FIGURES, LeftOut, write_report
-from dpbench.report.data.claims import HELD, NOT_COMPARABLE, NOT_HELD, NOT_MEASURED
+from dpbench.report.data.claims import HELD, NOT_COMPARABLE, NOT_HELD, NOT_MEASURED, VERDICTS
 from dpbench.report.figures import claims
 from dpbench.report.figures.claims import CLAIMS
-from dpbench.report.parts import VERDICTS
 from dpbench.trials.whole_step import TrainingStepTrial
 
 GPT2 = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
@@ -197,8 +196,8 @@ def test_devices_are_judged_each_by_itself_and_written_with_their_words(tmp_path
     said = {path.parent.name: path.read_text() for path in (tmp_path / "out").rglob("claims.md")}
     assert len(said) == 2
     on_cpu, on_cuda = (next(text for name, text in said.items() if name.startswith(d)) for d in ("cpu", "cuda"))
-    assert f"{VERDICTS[HELD]} held: The slow-down" in on_cpu and "Device: cpu Test CPU" in on_cpu
-    assert f"{VERDICTS[NOT_HELD]} not held: The slow-down" in on_cuda and "Device: cpu" not in on_cuda
+    assert "✓ held" in on_cpu and "Device: cpu Test CPU" in on_cpu and "a.jsonl" in on_cpu
+    assert "✗ not held" in on_cuda and "Device: cpu" not in on_cuda and "b.jsonl" in on_cuda
     page = (tmp_path / "out" / "report.html").read_text()
     assert "The slow-down of mixed ghost clipping is below 2 on all models." in page
 

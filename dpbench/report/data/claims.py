@@ -18,6 +18,8 @@ from dpbench.report.style import missing, times
 
 HELD, NOT_HELD = "held", "not held"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
+#: Verdict on a claim -> its sign. "Not comparable": the records are of another size, or a backend gave no number.
+VERDICTS = {HELD: "✓", NOT_HELD: "✗", NOT_COMPARABLE: "…", NOT_MEASURED: "–"}
 #: A smaller ratio is no difference: of two times (`dpbench.records.statistics`) or of two largest batches.
 SLACK = 1.02
 _TABLE_4 = ("cnn", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16")

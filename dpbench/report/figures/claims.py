@@ -14,11 +14,11 @@ import pandas as pd
 
 from dpbench.records.reader import PAIRED, LeftOut, Record, grouped
 from dpbench.report.data import claims as judges
-from dpbench.report.data.claims import HELD, NOT_COMPARABLE, NOT_HELD, NOT_MEASURED, Judgement, Numbers
+from dpbench.report.data.claims import NOT_MEASURED, VERDICTS, Judgement, Numbers
 from dpbench.report.data.statistics import frame_of
 from dpbench.report.figures import beside_papers as beside
 from dpbench.report.figures import max_batch_throughput, overhead
-from dpbench.report.parts import Claim, FigureKind
+from dpbench.report.parts import FigureKind
 from dpbench.report.readable import of, rows
 from dpbench.report.summary import several
 
@@ -263,18 +263,9 @@ def table(records: Sequence[Record], left_out: LeftOut, every: bool = False) -> 
 
 
 def _finding(frame: pd.DataFrame) -> str:
-    counts = [f"{int((frame.verdict == v).sum())} {v}" for v in (HELD, NOT_HELD, NOT_COMPARABLE, NOT_MEASURED)]
+    counts = [f"{int((frame.verdict == v).sum())} {v}" for v in VERDICTS]
     said = [words for words in counts if not words.startswith("0 ")]
     return f"Of {several(len(frame), 'published claim')}: {', '.join(said)}."
-
-
-def claims(records: Sequence[Record], frame: pd.DataFrame) -> list[Claim]:
-    """The claims, for the page."""
-    paths = {f"{r.run}.jsonl": str(r.path) for r in records if r.path is not None}
-    return [
-        Claim(row.claim, row.source, row.verdict, row.finding, [paths[n] for n in row.records.split() if n in paths])
-        for row in rows(frame)
-    ]
 
 
 def _caption(records: Sequence[Record], frame: pd.DataFrame) -> str:
@@ -291,10 +282,16 @@ FIGURE = FigureKind(
     cell=cell,
     by=(),
     table=table,
-    text={"Claim": of("claim"), "Source": of("source"), "Held if": of("held_if"), "Verdict": of("verdict")},
+    text={
+        "Claim": of("claim"),
+        "Verdict": of("verdict", lambda verdict: f"{VERDICTS[verdict]} {verdict}"),
+        "Finding": of("finding"),
+        "Source": of("source"),
+        "Held if": of("held_if"),
+        "Records": of("records"),
+    },
     caption=_caption,
     applies=lambda records: bool(records) and bool((table(records, LeftOut()).verdict != NOT_MEASURED).any()),
     finding=_finding,
-    claims=claims,
     with_causes=False,
 )

@@ -12,7 +12,7 @@ from dpbench.records.store import slug
 from dpbench.report import readable
 from dpbench.report.drawing.pictures import save_all
 from dpbench.report.output import latex
-from dpbench.report.parts import VERDICTS, Part
+from dpbench.report.parts import Part
 
 PICTURES = ("png", "svg", "pdf")
 #: A spreadsheet reads text with these first characters as a formula.
@@ -29,8 +29,7 @@ def write(parts: Iterable[Part], output: Path) -> list[Part]:
 
 def _with_tables(part: Part, output: Path) -> Part:
     stem = f"{slug(part.device)}/{part.name}"
-    claims = [f"\n{VERDICTS[c.verdict]} {c.verdict}: {c.statement} ({c.source}) {c.finding}" for c in part.claims]
-    said = [part.caption.replace("\n", "\n\n"), *claims, *part.causes]
+    said = [part.caption.replace("\n", "\n\n"), *part.causes]
     lines = [readable.markdown(part.text), *map(readable.no_html, said)]
     tables = {
         "csv": _as_data(part.frame).to_csv(index=False, lineterminator="\n"),

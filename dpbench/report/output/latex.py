@@ -42,7 +42,8 @@ def table(frame: pd.DataFrame, caption: str, label: str) -> str:
     rows = [[_cell(str(cell)) for cell in row] for row in frame.itertuples(index=False)]
     header = " & ".join(escape(str(name)) for name in frame.columns) + r" \\"
     body = [" & ".join(row) + r" \\" for row in rows]
-    columns = "l" * len(frame.columns)
+    sentences = frame.astype(str).map(len).max() > 60
+    columns = "".join("p{6cm}" if is_long else "l" for is_long in sentences)
     first, *rest = caption.splitlines() or [""]
     titles = [rf"\caption{{{escape(first)}}}", rf"\label{{tab:{re.sub(r'[^A-Za-z0-9:.-]+', '-', label)}}}"]
     notes = [f"% {line}" for line in rest]

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from dpbench.report.data import failures
 from dpbench.report.data.statistics import did_not_fit
 from dpbench.report.output.files import write_text
 from dpbench.report.output.page import svg
-from dpbench.report.parts import VERDICTS, Part
-from dpbench.report.summary import days, join, several, summary
+from dpbench.report.parts import Part
+from dpbench.report.summary import days, join, several, where
 
 #: The most rows of a table on the page; the CSV has all.
 ROWS = 1500
@@ -60,7 +60,7 @@ def beside(folder: Path, source: Path) -> str:
 def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     """Write the page, which describes the records of its figures, without superseded ones.
 
-    Its summary and open sections are of the latest device with a finding; other devices follow in closed sections.
+    Its summary and its open sections are of the latest device with a finding; other devices follow in closed sections.
 
     Args:
         path: of the page; it links to the files of `parts`, which are below its folder.
@@ -82,7 +82,7 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     unfit = sum(map(did_not_fit, results))
     sections: dict[str, list[dict[str, Any]]] = {device: [] for device in devices}
     for number, part in enumerate(parts, start=1):
-        sections[part.device].append(_section(part, number, path.parent))
+        sections[part.device].append(_section(part, number))
     shown = sections.pop(first)
     others = [
         {
@@ -93,7 +93,8 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
         }
         for index, (device, theirs) in enumerate(sections.items(), start=1)
     ]
-    said = summary(devices[first], entries(devices[first]), [part for part in parts if part.device == first])
+    said = [f"{several(len(devices[first]), 'trial')} on {where(devices[first])}."]
+    said += [part.finding for part in parts if part.device == first and part.finding][:1]
     if others:
         each = (f"{other['device']} ({other['said']})" for other in others)
         said.append(f"Below, closed, stand the records of {join(each)}.")
@@ -108,7 +109,6 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
         summary=said,
         sections=shown,
         others=others,
-        verdicts=VERDICTS,
         failures=failed,
         failures_said=f"{several(sum(cause['count'] for cause in failed), 'result')} without a number, "
         f"for {several(len(failed), 'cause')}; causes that differ in numbers only are one.",
@@ -124,7 +124,7 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     return path
 
 
-def _section(part: Part, number: int, folder: Path) -> dict[str, Any]:
+def _section(part: Part, number: int) -> dict[str, Any]:
     first = part.title[0]
     heading = (first.upper() if first.isascii() else first) + part.title[1:]  # no capital for ε
     prefix = f"f{number}"
@@ -139,9 +139,6 @@ def _section(part: Part, number: int, folder: Path) -> dict[str, Any]:
         "svg": svg.inline(part.figure, prefix, heading, part.caption) if part.figure is not None else "",
         "caption": caption,
         "warnings": several(warnings, "warning") if warnings else "",
-        "claims": [
-            replace(claim, files=[os.path.relpath(file, folder) for file in claim.files]) for claim in part.claims
-        ],
         "table": table(part.text),
         "files": list(part.files.items()),
     }
