@@ -52,7 +52,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one axis. `marks` are published points; `note` is at the right, at the "top" or the "bottom".
+    """Curves over one axis. `marks` are published points.
 
     `above` and `below` limit the y axis; None: by the curves themselves.
     """
@@ -67,7 +67,6 @@ class Panel:
     above: float | None = None
     below: float | None = None
     reference: float | None = None
-    note: tuple[str, str] | None = None
 
 
 def panels(drawn: Sequence[Panel], caption: str, *, height: float, across: int = 2, published: str = "") -> Figure:
@@ -120,10 +119,6 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.plot([mark.x], [mark.y], **PUBLISHED | {"markersize": 6.0})
         ha = "left" if mark.offset[0] > 0 else "right"
         axes.annotate(mark.label, (mark.x, mark.y), mark.offset, textcoords="offset points", ha=ha, fontsize=7.8)
-    if panel.note:
-        text, end = panel.note
-        looks: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": end, "linespacing": 1.3}
-        axes.text(0.98, 0.96 if end == "top" else 0.04, text, fontsize=8.2, **looks)
 
 
 def _coincide(one: Curve, other: Curve) -> bool:

@@ -26,8 +26,6 @@ LOWER, BASE = "prv:lower", "moments"
 ADJACENCIES = {"add_remove": "add or remove one", "zero_out": "make one zero", "replace_one": "replace one"}
 #: The right panel of ε against epochs shows accountants with a last ε within this factor of the smallest bound.
 _TIGHT = 3.0
-#: ε of Abadi et al. 2016 after 100 epochs.
-_ABADI = 1.26
 _AXES = {"noise_multiplier": "noise multiplier σ", "sample_rate": "sample rate q", "delta": "δ"}
 
 
@@ -104,10 +102,7 @@ def prices(frame: pd.DataFrame, caption: str) -> Figure:
         part = frame[(frame.unknown == unknown) & frame.ratio.notna()]
         curves = _curves(part.sort_values("target_epsilon"), "target_epsilon", "ratio")
         close = [c for c in curves if 0.4 <= c.y[-1] <= 4.0]
-        note = _bought(part, unknown)
-        drawn.append(
-            Panel(title, "target ε", label, close, note=note, x_log=True, y_log=False, reference=1.0, **_cut(close))
-        )
+        drawn.append(Panel(title, "target ε", label, close, x_log=True, y_log=False, reference=1.0, **_cut(close)))
     return panels(drawn, caption, height=3.0)
 
 
@@ -125,22 +120,6 @@ def tuned(frame: pd.DataFrame, caption: str) -> Figure:
         limits: dict[str, Any] = {"reference": reference, "below": None if reference is None else 0.8 * reference}
         shown.append(Panel(title, "runs on average", "" if shown else "ε", curves, x_log=True, **limits))
     return panels(shown, caption, across=max(1, len(shown)), height=3.0)
-
-
-def _bought(part: pd.DataFrame, unknown: str) -> tuple[str, str] | None:
-    """The numbers at the target nearest to that of Abadi et al. 2016, by the best valid bound; and their place."""
-    valid = part[part.kind == "upper_bound"]
-    if not len(valid):
-        return None
-    target = min(valid.target_epsilon, key=lambda e: abs(e - _ABADI))
-    at = valid[valid.target_epsilon == target]
-    base = at[at.accountant == BASE]
-    if not len(base):
-        return None
-    old, found = float(base.value.iloc[0]), at.value.astype(float)
-    if unknown == "steps":
-        return f"at ε = {target:g}: {found.max():,.0f} steps\nagainst {old:,.0f}", "top"
-    return f"at ε = {target:g}: σ = {found.min():.2f}\nagainst {old:.2f}", "bottom"
 
 
 def _cut(curves: Sequence[Curve]) -> dict[str, Any]:
@@ -163,7 +142,7 @@ def schemes(frame: pd.DataFrame, caption: str) -> Figure:
     at = frame[(frame.noise_multiplier == sigma) & frame.epsilon.notna()]
     rows = list(dict.fromkeys(zip(at.scheme, at.adjacency, strict=True)))
     rows.sort(key=lambda row: list(ADJACENCIES).index(row[1]))
-    depth, top, names, numbers, gap, legend = 0.235 * len(rows) + 0.5, 0.36, 1.65, 0.5, 0.6, 0.5
+    depth, top, names, numbers, gap, legend = 0.235 * len(rows) + 0.5, 0.36, 1.65, 0.5, 0.6, 1.2
     figure, height = sheet(top + depth + AXIS + legend, caption)
     wide = 3.75
     left = place(figure, names, top, wide, depth)
@@ -182,7 +161,7 @@ def schemes(frame: pd.DataFrame, caption: str) -> Figure:
     y = 1 - (top + depth + AXIS - 0.1) / height
     looks: dict[str, Any] = {"loc": "upper left", "borderpad": 0, "borderaxespad": 0}
     figure.legend(handles=bars, bbox_to_anchor=(0.12 / WIDTH, y), ncols=2, **looks)
-    figure.legend(handles=lines, bbox_to_anchor=((right_at - 0.75) / WIDTH, y), ncols=2, handlelength=2.6, **looks)
+    figure.legend(handles=lines, bbox_to_anchor=(right_at / WIDTH, y), handlelength=2.6, **looks)
     return figure
 
 
