@@ -43,19 +43,8 @@ OTHER_FRAMEWORKS = {JAX_PRIVACY: Look("jax_privacy §", "#007788", "v")}
 OTHER_MECHANISMS = _looks(clipping.FAMILIES)
 #: The meaning of the sign, for captions.
 OTHER_MECHANISM = "‡ another mechanism: the mean of so many samples is clipped (TF Privacy); exact by its definition"
-# How much lighter (above 0) or darker a variant is than its base.
-_SHADES = {
-    "paper": 0.35,
-    "time": -0.35,
-    "memory": 0.6,
-    "without_kernels": 0.12,
-    "without_onednn": 0.24,
-    "without_chunks": 0.47,
-    "without_overwriting": 0.7,
-    "without_meeting": -0.12,
-    "without_batching": -0.55,
-}
-_OTHER_SHADES = (0.2, -0.2, 0.45, -0.5)
+# How much lighter (above 0) or darker each of `clipping.VARIANTS` is; others take the shade of one of them.
+_SHADES = (0.35, -0.35, 0.6, 0.12, 0.47, 0.7, -0.55)
 #: Each accountant before its variants, in the order of every figure.
 _EVERY = _looks({**accounting.ACCOUNTANTS, **accounting.VARIANTS, **accounting.OF_SCHEMES})
 ACCOUNTANTS = {
@@ -164,7 +153,8 @@ def backend(name: str) -> Look:
     if not look or not variant:
         return Look(name, *_UNKNOWN)
     named = f" of {variant} ‡" if base in OTHER_MECHANISMS else f", {variant.replace('_', ' ')}"
-    shade = _SHADES.get(variant, _OTHER_SHADES[sum(variant.encode()) % len(_OTHER_SHADES)])
+    known = list(clipping.VARIANTS)
+    shade = _SHADES[(known.index(name) if name in known else sum(variant.encode())) % len(_SHADES)]
     return Look(look.name + named, _shade(look.color, shade), look.marker)
 
 
