@@ -119,11 +119,6 @@ CASES = {
         (lambda r: vgg19(r, 4.4), "3 times as fast", NOT_HELD, "2.93×"),
         (oom, "3 times as fast", NOT_COMPARABLE, "Opacus hooks gave no time on VGG19"),
         (wrong, "below 2", NOT_COMPARABLE, "gave no number: ResNet18, B=8: mismatch: wrong gradient."),
-        (lambda r: peaks(r, 101), "different things", NOT_MEASURED, "measures it"),
-        (
-            lambda r: searched(peaks(r, 101), ("resnet18", "nonprivate", 1000), ("resnet18", "mixed_ghost", 500)),
-            *("different things", HELD, "+1.0% of peak memory at B=8 (measured), and 0.50× of"),
-        ),
     ],
     "stress_test": [
         (lambda r: on_vgg19(r, 180, 10), "18 times", HELD, "180 images against 10 of Opacus hooks: 18.0×, simulated"),

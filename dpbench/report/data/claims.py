@@ -208,26 +208,6 @@ def high_resolution(numbers: Numbers) -> Judgement | None:
     return Judgement(_verdict(theirs < line.time_ratio) if line.image_size >= 512 else NOT_COMPARABLE, said)
 
 
-def peak_and_batch(numbers: Numbers) -> Judgement | None:
-    """Judge memory and largest batch of mixed ghost clipping against ordinary training, on ResNet18."""
-    lines = numbers.column("mixed_ghost", "memory_ratio", lambda row: row.model == "resnet18" and row.image_size == 32)
-    sizes = numbers.batches("resnet18", "mixed_ghost", "nonprivate")
-    if not lines or not sizes or any(missing(row.max_batch_size) for row in sizes):
-        return None
-    line, ratio = lines[0], sizes[0].max_batch_size / sizes[1].max_batch_size
-    over = line.memory_ratio - 1
-    told: Any = published.ratio("active_memory", "resnet18", "mixed_ghost")
-    batches: list[Any] = [
-        published.value("Figure 3", "max_batch_size_16GB", "resnet18", n) for n in ("mixed_ghost", "nonprivate")
-    ]
-    said = (
-        f"ResNet18 with mixed ghost: {over:+.1%} of peak memory at B={line.batch_size} (measured), and {times(ratio)} "
-        f"of ordinary training's largest batch in {style.size(sizes[0].budget_bytes)} ({sizes[0].memory}); published "
-        f"{told - 1:+.1%} and {times(batches[0] / batches[1])}."
-    )
-    return Judgement(_verdict(over <= 0.05 and ratio <= 0.8), said)
-
-
 def largest_of_all(numbers: Numbers) -> Judgement | None:
     """Judge whether mixed ghost clipping fits the largest batch of all exact backends, on ResNets."""
     lines = [row for row in numbers.largest if row.model.startswith("resnet")]

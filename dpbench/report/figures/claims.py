@@ -200,13 +200,6 @@ CLAIMS = (
         _STEPS,
         judges.halved,
     ),
-    Stated(
-        "A peak memory and a largest batch say different things (ResNet18).",
-        f"{_MIXED}, Table 4 and Figure 3",
-        "mixed ghost needs at most 5 % more at a batch size, and yet has at most 0.8 of the largest batch",
-        ("stress_test", "overhead"),
-        judges.peak_and_batch,
-    ),
 )
 
 
