@@ -153,8 +153,8 @@ def backend(name: str) -> Look:
     if not look or not variant:
         return Look(name, *_UNKNOWN)
     named = f" of {variant} ‡" if base in OTHER_MECHANISMS else f", {variant.replace('_', ' ')}"
-    known = list(clipping.VARIANTS)
-    shade = _SHADES[(known.index(name) if name in known else sum(variant.encode())) % len(_SHADES)]
+    variants = list(clipping.VARIANTS)
+    shade = _SHADES[(variants.index(name) if name in variants else sum(variant.encode())) % len(_SHADES)]
     return Look(look.name + named, _shade(look.color, shade), look.marker)
 
 
