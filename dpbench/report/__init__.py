@@ -34,7 +34,8 @@ from matplotlib.style import context
 from dpbench.errors import one_of
 from dpbench.records.reader import PAIRED, LeftOut, Record, by_device, entries, read
 from dpbench.records.store import slug
-from dpbench.report import captions, plain, style
+from dpbench.report import plain, style
+from dpbench.report.data.failures import grouped_failures
 from dpbench.report.data.statistics import count_failures, facets, kept
 from dpbench.report.figures import found
 from dpbench.report.output import files, page
@@ -138,6 +139,6 @@ def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mappi
         text=kind.texts(frame),
         caption=caption,
         finding=kind.finding(frame),
-        causes=captions.causes(results) if kind.with_causes else (),
+        failures=grouped_failures(results) if kind.with_causes else (),
         figure=kind.plot(frame, caption) if kind.plot is not None else None,
     )

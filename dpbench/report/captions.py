@@ -11,8 +11,6 @@ import pandas as pd
 from dpbench.records.conditions import warnings
 from dpbench.records.reader import PAIRED, LeftOut, Record, grouped
 from dpbench.report import style
-from dpbench.report.data import failures
-from dpbench.report.data.statistics import failed
 from dpbench.trials.packages import modules_of_backends
 
 
@@ -90,15 +88,6 @@ def libraries(record: Record) -> tuple[str, str, bool]:
 
 
 _modules = functools.cache(modules_of_backends)
-
-
-def causes(records: Iterable[Record]) -> list[str]:
-    """Lines of Markdown: why trials failed; the same cause in several rounds once."""
-    lines = []
-    for record in filter(failed, records):
-        word, cause = style.outcome(record.outcome), failures.cause(record).replace("`", "'")
-        lines.append(f"- {failures.place(record)}: {word}. `{cause}`")
-    return ["", *dict.fromkeys(lines)] if lines else []
 
 
 def backends_of(record: Record) -> Sequence[str]:

@@ -77,7 +77,7 @@ class Part:
         text: the numbers for people (Markdown, LaTeX, the page).
         caption: paragraphs, one a line.
         finding: a sentence, or ''.
-        causes: lines of Markdown, why trials failed.
+        failures: why trials failed (`dpbench.report.data.failures`).
         figure: the picture; None for a table alone.
         files: suffix -> path below the report's folder.
         kind: the name of the figure, which several parts of a report may have.
@@ -92,7 +92,7 @@ class Part:
     text: pd.DataFrame
     caption: str
     finding: str = ""
-    causes: Sequence[str] = ()
+    failures: Sequence[Mapping[str, Any]] = ()
     figure: Figure | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     kind: str = ""

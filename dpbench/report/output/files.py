@@ -29,7 +29,8 @@ def write(parts: Iterable[Part], output: Path) -> list[Part]:
 
 def _with_tables(part: Part, output: Path) -> Part:
     stem = f"{slug(part.device)}/{part.name}"
-    said = [part.caption.replace("\n", "\n\n"), *part.causes]
+    causes = ["- {where}: {word}. `{}`".format(f["cause"].replace("`", "'"), **f) for f in part.failures]
+    said = [part.caption.replace("\n", "\n\n"), *([""] if causes else []), *causes]
     lines = [readable.markdown(part.text), *map(readable.no_html, said)]
     tables = {
         "csv": _as_data(part.frame).to_csv(index=False, lineterminator="\n"),
