@@ -12,7 +12,6 @@ from report_records import CPU, RunFile, save_no_pictures
 
 from dpbench.cli import command_line, main
 from dpbench.report import readable
-from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.output import files
 from dpbench.report.parts import Part
 from dpbench.trials import EpsilonTrial
@@ -182,7 +181,7 @@ MATHS = "$x^2_{$ \\frac{"
 
 def test_no_text_of_a_record_is_taken_for_mathematics(tmp_path, dpbench, monkeypatch):
     """Wherever a figure or a table has it: a model, a backend, a device, a kind without a figure, a reason."""
-    monkeypatch.setattr(Pictures, "save", lambda *given: None)  # the page draws each figure
+    monkeypatch.setattr(files, "save_all", lambda drawn: None)  # the page draws each figure
     for number, environment in enumerate((CPU, CPU | {"device_name": MATHS})):
         file = RunFile(tmp_path / "some" / f"{number}.jsonl", environment=environment)
         file.step(MATHS, "ghost", [1.0]).step(MATHS, MATHS, [2.0]).step("cnn", "ghost", [1.0])
@@ -216,10 +215,8 @@ FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1"]
 def test_no_text_of_a_record_is_a_formula_in_a_spreadsheet(tmp_path):
     plain = ["cnn", "-1.5", "+3", "-inf", "1 - 2", "a\nb", "'"]
     frame = pd.DataFrame({"=name": FORMULAS + plain, "number": [-1.0] * 13, "mixed": [None, -2, "=3", *[1.5] * 10]})
-    part = Part("p", "t", "d", {}, [], frame, frame[["=name"]], "caption", None, (), (), None)
-    with Pictures() as pictures:
-        files.write(part, tmp_path, pictures)
-    with (tmp_path / "p.csv").open(newline="") as file:
+    files.write([Part("p", "t", "d", {}, [], frame, frame[["=name"]], "caption")], tmp_path)
+    with (tmp_path / "d" / "p.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["'=name"] for row in rows] == [f"'{text}" for text in FORMULAS] + plain
     assert {row["number"] for row in rows} == {"-1.0"}
