@@ -2,6 +2,7 @@
 
 import io
 import multiprocessing
+import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -58,8 +59,13 @@ def save_all(drawn: Sequence[tuple[Figure, Mapping[str, Path]]], workers: int | 
     if not drawn:
         return
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers or available_cpus(), fork, _drawn.extend, (drawn,)) as pool:
+    with ProcessPoolExecutor(workers or available_cpus(), fork, _begin, (drawn,)) as pool:
         list(pool.map(_save, range(len(drawn))))
+
+
+def _begin(drawn: Sequence[tuple[Figure, Mapping[str, Path]]]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the processes
+    _drawn.extend(drawn)
 
 
 def _save(index: int) -> None:
