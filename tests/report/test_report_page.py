@@ -198,7 +198,7 @@ def test_the_device_measured_last_comes_first_and_others_stand_closed_after_it(r
     text, page = parsed.text(), path.read_text(encoding="utf-8")
     assert "2 trials on cuda Test GPU; torch 2.15.0" in text
     assert "Ghost is the only private backend on 1 model: 4.00×" in text
-    assert "Below, closed, stand the records of cpu Test CPU, 2 CPUs (2 trials, on 1 January 2026)." in text
+    assert "cpu Test CPU, 2 CPUs, 2 trials, on 1 January 2026" in text
     assert parsed.count("svg") == 2 and page.count('<details id="device-1" class="other">') == 1
     closed = page.index('<details id="device-1"')
     assert page.index('id="f1-memory_speed_table"') < closed < page.index('id="f2-memory_speed_table"')
@@ -289,7 +289,7 @@ def test_a_device_without_a_finding_stands_closed(run):
     run.step("cnn", "nonprivate", [1.0]).step("cnn", "ghost", [2.0])
     RunFile(run.path.with_name("b.jsonl"), CUDA, start=5).step("cnn", "nonprivate", [0.5], device="cuda")
     _, parsed = write(run, "memory_speed_table")
-    assert "Below, closed, stand the records of cuda Test GPU (1 trial, on 1 January 2026)." in parsed.text()
+    assert "cuda Test GPU, 1 trial, on 1 January 2026" in parsed.text()
 
 
 def test_a_long_table_says_where_the_rest_is():

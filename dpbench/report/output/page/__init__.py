@@ -80,26 +80,15 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     results = entries(records)
     failed = failures.grouped_failures(results)
     unfit = sum(map(did_not_fit, results))
-    sections: dict[str, list[dict[str, Any]]] = {device: [] for device in devices}
+    sections: dict[str, list[dict[str, Any]]] = {device: [] for device in sorted(devices, key=lambda d: d != first)}
     for number, part in enumerate(parts, start=1):
         sections[part.device].append(_section(part, number))
-    shown = sections.pop(first)
-    others = [
-        {
-            "id": f"device-{index}",
-            "device": device,
-            "said": f"{several(len(devices[device]), 'trial')}, {days(devices[device])}",
-            "sections": theirs,
-        }
-        for index, (device, theirs) in enumerate(sections.items(), start=1)
+    machines = [
+        {"id": f"device-{number}", "sections": theirs, **_machine(device, devices[device])}
+        for number, (device, theirs) in enumerate(sections.items())
     ]
     said = [f"{several(len(devices[first]), 'trial')} on {where(devices[first])}."]
     said += [part.finding for part in parts if part.device == first and part.finding][:1]
-    if others:
-        each = (f"{other['device']} ({other['said']})" for other in others)
-        said.append(f"Below, closed, stand the records of {join(each)}.")
-    if len(shown) == 1 and shown[0]["finding"] in said:
-        shown[0]["finding"] = ""  # the summary right above has it
     folder = beside(path.parent, source)
     text = page.render(
         title=join(experiments) if len(experiments) <= 3 else f"{len(experiments)} experiments",
@@ -107,15 +96,13 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
         css=(files / "page.css").read_text(encoding="utf-8"),
         script=(files / "sort.js").read_text(encoding="utf-8"),
         summary=said,
-        sections=shown,
-        others=others,
         failures=failed,
         failures_said=f"{several(sum(cause['count'] for cause in failed), 'result')} without a number, "
         f"for {several(len(failed), 'cause')}; causes that differ in numbers only are one.",
         unfit=f"{several(unfit, 'probe')} of a search did not fit in the memory budget: a result, not a failure."
         if unfit
         else "",
-        machines=[_machine(device, theirs) for device, theirs in devices.items()],
+        machines=machines,
         again=again,
         source=folder if folder != "." else "",
         measure=[f"python -m dpbench run {shlex.quote(name)}" for name in docs],
@@ -182,12 +169,13 @@ def _machine(device: str, records: Sequence[Record]) -> dict[str, Any]:
         if value not in (None, "")
     }
     rows = [(name, value, "differs between runs" if name in differing else "") for name, value in facts.items()]
-    days = sorted({record.utc for record in records})
+    ended = sorted(record.utc for record in records)
     runs = several(len(environments), "run")
     shown = pd.DataFrame(rows, columns=["Fact", "Value", "Note"], dtype=object)
     return {
         "device": device,
-        "runs": f"{runs}, the first trial ended {days[0][:19]}Z and the last {days[-1][:19]}Z."
+        "said": f"{several(len(records), 'trial')}, {days(records)}",
+        "runs": f"{runs}, the first trial ended {ended[0][:19]}Z and the last {ended[-1][:19]}Z."
         + (f" They differ in {join(sorted(differing))}." if differing else ""),
         "facts": table(shown if differing else shown.drop(columns="Note")),
     }
