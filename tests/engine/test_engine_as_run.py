@@ -58,7 +58,7 @@ class Images(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(F.relu(self.norm(self.first(x)))).mean((2, 3)) @ self.turned
-        return x[:, :5] * torch.einsum("abc,nb->na", self.permuted, x[:, :3])
+        return x[:, :5] * torch.einsum("abc,nb->nac", self.permuted, x[:, :3]).sum(2)
 
 
 def channels_last() -> tuple[nn.Module, Tensor]:

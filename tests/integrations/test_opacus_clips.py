@@ -141,7 +141,7 @@ def test_pieces_that_are_dropped_are_in_no_count_and_those_that_are_saved_in_one
         assert made.engine.engine._sums.counted == 15
     released, engine = [], made.engine.engine
     release = engine._release
-    engine._release = lambda **how: (released.append(engine._size), release(**how))
+    engine._release = lambda *of, **how: (released.append(engine._size), release(*of, **how))
     with made.pieces(10) as pieces:
         for piece in pieces:
             made.train(loader=[piece])
