@@ -2,10 +2,10 @@
 
 ε falls in σ and rises in T and q. In t = −ln σ, ln T or ln q it is close to a power of e^t over decades, so t is
 interpolated in ln ε. The search starts from the Gaussian limit (μ = q√(T(e^{1/σ²} − 1)), Bu, Dong, Long and Su 2020),
-walks to the other side of the target, then uses inverse quadratic interpolation, with bisection if this is slow. The
-result was itself evaluated, and its ε is at most the target despite any rounding of the accountant. It is tight: ε is
-within `tolerance` of the target, or a relative change of the unknown by `tolerance` (by 1, for a number of steps)
-exceeds it. If the accountant has no answer for that change, the guarantee's detail says so (`not_known`).
+walks to the other side of the target, then takes secants, with bisection where they are slow. The result was itself
+evaluated, and its ε is at most the target despite any rounding of the accountant. It is tight: ε is within `tolerance`
+of the target, or a relative change of the unknown by `tolerance` (by 1, for a number of steps) exceeds it. If the
+accountant has no answer for that change, the guarantee's detail says so (`not_known`).
 """
 
 import math
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 
 from accounting.base import Accountant, Guarantee
-from accounting.gaussian import log_delta
+from accounting.gaussian import log_variance
 from accounting.mechanism import NoAnswer, SubsampledGaussian
 
 #: The unknowns: name -> (smallest value, largest value, words).
@@ -24,8 +24,6 @@ UNKNOWNS = {
     "sample_rate": (1e-15, 1.0, "sample rate"),
 }
 _EVALUATIONS = 80
-#: After so many steps the walk jumps to its end, and bisects from there.
-_WALK = 10
 
 
 @dataclass(frozen=True)
@@ -108,27 +106,20 @@ class Problem:
             return edge
         good: _Point | None = None  # f ≤ 0: the largest such t
         bad: _Point | None = None  # f > 0: the smallest such t
-        slack, t, step = tolerance / 3.0, self._start(), 1.0
-        seen: list[_Point] = []
+        t, step, widths = self._start(), 1e-3, [math.inf, math.inf]
         while self._evaluations < _EVALUATIONS:
             point = self._at(t)
-            seen.append(point)
             good, bad = (point, bad) if point.f <= 0 else (good, point)
-            if good and good.f >= -slack and _slope(seen) >= 1.0 / 3.0:
-                break  # then the unknown is within the tolerance, too
             if good and bad:
                 if self._close(good, bad, tolerance):
                     break
-                t = self._between(good, bad, seen, tolerance)
+                widths.append(bad.t - good.t)
+                t = self._between(good, bad, tolerance, slow=widths[-1] > 0.5 * widths[-3])
             else:
                 if (end := self._ends[0 if bad else 1]) == point.t:
                     break
-                wanted = abs(point.f + 0.5 * slack) / _slope(seen) * (1.05 if len(seen) == 1 else 1.5)
-                step = min(max(wanted, 0.5 * slack, 1e-9), 4.0 * step, 8.0)
-                step = step if len(seen) < _WALK else math.inf  # ε hardly changes here
+                step = max(2.0 * step, min(1.2 * abs(point.f), 8.0))
                 t = max(end, point.t - step) if bad else min(end, point.t + step)
-                if self._whole and self._x(t) == point.x:
-                    t = self._t(max(1.0, point.x - 1.0) if bad else point.x + 1.0)
         return self._finish(good, bad)
 
     def _edge(self) -> Calibration | None:
@@ -202,23 +193,15 @@ class Problem:
             return min(1.0, x)
         return float(max(1, round(x))) if self._whole and x < 2.0**53 else x
 
-    def _between(self, good: _Point, bad: _Point, seen: list[_Point], tolerance: float) -> float:
-        """A t where f is a little below 0; if `good` is already that close, the end of its tolerance."""
-        if tolerance and good.f >= -tolerance / 3.0:
-            t = good.t + 0.45 * tolerance
-            return self._inside(good, bad, t) if t < bad.t else 0.5 * (good.t + bad.t)
-        aim = -min(tolerance * min(1.0, _slope(seen)) / 6.0, 0.5 * abs(good.f))
-        near = sorted((p for p in seen if math.isfinite(p.f)), key=lambda p: abs(p.f - aim))
-        slow = len(near) > 3 and seen[-1] is not near[0] and seen[-2] is not near[0]
-        t = 0.5 * (good.t + bad.t)
-        if not slow:
-            for count in (3, 2):
-                guess = _interpolated(near[:count], aim) if len(near) >= count else math.nan
-                if good.t < guess < bad.t:
-                    t = guess
-                    break
-        width = bad.t - good.t
-        return self._inside(good, bad, min(max(t, good.t + 0.005 * width), bad.t - 0.005 * width))
+    def _between(self, good: _Point, bad: _Point, tolerance: float, slow: bool) -> float:
+        """A t by the secant, where f is a little below 0; if `good` is already that close, the end of its tolerance."""
+        t, width, aim = 0.5 * (good.t + bad.t), bad.t - good.t, -0.25 * tolerance
+        if not slow and aim <= good.f and tolerance:
+            t = min(t, good.t + 0.45 * tolerance)
+        elif not slow and math.isfinite(bad.f - good.f):
+            share = (aim - good.f) / (bad.f - good.f)
+            t = good.t + min(max(share, 0.005), 0.995) * width
+        return self._inside(good, bad, t)
 
     def _inside(self, good: _Point, bad: _Point, t: float) -> float:
         """t; for a whole unknown, that of a number strictly between the two."""
@@ -227,54 +210,22 @@ class Problem:
         return self._t(float(min(max(math.floor(self._x(t)), good.x + 1), bad.x - 1)))
 
     def _close(self, good: _Point, bad: _Point, tolerance: float) -> bool:
+        width = bad.t - good.t
         if self._whole and bad.x - good.x <= max(1.0, 0.5 * tolerance * good.x):
             return True
-        return bad.t - good.t <= max(1e-12, 0.0 if good.f < -tolerance else 0.5 * tolerance)
+        if 3.0 * good.f >= -tolerance and 3.0 * (bad.f - good.f) >= width > 0 and tolerance:
+            return True  # by the slope, the unknown is within the tolerance, too
+        return not self._whole and width <= max(1e-12, 0.5 * tolerance if good.f >= -tolerance else 0.0)
 
     def _start(self) -> float:
-        """t by the Gaussian limit."""
-        mu, q, sigma = self._mu(), self.mechanism.sample_rate, self.mechanism.noise_multiplier
-        spread = math.expm1(min(sigma**-2, 700.0)) if sigma > 1e-6 else math.exp(700.0)
+        """t by the Gaussian limit with the target ε at δ (its tail alone), or with the target risk."""
+        tail = -math.log(min(max(self.delta, 1e-300), 0.5))
+        mu = self.mu or 2.0 * self.target / (math.sqrt(2.0 * (tail + self.target)) + math.sqrt(2.0 * tail))
+        q, sigma = max(self.mechanism.sample_rate, 1e-150), self.mechanism.noise_multiplier
         steps = float(min(self.steps, 1e18)) or 1.0  # an integer may be larger than any float
-        guess = {
-            "noise_multiplier": lambda: 1.0 / math.sqrt(max(math.log1p((mu / max(q, 1e-150)) ** 2 / steps), 1e-18)),
-            "sample_rate": lambda: mu / math.sqrt(max(steps * spread, 1e-300)),
-        }.get(self.unknown, lambda: (mu / max(q, 1e-150)) ** 2 / max(spread, 1e-300))()
-        return min(max(self._t(max(guess, 1e-300)), self._ends[0]), self._ends[1])
-
-    def _mu(self) -> float:
-        """μ of the Gaussian mechanism with the target ε at δ, or the target risk."""
-        if self.mu is not None:
-            return self.mu
-        log_target = math.log(min(max(self.delta, 1e-300), 0.5))
-        low, high = -20.0, 20.0
-        for _ in range(30):
-            middle = 0.5 * (low + high)
-            mu = math.exp(middle)
-            u, h = self.target / mu, 0.5 * mu
-            if u > h + 60.0 or log_delta(u, h) <= log_target:
-                low = middle
-            else:
-                high = middle
-        return math.exp(low)
-
-
-def _slope(seen: list[_Point]) -> float:
-    """d ln ε / dt by the last two points, clamped for the search."""
-    if len(seen) < 2 or seen[-1].t == seen[-2].t or not (math.isfinite(seen[-1].f) and math.isfinite(seen[-2].f)):
-        return 1.0
-    return min(max((seen[-1].f - seen[-2].f) / (seen[-1].t - seen[-2].t), 0.05), 100.0)
-
-
-def _interpolated(points: list[_Point], aim: float) -> float:
-    """t at f = aim by the polynomial in f through the points; NaN if two have the same f."""
-    total = 0.0
-    for one in points:
-        term = one.t
-        for other in points:
-            if other is not one:
-                if other.f == one.f:
-                    return math.nan
-                term *= (aim - other.f) / (one.f - other.f)
-        total += term
-    return total
+        if self.unknown == "noise_multiplier":
+            t = 0.5 * math.log(max(math.log1p(mu / q * (mu / q) / steps), 1e-300))
+        else:
+            squared = 2.0 * math.log(max(mu, 1e-300)) - log_variance(max(sigma, 1e-6))
+            t = squared - 2.0 * math.log(q) if self._whole else 0.5 * (squared - math.log(steps))
+        return min(max(t, self._ends[0]), self._ends[1])
