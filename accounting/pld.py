@@ -30,27 +30,13 @@ from accounting.rdp import Rdp
 #: The relative error of ε that the grid may cause; the most losses, after composition.
 ACCURACY, _MOST = 2e-4, 500_000
 #: With fewer than `_FEWEST` losses the library enumerates combinations, and does not end.
-_FEWEST, LEAST_SIGMA, LEAST_RATE, MOST_STEPS = 1_200, 1e-2, 1e-12, 1e7
+_FEWEST, _LEAST_SIGMA, _LEAST_RATE, _MOST_STEPS = 1_200, 1e-2, 1e-12, 1e7
 _LOG_TAIL = -50.0
 
 
 def _rounding(steps: float) -> float:
     """The possible error of the library's δ."""
     return 2e-13 + 2e-15 * steps
-
-
-def _library() -> Any:
-    """dp-accounting's `privacy_loss_distribution`.
-
-    Raises:
-        NoAnswer: it is not installed, or fails when imported.
-    """
-    try:
-        from dp_accounting.pld import privacy_loss_distribution
-    except Exception as error:  # the package may raise anything
-        why = f"{type(error).__name__}: {error}"
-        raise NoAnswer(f"dp-accounting cannot be imported ({why}); pip install dp-accounting") from error
-    return privacy_loss_distribution
 
 
 class Pld(Accountant):
@@ -65,76 +51,66 @@ class Pld(Accountant):
         sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
         if indistinct(sigma, q, steps, delta):
             return 0.0, {"reason": "by the distance in total variation alone"}
-        answers, reasons = [], []
-        for answer in (self._by_library, _tilted):
+        answers: list[tuple[float, dict[str, Any]]] = []
+        for answer in (_by_library, _tilted):
             try:
                 answers.append(answer(mechanism, steps, delta))
             except NoAnswer as error:
-                reasons.append(str(error))
+                why = error
         if not answers:
-            raise NoAnswer(reasons[-1])
+            raise why
         return min(answers, key=lambda found: found[0])
 
-    def _by_library(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
-        self._refuse(sigma, q, steps, delta)
-        epsilon, order = Rdp().best(mechanism, steps, delta)
-        if epsilon == 0:
-            return 0.0, {"reason": "by Rényi divergence alone"}
-        wanted = math.sqrt(12.0 * ACCURACY * epsilon / (steps * order))
-        interval, losses = self._interval(sigma, q, steps, wanted)
-        if steps * math.sqrt(losses) * 2e-16 > 0.01 * interval:
-            raise NoAnswer(f"losses {interval:.2g} apart have too few digits for {steps:g} steps")
-        library = _library()
-        try:
-            with np.errstate(all="ignore"):  # NaN becomes NoAnswer (`accounting.base`)
-                one = library.from_gaussian_mechanism(
-                    sigma, sampling_prob=q, value_discretization_interval=interval, log_mass_truncation_bound=_LOG_TAIL
-                )
-                found = float(one.self_compose(int(steps)).get_epsilon_for_delta(delta - _rounding(steps)))
-        except (ValueError, ArithmeticError) as error:
-            raise NoAnswer(f"dp-accounting: {' '.join(str(error).split())}") from error
-        if found == math.inf:
-            raise NoAnswer(f"its losses {interval:.2g} apart do not reach ε at delta={delta:g}")
-        added = steps * order * interval * interval / 12.0
-        return found, {
-            "discretization": interval,
-            "discretization_error": added,
-            "rounding": _rounding(steps),
-            "composed_by": "dp-accounting",
-            "accurate": added <= 1.1 * ACCURACY * found and _rounding(steps) <= 1e-3 * delta,
-        }
 
-    @staticmethod
-    def _refuse(sigma: float, q: float, steps: float, delta: float) -> None:
-        if delta < (least := 4.0 * _rounding(steps)):
-            raise NoAnswer(f"delta={delta:g} is below {least:g}, which its rounding errors may reach")
-        for name, value, bound in (("noise_multiplier", sigma, LEAST_SIGMA), ("sample_rate", q, LEAST_RATE)):
-            if value < bound:
-                raise NoAnswer(f"{name}={value:g} is below {bound:g}, where its grid is too large or has no digits")
-        if steps > MOST_STEPS:
-            raise NoAnswer(f"steps={steps:g} is above {MOST_STEPS:g}, which its transform does not resolve")
+def _by_library(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+    """(ε, detail) by dp-accounting.
 
-    @staticmethod
-    def _interval(sigma: float, q: float, steps: float, wanted: float) -> tuple[float, float]:
-        """(h, the number of losses of one step): h is `wanted`, or as fine as `_MOST` allows.
+    Raises:
+        NoAnswer: the library is missing, fails, or is not called because it would be wrong or too slow.
+    """
+    sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
+    if delta < 4.0 * _rounding(steps) or sigma < _LEAST_SIGMA or q < _LEAST_RATE or steps > _MOST_STEPS:
+        raise NoAnswer("beyond what dp-accounting resolves")
+    epsilon, order = Rdp().best(mechanism, steps, delta)
+    if epsilon == 0:
+        return 0.0, {"reason": "by Rényi divergence alone"}
+    interval, losses = _grid(sigma, q, steps, math.sqrt(12.0 * ACCURACY * epsilon / (steps * order)))
+    if losses > _MOST or steps * math.sqrt(losses) * 2e-16 > 0.01 * interval:
+        raise NoAnswer("too many losses for dp-accounting, or too few digits of them")
+    try:
+        from dp_accounting.pld import privacy_loss_distribution as library
 
-        Raises:
-            NoAnswer: h is too coarse for the library.
-        """
-        step = Step(sigma, q, _LOG_TAIL)
-        low, high = step.reach
-        span = high - low
-        tilt = Tilt(worse(step, span / 2000))
-        slopes = [k / span for k in range(1, 21)]
-        above = min((steps * tilt.log_moment(t) + 36.0) / t for t in slopes)
-        below = min((steps * tilt.log_moment(-t) + 36.0) / t for t in slopes)
-        composed = min(steps * span, above + below)
-        finest = max(span, composed) / _MOST
-        interval = min(max(wanted, finest), span / _FEWEST)
-        if interval < finest:
-            raise NoAnswer(f"its grid would need {max(span, composed) / interval:,.0f} losses, of {_MOST:,} at most")
-        return interval, span / interval
+        with np.errstate(all="ignore"):
+            one = library.from_gaussian_mechanism(
+                sigma, sampling_prob=q, value_discretization_interval=interval, log_mass_truncation_bound=_LOG_TAIL
+            )
+            found = float(one.self_compose(int(steps)).get_epsilon_for_delta(delta - _rounding(steps)))
+    except Exception as error:  # the package may raise anything
+        raise NoAnswer("dp-accounting is missing or fails") from error
+    if not found < math.inf:
+        raise NoAnswer("the losses of dp-accounting do not reach ε")
+    added = steps * order * interval * interval / 12.0
+    return found, {
+        "discretization": interval,
+        "discretization_error": added,
+        "rounding": _rounding(steps),
+        "composed_by": "dp-accounting",
+        "accurate": added <= 1.1 * ACCURACY * found and _rounding(steps) <= 1e-3 * delta,
+    }
+
+
+def _grid(sigma: float, q: float, steps: float, wanted: float) -> tuple[float, float]:
+    """(h, losses): h is `wanted`, or as fine as `_MOST` losses allow, of one step or of all together."""
+    step = Step(sigma, q, _LOG_TAIL)
+    low, high = step.reach
+    span = high - low
+    tilt = Tilt(worse(step, span / 2000))
+    slopes = [k / span for k in range(1, 21)]
+    above = min((steps * tilt.log_moment(t) + 36.0) / t for t in slopes)
+    below = min((steps * tilt.log_moment(-t) + 36.0) / t for t in slopes)
+    widest = max(span, min(steps * span, above + below))
+    interval = min(max(wanted, widest / _MOST), span / _FEWEST)
+    return interval, widest / interval
 
 
 def _tilted(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if done.outcomes:
         where = done.paths[0] if len(done.paths) == 1 else f"{len(done.paths)} files of {request.folder}"
         counts = ", ".join(f"{count} {name}" for name, count in done.outcomes.most_common())
-        streams.say(f"recorded {done.outcomes.total() - done.unrecorded} trials ({counts}) in {where}")
+        streams.say(f"recorded {done.outcomes.total()} trials ({counts}) in {where}")
     if done.signum is not None:
         streams.say("stopped; everything that ended is recorded, and the same command continues from there")
         return 128 + done.signum

@@ -69,8 +69,8 @@ class Here:
 class Report:
     """The result of a run: the outcomes of trials, the files of records, the signal that ended it early, the device.
 
-    `unrecorded` counts trials whose record could not be written; the next run repeats them. `left` says what remains
-    because the time was over.
+    `unrecorded` counts trials that jobs of a cluster could not record; the next run repeats them. `left` says what
+    remains because the time was over.
     """
 
     outcomes: Counter[str]
@@ -142,7 +142,7 @@ class Loop:
             paths = self.shards.paths() if self._outcomes else []
             given = self.allowance if interruption.signum is None else None
             left = given.farewell() if given is not None else []
-            return Report(self._outcomes, paths, interruption.signum, unrecorded=self.shards.unrecorded, left=left)
+            return Report(self._outcomes, paths, interruption.signum, left=left)
         finally:
             self.progress.close()
             self.shards.close()

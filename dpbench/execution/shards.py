@@ -31,17 +31,13 @@ class Shards:
         say: receives a line for the person.
         here: returns the environment of this machine; called once a trial has run here.
         appeared: receives the environment of a node with its first record.
-        tolerant: a full disk loses only the record; else it ends the run.
     """
 
     folder: Path
     say: Callable[[str], None]
     here: Callable[[], Mapping[str, Any]]
     appeared: Callable[[Mapping[str, Any]], None] = lambda _: None
-    tolerant: bool = False
-    unrecorded: int = field(default=0, init=False)
     _shards: dict[str | None, _Shard] = field(default_factory=dict, init=False)
-    _complained: set[str] = field(default_factory=set, init=False)
 
     def of(self, answer: Answer | None = None) -> _Shard:
         """The file for this answer's trial; without an answer, this machine's."""
@@ -59,24 +55,13 @@ class Shards:
         """Record an answer.
 
         Raises:
-            RunEnded: the record cannot be written (unless tolerant), or earlier records were removed.
+            RunEnded: the record cannot be written, or earlier records were removed.
         """
-        shard = self.of(answer)
+        store = self.of(answer).store
         try:
-            shard.store.append(record)
+            store.append(record)
         except OSError as error:
-            if not self.tolerant:
-                raise RunEnded(f"a record cannot be written: {error}; {shard.store.save_again()}") from error
-            self.unrecorded += 1
-            shard.store.close()  # readers skip a torn last line; new records go to a new file
-            shard.store = Store(self.folder, shard.environment, host=shard.environment["host"])
-            why = f"{error.strerror} ({self.folder})"
-            if why not in self._complained:
-                self._complained.add(why)
-                host = shard.environment["host"]
-                self.say(
-                    f"dpbench: a record of node {host} cannot be written: {why}; its trial is left for the next run"
-                )
+            raise RunEnded(f"a record cannot be written: {error}; {store.save_again()}") from error
 
     def paths(self) -> list[Path]:
         """The existing files."""

@@ -12,7 +12,7 @@ import pytest
 from fake_run import BODIES, ROOT, Fake, sleepers
 from report_records import CPU, RunFile
 
-from dpbench.errors import UsageError
+from dpbench.errors import RunEnded, UsageError
 from dpbench.execution import shards
 from dpbench.execution.executors import Cluster, worker
 from dpbench.execution.executors.on_ray import cpus_of, device_of
@@ -162,7 +162,7 @@ def carry_out(folder: Path, trials, said: list[str]):
     machines = machines_of(runs, "cpu", trials)
     history = History([r for run in runs for r in run.records], machines.accepted, ())
     schedule = Schedule("e", trials, 1, history)
-    kept = Shards(folder, said.append, lambda: where(socket.gethostname()), machines.add, tolerant=True)
+    kept = Shards(folder, said.append, lambda: where(socket.gethostname()), machines.add)
     with open(os.devnull, "w") as nothing:
         return Loop(
             schedule, schedule.blocks(), TwoNodes(), kept, Progress(nothing), machines.fingerprint, Clock([])
@@ -183,21 +183,20 @@ def test_each_node_has_a_file_of_its_own_and_its_environment(tmp_path):
     assert not carry_out(tmp_path, EPSILONS, []).outcomes, "a finished cell is never done twice"
 
 
-def test_a_full_disk_at_one_shard_is_one_line_and_the_rest_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_run_and_the_next_one_goes_on(tmp_path, monkeypatch):
     class Full(shards.Store):
         def append(self, record):
             if "-a-" in self.path.name:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             super().append(record)
 
-    said: list[str] = []
-    with monkeypatch.context() as patch:
+        def save_again(self):
+            return "saved"
+
+    with monkeypatch.context() as patch, pytest.raises(RunEnded, match=r"No space left on device: .*; saved"):
         patch.setattr(shards, "Store", Full)
-        report = carry_out(tmp_path, EPSILONS, said)
-    assert (report.outcomes["ok"], report.unrecorded) == (6, 3)
-    assert len(said) == 1 and "node a" in said[0] and "No space left on device" in said[0]
-    assert len(read_records(tmp_path)) == 3
-    assert carry_out(tmp_path, EPSILONS, said).outcomes.total() == 3, "what was not recorded is run again"
+        carry_out(tmp_path, EPSILONS, [])
+    carry_out(tmp_path, EPSILONS, [])
     assert sorted(r["trial"]["steps"] for r in read_records(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 

@@ -77,7 +77,6 @@ def run(request: Request, progress: Progress) -> Report:
             progress.say,
             here=lambda: environment.host_facts(device) | here,
             appeared=plan.machines.add,
-            tolerant=True,
         )
         plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
         fingerprint = plan.machines.fingerprint
