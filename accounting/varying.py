@@ -126,33 +126,16 @@ def _counts(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
 
 
 def _merged(counts: dict[SubsampledGaussian, float]) -> dict[SubsampledGaussian, float]:
-    """At most about `MOST_KINDS` kinds of each way of sampling: σ rounded down and q up to a geometric grid."""
-    if len(counts) <= MOST_KINDS:
-        return counts
-    groups: dict[Any, dict[SubsampledGaussian, float]] = {}
-    for mechanism, steps in counts.items():
-        groups.setdefault(replace(mechanism, noise_multiplier=1.0, sample_rate=1.0), {})[mechanism] = steps
-    found: dict[SubsampledGaussian, float] = {}
-    for own in groups.values():
-        cells: dict[tuple[int, int], list[Part]] = {}
-        sigmas, rates = ([getattr(each, name) for each in own] for name in ("noise_multiplier", "sample_rate"))
-        several = len(set(sigmas)) > 1 and len(set(rates)) > 1
-        share = math.isqrt(MOST_KINDS) if several else MOST_KINDS
-        for mechanism, steps in own.items():
-            cell = _cell(mechanism.noise_multiplier, sigmas, share), _cell(mechanism.sample_rate, rates, share)
-            cells.setdefault(cell, []).append((mechanism, steps))
-        for alike in cells.values():
-            worst = _least([mechanism for mechanism, _ in alike])
-            found[worst] = found.get(worst, 0) + sum(steps for _, steps in alike)
-    return found
-
-
-def _cell(value: float, values: Sequence[float], share: int) -> int:
-    """The index among `share` cells of equal ratio between the least and the largest of the values."""
-    low, high = min(values), max(values)
-    if not 0 < low < high:
-        return int(value > low)
-    return min(share - 1, int(share * math.log(value / low) / math.log(high / low)))
+    """At most `MOST_KINDS` kinds: all in a cell of a grid of ln σ and ln q have its least noise and largest rate."""
+    cells: dict[Any, list[SubsampledGaussian]] = {each: [each] for each in counts}
+    width = 1e-3
+    while len(cells) > MOST_KINDS and width < 1e3:  # the finest grid that is coarse enough
+        cells = {}
+        for each in counts:
+            place = [math.floor(math.log(x) / width) if x else x for x in (each.noise_multiplier, each.sample_rate)]
+            cells.setdefault((replace(each, noise_multiplier=1.0, sample_rate=1.0), *place), []).append(each)
+        width *= 1.25
+    return {_least(alike): sum(counts[each] for each in alike) for alike in cells.values()}
 
 
 def _by_losses(

@@ -190,36 +190,14 @@ def sources_of(trial: Trial) -> dict[str, str]:
     """The trial's sources, as globs under the project's root or absolute paths of files -> the hash of each.
 
     The user's own trial, body, model or backend is a file beside the project's.
-    """
-    backends = (getattr(trial, "backend", ""), *getattr(trial, "backends", ()))
-    named = (str(each).rpartition(":")[0] for each in (trial.body, getattr(trial, "model", ""), *backends))
-    own = {str(Path(name).resolve()) for name in (type(trial).__module__, *named) if name.endswith(".py")}
-    return hashes_of([*trial.sources, *sorted(own)])
-
-
-#: In a job of a cluster: the hashes where the run began. A node with other sources returns an error.
-_given: dict[str, str] = {}
-
-
-def take_sources(hashes: Mapping[str, str]) -> None:
-    """Use these hashes for fingerprints, in place of those of this machine's files.
-
-    Args:
-        hashes: glob or path -> hash.
-    """
-    _given.update(hashes)
-
-
-def hashes_of(patterns: Iterable[str]) -> dict[str, str]:
-    """The hash of each glob or path.
-
-    Args:
-        patterns: globs under the project's root, and absolute paths.
 
     Raises:
         OSError: a file cannot be read.
     """
-    return {pattern: _given[pattern] if pattern in _given else hash_of(pattern) for pattern in patterns}
+    backends = (getattr(trial, "backend", ""), *getattr(trial, "backends", ()))
+    named = (str(each).rpartition(":")[0] for each in (trial.body, getattr(trial, "model", ""), *backends))
+    own = {str(Path(name).resolve()) for name in (type(trial).__module__, *named) if name.endswith(".py")}
+    return {pattern: hash_of(pattern) for pattern in (*trial.sources, *sorted(own))}
 
 
 def libraries_of(trial: Trial) -> set[str]:

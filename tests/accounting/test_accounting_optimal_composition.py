@@ -2,7 +2,7 @@
 
 import mpmath
 import pytest
-from spent import answer, epsilon
+from spent import epsilon
 
 from accounting.optimal_composition import _explicit, composed_epsilon
 
@@ -50,9 +50,3 @@ def test_never_above_simple_or_strong_composition(sigma, q, steps, delta):
     names = ("strong:kov", "simple", "strong:exact", "strong", "prv:lower")
     kov, *others, lower = (epsilon(name, sigma, q, steps, delta) for name in names)
     assert lower <= kov <= min(others) * (1 + 1e-9)
-
-
-def test_strong_says_where_simple_is_smaller():
-    for sigma, smaller in ((4.0, False), (0.5, True)):
-        found, simple = (answer(name, sigma, 0.01, 10_000, 1e-5) for name in ("strong", "simple"))
-        assert found.detail["simple_is_smaller"] == (simple.epsilon < found.epsilon) == smaller

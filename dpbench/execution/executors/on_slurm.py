@@ -133,7 +133,6 @@ def run_blocks(spec: Mapping[str, Any]) -> dict[str, Any]:
     """
     if os.path.isdir(spec["folder"]):
         os.chdir(spec["folder"])
-    environment.take_sources(spec["sources"])
     given = os.environ.get("SLURM_CPUS_ON_NODE")
     with own_cpus(int(given) if given else None) as cpus:  # SLURM counts CPUs, and may not bind to them
         if cpus is not None:
