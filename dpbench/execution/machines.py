@@ -1,4 +1,4 @@
-"""Other machines: which of their records count here, and the facts about them.
+"""Other machines: which of their records count here.
 
 A fingerprint holds the machine that measured and the folder of results, which has a random name (`folder_name`); only
 records with both count. Whoever clones a folder of results therefore measures again, even on a machine of the same
@@ -15,9 +15,8 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from dpbench.records import environment
 from dpbench.records.environment import device_name, libraries_of, seal, sources_of, version_of
 from dpbench.records.host import VARIABLE, host_name, named_host
 from dpbench.records.store import Run, content_of, make_folder, sync_folder, write_file
@@ -176,23 +175,3 @@ def _versions(trials: Iterable[Trial]) -> dict[str, str | None]:
 def version_hash(trial: Trial, versions: Versions) -> str:
     """A hash of the trial's sources and libraries, equal on every machine that has them."""
     return seal(sources_of(trial), {name: versions.get(name, version_of(name)) for name in libraries_of(trial)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeFacts(Trial):
-    """Facts about a machine and its `device`; run as a trial in a process that has not used a device yet."""
-
-    kind: ClassVar[str] = "node"
-    body: ClassVar[str] = f"{__name__}:node_facts"
-    device: str
-    with_torch: bool
-    timeout: float = 300.0
-
-    def modules(self) -> tuple[str, ...]:
-        return ("torch",) if self.with_torch else ()
-
-
-def node_facts(trial: NodeFacts) -> dict[str, Any]:
-    """The body of `NodeFacts`: `environment.gather` on the machine that runs it."""
-    facts = environment.host_facts(trial.device)
-    return facts | environment.torch_facts(environment.TorchFacts(device=trial.device)) if trial.with_torch else facts

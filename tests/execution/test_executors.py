@@ -301,9 +301,12 @@ def test_a_node_pins_what_must_run_alone_to_its_cpus(monkeypatch):
         ]
     finally:
         worker._node.isolation.close()
-    assert [len(answer["result"]["cpus"]) for answer in answers] == [len(os.sched_getaffinity(0)), 1]
-    assert all(answer["environment"]["device_name"].endswith(" 1 CPUs") for answer in answers), "one device, one label"
-    assert answers[0]["environment"]["node"] == "n" and set(answers[0]["environment"]["libraries"]) == {"torch"}
+    assert [len(answer.result["cpus"]) for answer in answers] == [len(os.sched_getaffinity(0)), 1]
+    assert all(answer.place.environment["device_name"].endswith(" 1 CPUs") for answer in answers), (
+        "one device, one label"
+    )
+    where = answers[0].place.environment
+    assert where["node"] == "n" and set(where["libraries"]) == {"torch"}
 
 
 def test_a_node_that_lacks_a_file_or_has_another_one_says_which(tmp_path):

@@ -29,7 +29,7 @@ from dpbench.execution.progress import Progress
 from dpbench.execution.runner import Plan, Request, make_plan, trials_of
 from dpbench.execution.schedule import Block
 from dpbench.execution.shards import Shards
-from dpbench.process.parent import Answer, Place, our_path
+from dpbench.process.parent import Answer, our_path
 from dpbench.records import environment
 from dpbench.records.host import host_name
 from dpbench.records.store import Store
@@ -191,7 +191,7 @@ class _OnRay:
         failures = self._ray.exceptions
         try:
             with self._alive():
-                told = self._ray.get(reference)
+                answer: Answer = self._ray.get(reference)
         except failures.RayTaskError as error:  # the task failed, before or after the trial
             return Answer(flight.key, Outcome.ERROR, f"the Ray task failed: {last_line(str(error))}", None, 0.0)
         except failures.RayError as error:
@@ -202,8 +202,7 @@ class _OnRay:
             times = f"{flight.losses} times" if flight.losses > 1 else "once"
             evidence = f"lost {times} with its worker or node: {type(error).__name__}: {last_line(str(error))}"
             return Answer(flight.key, Outcome.CRASH, evidence, None, 0.0)
-        place = Place(**{name: told.pop(name) for name in ("name", "environment", "fingerprint", "load")})
-        return Answer(flight.key, Outcome(told.pop("outcome")), place=place, **told)
+        return replace(answer, key=flight.key)
 
     def release(self, block: Block) -> None:
         """Release the block's node."""
@@ -223,7 +222,7 @@ class _OnRay:
         self._groups.clear()
 
 
-def _on_node(job: Job) -> dict[str, Any]:
+def _on_node(job: Job) -> Answer:
     """The task: runs on a node, in a Ray worker."""
     import ray
 

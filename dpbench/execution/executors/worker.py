@@ -8,11 +8,11 @@ import contextlib
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dpbench.execution.machines import NodeFacts
-from dpbench.process.parent import Answer, Isolation, our_path
+from dpbench.errors import RunEnded, UsageError
+from dpbench.process.parent import Answer, Isolation, Place, our_path
 from dpbench.process.variables import server_variables
 from dpbench.records import environment
 from dpbench.records.host import host_name
@@ -66,20 +66,22 @@ def own_cpus(count: int | None) -> Iterator[Collection[int] | None]:
 
 
 class _Node:
-    """The isolation of this process, and the environment of its trials."""
+    """The isolation of this process, the environment of its trials, and why none can run, if so."""
 
     def __init__(self, job: Job, visible: str | None) -> None:
-        self.visible = visible
+        self.visible, self.trouble = visible, ""
         if os.path.isdir(job.folder):
             os.chdir(job.folder)  # a model's path may be relative to the folder where the run started
-        self.isolation = Isolation(server_variables(job.device))
+        self.isolation, all_cpus = Isolation(server_variables(job.device)), os.sched_getaffinity(0)
         with own_cpus(job.cpus) as cpus:
             self.isolation.pin(cpus)
-            facts = self.isolation.run(NodeFacts(device=job.device, with_torch=job.with_torch))
-        self.trouble = None if facts.outcome is Outcome.OK else (facts.evidence or str(facts.outcome)).splitlines()[-1]
-        self.facts = facts.result or environment.host_facts(job.device)
-        if job.device == "cuda" and self.trouble is None and self.facts.get("cuda_available") is False:
-            self.trouble = f"torch {self.facts['torch']} finds no CUDA device that it can use"
+            os.sched_setaffinity(0, cpus or all_cpus)  # the device is named by the CPUs of a trial
+            try:
+                self.facts = environment.gather(job.device, self.isolation, with_torch=job.with_torch)
+            except (UsageError, RunEnded) as error:
+                self.trouble, self.facts = str(error), environment.host_facts(job.device)
+            finally:
+                os.sched_setaffinity(0, all_cpus)
         libraries = {name: environment.version_of(name) for name in job.all_libraries}
         self.facts |= {"libraries": libraries, "executor": dict(job.executor)}
 
@@ -87,8 +89,8 @@ class _Node:
 _node: _Node | None = None
 
 
-def run_trial(job: Job, node: str = "") -> dict[str, Any]:
-    """Run the trial of `job`; returns the fields of `Answer` and `Place` as plain values.
+def run_trial(job: Job, node: str = "") -> Answer:
+    """Run the trial of `job`.
 
     If the trial's sources differ from those where the run started, the answer is an error that says so.
 
@@ -102,8 +104,7 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
         if _node is not None:
             _node.isolation.close()
         _node = _Node(job, visible)
-    trouble = _node.trouble or different(job.sources)
-    if trouble is not None:
+    if trouble := _node.trouble or different(job.sources):
         answer = Answer(0, Outcome.ERROR, f"node {host_name()}: {trouble}", None, 0.0)
     else:
         with own_cpus(job.cpus if job.alone else None) as cpus:
@@ -111,14 +112,8 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
             answer = _node.isolation.run(job.trial)
     versions = {name: environment.version_of(name) for name in job.libraries}
     facts = _node.facts
-    return {
-        "outcome": str(answer.outcome),
-        **{name: getattr(answer, name) for name in ("evidence", "result", "seconds", "stolen")},
-        "name": f"{node} {visible}",
-        "environment": facts | {"node": node},
-        "fingerprint": environment.seal(job.sources, versions, facts["device_name"], facts["host"]),
-        "load": os.getloadavg()[0],
-    }
+    fingerprint = environment.seal(job.sources, versions, facts["device_name"], facts["host"])
+    return replace(answer, place=Place(f"{node} {visible}", facts | {"node": node}, fingerprint, os.getloadavg()[0]))
 
 
 def different(sources: Mapping[str, str]) -> str | None:
