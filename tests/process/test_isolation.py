@@ -55,7 +55,8 @@ def test_a_process_that_forks_has_one_thread(monkeypatch):
     told = server_variables("cpu")
     assert told.items() <= (server_variables("cuda") | {"CUDA_VISIBLE_DEVICES": ""}).items()  # it is told no less
     with Isolation(told) as isolation:
-        assert isolation.run(bodies.WithTorch(action="where")).result["threads_of_parent"] == 1
+        found = isolation.run(bodies.WithTorch(action="where")).result
+    assert (found["threads_of_parent"], found["torch"]) == (1, True)  # a trial costs a fork, and no import
 
 
 def test_the_result_comes_back(isolation):

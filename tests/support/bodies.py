@@ -55,17 +55,6 @@ class WithTorch(Act):
         return ("torch", "torchvision", "scipy.linalg", "dpbench.measure.step")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Paced(Act):
-    """A trial of torch alone, which says when it ran."""
-
-    kind: ClassVar[str] = "paced"
-    action: str = "pace"
-
-    def modules(self) -> tuple[str, ...]:
-        return ("torch",)
-
-
 def act(trial: Act) -> Any:
     if trial.action in ERRORS:
         raise ERRORS[trial.action]()
@@ -115,20 +104,6 @@ def _where(trial: Act) -> dict[str, Any]:
         "torch": "torch" in sys.modules,
         "oom_score_adj": int(Path("/proc/self/oom_score_adj").read_text()),
     }
-
-
-def _pace(trial: Act) -> dict[str, Any]:
-    """Return when this trial began and ended, and the most memory that the run's own process has used."""
-    begun = time.monotonic()
-    import torch  # the server has imported it
-
-    torch.ones(8).sum()
-
-    def status(pid: int, name: str) -> int:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
-
-    return {"largest_kib": status(status(os.getppid(), "PPid"), "VmHWM"), "begun": begun, "ended": time.monotonic()}
 
 
 def _segfault(trial: Act) -> dict[str, Any]:
@@ -212,7 +187,6 @@ ACTIONS: dict[str, Callable[[Act], Any]] = {
     "wait": _wait,
     "spin": _spin,
     "where": _where,
-    "pace": _pace,
     "cpus": lambda trial: {"cpus": sorted(os.sched_getaffinity(0))},
     "segfault": _segfault,
     "leave": _leave,
