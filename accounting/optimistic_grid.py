@@ -34,7 +34,7 @@ _TURNS, _QUANTILES = 6, (1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.5)
 class _Merged:
     """P-mass at the grid's losses ([n]), and its P − Q e^x ([n], 0 where merged exactly).
 
-    `lost`: P − Q e^x at the peaks; `shift`: of the grid, to reduce it.
+    `lost`: P − Q e^x at the peak; `shift`: of the grid, to reduce it.
     """
 
     weights: Array
@@ -77,18 +77,14 @@ def better(step: Step, interval: float, theta: float, tolerance: float) -> Losse
 
 def _merge(step: Step, at: Array) -> _Merged:
     p, b, a = cells(step, step.outcome(at), at[:-1], at[1:])
-    up, down = np.ones(p.size), np.zeros(p.size)
-    merged = _Merged(np.zeros(at.size), np.zeros(at.size))
-    for start, place, end in _modes(p):
-        rise, fall = slice(start, place), slice(place + 1, end)
-        up[rise] = _shares(a[rise], b[rise], inner=start > 0)
-        down[rise] = 1.0 - up[rise]
-        down[fall] = _shares(b[fall][::-1], a[fall][::-1], inner=end < p.size)[::-1]
-        up[fall] = 1.0 - down[fall]
-        from_below = up[place - 1] * a[place - 1] if place > 0 else 0.0
-        from_above = down[place + 1] * b[place + 1] if place + 1 < p.size else 0.0
-        _meet(merged, step, at, place, from_below, from_above)
-        up[place] = down[place] = 0.0
+    merged, peak = _Merged(np.zeros(at.size), np.zeros(at.size)), int(np.argmax(p))
+    rise, fall = slice(peak), slice(peak + 1, None)
+    up = np.concatenate([_shares(a[rise], b[rise]), [0.0], 1.0 - _shares(b[fall][::-1], a[fall][::-1])[::-1]])
+    down = 1.0 - up
+    from_below = up[peak - 1] * a[peak - 1] if peak > 0 else 0.0
+    from_above = down[peak + 1] * b[peak + 1] if peak + 1 < p.size else 0.0
+    _meet(merged, step, at, peak, from_below, from_above)
+    up[peak] = down[peak] = 0.0
     merged.weights[:-1] += down * p
     merged.weights[1:] += up * p
     merged.excess[:-1] += down * b
@@ -96,29 +92,15 @@ def _merge(step: Step, at: Array) -> _Merged:
     return merged
 
 
-def _modes(p: Array) -> list[tuple[int, int, int]]:
-    """(first cell, peak, end) of the mixture's one mode, or two if there is little noise."""
-    peak = int(np.argmax(p))
-    least = np.minimum.accumulate(p[peak:])
-    with np.errstate(over="ignore"):
-        again = peak + int(np.argmax(np.where(least > 0, p[peak:] / np.where(least > 0, least, 1.0), 0.0)))
-    if not p[again] > 2.0 * least[again - peak] > 0:
-        return [(0, peak, p.size)]
-    valley = peak + int(np.argmin(p[peak : again + 1]))
-    if valley - peak < 2 or again - valley < 2:
-        return [(0, peak, p.size)]
-    return [(0, peak, valley), (valley, again, p.size)]
-
-
-def _shares(gives: Array, takes: Array, inner: bool) -> Array:
-    """α with α_j gives_j = (1 − α_{j+1}) takes_{j+1}, by alternating sums, from α_0 = 1 on (1/2 between two modes).
+def _shares(gives: Array, takes: Array) -> Array:
+    """α with α_j gives_j = (1 − α_{j+1}) takes_{j+1}, by alternating sums, from α_0 = 1 on.
 
     Clipped to [0, 1], where merges are inexact. Computed in pieces over which the products do not overflow.
     """
     shares = np.ones(gives.size)
     some = (gives > 0) & (takes > 0)
     log_product = np.cumsum(np.where(some, np.log(np.where(some, gives, 1.0) / np.where(some, takes, 1.0)), 0.0))
-    start, first = 0, 0.5 if inner else 1.0
+    start, first = 0, 1.0
     while start < gives.size:
         relative = log_product[start:] - log_product[start]
         far = np.flatnonzero(np.abs(relative) > 200.0)
