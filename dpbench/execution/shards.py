@@ -46,9 +46,8 @@ class Shards:
         if name not in self._shards:
             where = self.here() if place is None else place.environment
             self.appeared(where)
-            store = Store(self.folder, where, host=where["host"])
             watch = Watch(where, lambda warning: self.say(f"dpbench: {warning}"))
-            self._shards[name] = _Shard(store, watch, where)
+            self._shards[name] = _Shard(Store(self.folder, where), watch, where)
         return self._shards[name]
 
     def append(self, record: Mapping[str, Any], answer: Answer) -> None:

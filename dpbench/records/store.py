@@ -86,14 +86,13 @@ class Store:
 
     Args:
         folder: for the records of the experiment; created if missing.
-        environment: of this run, written as the first line.
-        host: the measuring machine; default: this one.
+        environment: of this run, written as the first line; its `host` names the file.
 
     Raises:
         OSError: if the folder cannot be created or written to. Checked before anything is measured.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, Any], host: str | None = None) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, Any]) -> None:
         make_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"[Errno 13] Permission denied: {str(folder)!r}")
@@ -101,7 +100,7 @@ class Store:
         self._file: int | None = None
         self._lines: list[bytes] = []
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        self.path = folder / f"{stamp}-{slug(host or host_name())}-{os.getpid()}.jsonl"
+        self.path = folder / f"{stamp}-{slug(environment.get('host') or host_name())}-{os.getpid()}.jsonl"
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one trial's record, or a line with its own `type`; returns when it is on the disk.
