@@ -194,8 +194,9 @@ class Backend(ABC):
         Raises:
             UnsupportedModel: a change to other records changed a loss or a norm.
         """
-        draws = Draws()
+        draws, marks = Draws(), self.moving.marks()
         result = self._clipped(parameters, inputs, targets, batch_size)
+        self.moving.saw(marks)
 
         def numbers(result: ClippedGradient) -> list[Tensor]:
             return [result.losses] if result.norms is None else [result.losses, result.norms]

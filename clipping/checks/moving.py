@@ -1,16 +1,22 @@
 """Restore what a step that runs once more has written to the model and to the caller's loss.
 
+Restored are attributes, containers, variables and class attributes that the model's code and the loss can reach, the
+tensors, arrays and random generators among them, and parameters that the forward pass writes to. Not restored are
+iterators, clocks and files: a step that reads them differs from one run to the next, and a warning says so.
+
 Functions take:
-    kept: list of (tensor, its copy, its version when copied).
-    of, entries: a container, or a function with the variables that it names; its entries.
+    kept: list of (tensor, its copy).
+    of, entries: a container, a function with the variables that it names, a class, or an object with slots; its
+        entries.
     value, values: any objects.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -19,22 +25,33 @@ import torch
 from torch import Tensor, nn
 
 from clipping.core.autograd import version_of
-from clipping.numerics.rng_replay import Draws
+from clipping.core.batches import same_values
+from clipping.numerics.rng_replay import Draws, OwnGenerator
 
 LEVELS, MANY = 3, 1000
 """Levels of containers and objects, from the model, in which a step may change something; the most entries of a
 container that are looked into."""
 LARGEST = 2**26
-"""Bytes of the largest tensor outside of modules that is copied. A dataset that a loss can reach is larger."""
-_CONTAINERS = list, deque, set, dict, FunctionType
-"""Types of values that hold others; a function holds the variables from outside of it."""
-_WHOLE = int, float, str, bytes, Tensor, type, ModuleType
+"""Bytes of the largest tensor or array outside of modules that is copied. A dataset that a loss can reach is larger."""
+_CONTAINERS = list, deque, set, dict
+"""Types of values that hold others."""
+_WHOLE = int, float, str, bytes, ModuleType
 """Types of values that are not looked into."""
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"_buffers"}
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_WRAPPERS = staticmethod, classmethod, property
+"""Types of values in a class that hold functions of it."""
+BYTES = 4096
+"""About how many bytes of a parameter are read to find whether it was written to."""
+Marks = Mapping[nn.Parameter, tuple[int, ...]]
+"""Parameter -> numbers that change if its values do."""
 
 
 class Moving:
-    """The state that a step may write to: attributes of modules and what they hold, buffers, frozen parameters.
+    """The state that a step may write to: attributes of modules and what they hold, buffers, parameters.
+
+    Frozen parameters are copied once they have been written to, and trainable ones once a forward pass was seen to
+    write to them (`saw`).
 
     Args:
         model: before its first step.
@@ -47,7 +64,8 @@ class Moving:
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._model, self.loss_fn, self.has_moved = model, loss_fn, False
         self._classes: dict[int, list[type]] = {}  # by loss, as several may take turns
-        self._versions = {p: version_of(p) for p in model.parameters()}
+        self._written: set[nn.Parameter] = set()
+        self._marks = marks(p for p in model.parameters() if not p.requires_grad)
 
     def functions(self, *, again: bool = False) -> list[FunctionType]:
         """The functions of the modules' classes: `forward` and what it calls.
@@ -70,23 +88,38 @@ class Moving:
         """
         modules, containers = self._reached()
         held = [(of, _entries(of)) for of in containers]
-        of_modules = {id(of) for module in modules for of in (vars(module), module._buffers)}
-        buffers = [
-            x
-            for of, entries in held
-            for x in (entries if len(entries) <= MANY else ())
-            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
-            if id(of) in of_modules or x.nbytes <= LARGEST
-        ]
-        mine = set(self._model.parameters())
+        of_modules = {id(x) for module in modules for of in (vars(module), module._buffers) for x in of.values()}
+        found = [x for _, entries in held if len(entries) <= MANY for x in _flat(entries)]
+        tensors = [x for x in map(_as_tensor, found) if x is not None and not isinstance(x, nn.Parameter)]
+        buffers = [x for x in tensors if id(x) in of_modules or x.nbytes <= LARGEST]
         every = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
-        # frees replaced ones; a parameter that replaces one of the model's may be written to already
-        self._versions = {p: self._versions.get(p, -1 if p in mine else version_of(p)) for p in every}
-        frozen = (p for p in self._versions if not (p.requires_grad or p.is_inference()))
-        written = (p for p in frozen if self._versions[p] != p._version)
-        tensors = dict.fromkeys([*buffers, *written, *also])
-        kept = [(x, x.detach().clone(), x._version) for x in tensors if not x.is_inference()]
-        return State(held, kept)
+        self._note_frozen(every)
+        kept = dict.fromkeys([*buffers, *(p for p in every if p in self._written), *also])
+        generators = [OwnGenerator(x) for x in found if OwnGenerator.is_of(x)]
+        return State(held, [(x, x.detach().clone()) for x in kept if not x.is_inference()], generators)
+
+    def marks(self) -> Marks:
+        """The marks of the trainable parameters, for `saw`."""
+        return marks(p for p in self._model.parameters() if p.requires_grad)
+
+    def saw(self, before: Marks) -> list[nn.Parameter]:
+        """Return the parameters that were written to since `before`; they are part of the state from now on.
+
+        Args:
+            before: result of `marks`.
+        """
+        now = marks(before)
+        written = [p for p in before if now[p] != before[p]]
+        self._written.update(written)
+        return written
+
+    def _note_frozen(self, every: Iterable[nn.Parameter]) -> None:
+        """Find frozen parameters that were written to. Their first values are those of the model's first step."""
+        mine = set(self._model.parameters())
+        now = marks(p for p in every if not (p.requires_grad or p.is_inference()))
+        new = {p: () if p in mine else now[p] for p in now}  # one that replaces another may be written to already
+        self._marks = {p: self._marks.get(p, new[p]) for p in now}  # frees replaced ones
+        self._written = {p for p in every if p in self._written or (p in now and self._marks[p] != now[p])}
 
     def _reached(self) -> tuple[list[nn.Module], list[Any]]:
         """The modules, and all containers of state, from the model and the loss."""
@@ -106,14 +139,15 @@ class Moving:
         return list(modules.values()), list(containers.values())
 
     @contextmanager
-    def repeated(self, draws: Draws, begin: State | None = None) -> Iterator[None]:
-        """Draw the random numbers that followed `draws`, and restore the model on exit.
+    def repeated(self, draws: Draws, begin: State | None = None, also: Iterable[Tensor] = ()) -> Iterator[State]:
+        """Draw the random numbers that followed `draws`, and restore the model on exit. Yields the present state.
 
         Args:
             draws: the state of the generators to begin from.
             begin: the state of the model to begin from; None for the present one.
+            also: other tensors of the state.
         """
-        present = self.state(() if begin is None else (x for x, *_ in begin.kept))
+        present = self.state(also if begin is None else (x for x, _ in begin.kept))
         try:
             with draws.again():
                 if begin is not None:
@@ -121,7 +155,7 @@ class Moving:
                     begin.restore()
                     for module, mode in modes:  # a look may run in eval mode
                         module.training = mode
-                yield
+                yield present
         finally:
             self.has_moved |= present.restore()
 
@@ -132,21 +166,45 @@ class State(NamedTuple):
     Attributes:
         held: (a module's attributes, or a container or an object's attributes among them; their entries).
         kept: as for `put_back`.
+        generators: of random numbers, of the model's or the loss's own.
     """
 
     held: list[tuple[Any, list[Any]]]
-    kept: list[tuple[Tensor, Tensor, int]]
+    kept: list[tuple[Tensor, Tensor]]
+    generators: list[OwnGenerator]
 
     def restore(self) -> bool:
-        """Restore the state, and return whether it was another one."""
-        moved = any(x._version != version for x, _, version in self.kept)
+        """Restore the state, and return whether it was another one, but for random generators."""
+        moved = False
         for of, before in self.held:
             now = _entries(of)
             if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
                 moved = True
                 _refill(of, before)
-        put_back(self.kept)
-        return moved
+        for generator in self.generators:
+            generator.restore()
+        return put_back(self.kept) or moved
+
+
+def marks(parameters: Iterable[nn.Parameter]) -> Marks:
+    """Return marks of parameters: version, address, and the sum of some bytes, as writes to `.data` have no version.
+
+    Args:
+        parameters: on any devices.
+    """
+    versions = {p: version_of(p) for p in parameters}
+    plain = [p for p in versions if type(p) is nn.Parameter and not p.is_meta]  # a shard or fake has no memory to read
+    sums = [_some_bytes(p) for p in plain]
+    numbers = torch.stack([x.to(sums[0].device) for x in sums]).tolist() if sums else []  # a GPU is waited for once
+    read = {p: (p.data_ptr(), number) for p, number in zip(plain, numbers, strict=True)}
+    return {p: (version, *read.get(p, ())) for p, version in versions.items()}
+
+
+def _some_bytes(p: Tensor) -> Tensor:
+    """The sum of about `BYTES` bytes of a tensor, evenly spaced."""
+    memory = torch.empty(0, dtype=torch.uint8, device=p.device).set_(p.detach().untyped_storage())
+    every = len(memory) // BYTES | 1  # odd, for all bytes of a number
+    return memory[::every].sum()
 
 
 def _opened(values: Iterable[Any], *, ours: bool) -> Iterator[tuple[Any, Any, Sequence[Any]]]:
@@ -161,32 +219,85 @@ def _opened(values: Iterable[Any], *, ours: bool) -> Iterator[tuple[Any, Any, Se
                 attributes = vars(module)
                 yield module._buffers, module, ()
                 yield attributes, module, [x for name, x in attributes.items() if name not in _OF_EVERY_MODULE]
+                yield from ((attributes[name], module, ()) for name in _HOOKS)
+                yield from ((vars(p), module, ()) for p in module._parameters.values() if p is not None)
+                hooks = [each for name, x in attributes.items() if name in _HOOKS for each in x.values()]
+                yield from _opened(hooks, ours=False)
+            kinds = dict.fromkeys(kind for module in value.modules() for kind in type(module).__mro__)
+            yield from _opened(kinds, ours=False)
         elif isinstance(value, tuple):
             yield from _opened(value, ours=ours)
         elif isinstance(value, MethodType):
             yield from _opened((value.__func__, value.__self__), ours=ours)
         elif isinstance(value, functools.partial):
             yield from _opened((value.func, value.args, value.keywords), ours=ours)
-        elif not isinstance(value, _WHOLE) and (ours or not _is_ours(value)):
+        elif isinstance(value, _WRAPPERS):
+            yield from _opened((value.fget if isinstance(value, property) else value.__func__,), ours=ours)
+        elif isinstance(value, _WHOLE) or (_is_ours(value) and not ours):
+            continue
+        elif isinstance(value, type):
+            inner = [*vars(value).values()]
+            yield value, value, inner
+            yield from _opened([x for x in inner if isinstance(x, (FunctionType, *_WRAPPERS))], ours=ours)
+        elif isinstance(value, FunctionType):
+            yield value, value, [*_entries(value), *(value.__defaults__ or ())]
+            yield from ((of, value, _entries(of)) for of in (vars(value), value.__kwdefaults__) if of is not None)
+        else:
             of = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
             if isinstance(of, _CONTAINERS):
                 yield of, value, _entries(of)
+            if _slots(value):
+                yield value, value, _entries(value)
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether it is a function or an object of this library, or a function of torch's."""
-    is_function = isinstance(value, FunctionType)
-    package = str((value if is_function else type(value)).__module__).partition(".")[0]
-    return package in ("clipping", "dpbench") or (is_function and package == "torch")
+    """Whether it is a function or an object of this library, or a function or class of torch's or Python's."""
+    is_code = isinstance(value, (FunctionType, type))
+    package = str((value if is_code else type(value)).__module__).partition(".")[0]
+    return package in ("clipping", "dpbench") or (is_code and package in ("torch", "builtins", "typing"))
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield each value, and those in tuples."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    """Return a tensor itself, or one in the memory of an array of numpy's that can be written to; None for others."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.flags.writeable:
+        with suppress(TypeError, ValueError):  # an array of objects, or of negative strides
+            return torch.from_numpy(value)
+    return value if isinstance(value, Tensor) else None
 
 
 def _entries(of: Any) -> list[Any]:
-    of = _variables(of) if isinstance(of, FunctionType) else of
+    of = of if isinstance(of, _CONTAINERS) else _named(of)
     return [*of, *of.values()] if isinstance(of, dict) else [*of]
 
 
+def _named(of: Any) -> dict[str, Any]:
+    """The class's attributes, the function's variables, or the object's slots."""
+    if isinstance(of, type):
+        return dict(vars(of))
+    return _variables(of) if isinstance(of, FunctionType) else _slots(of)
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """The attributes of an object that lie in slots."""
+    if not any("__slots__" in vars(kind) for kind in type(value).__mro__):
+        return {}
+    state = object.__getstate__(value)
+    found: dict[str, Any] = state[1] if isinstance(state, tuple) else {}
+    return found
+
+
 def _variables(function: FunctionType) -> dict[str, Any]:
-    """The variables from outside that a function names: those of its closure, and globals."""
+    """The variables from outside that a function names: globals, those of its closure, defaults."""
     code, outside = function.__code__, function.__globals__
     found = {name: outside[name] for name in code.co_names if name in outside}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -205,17 +316,25 @@ def _refill(of: Any, entries: Sequence[Any]) -> None:
                 cells[name].cell_contents = value
             else:
                 of.__globals__[name] = value
-        return
-    of.clear()
-    if isinstance(of, dict):
-        of.update(pairs)
-    else:
+    elif isinstance(of, dict):
+        of.clear()
+        for name, value in pairs:
+            of[name] = value
+    elif isinstance(of, (list, deque, set)):
+        of.clear()
         (of.update if isinstance(of, set) else of.extend)(entries)
+    else:
+        before, now = dict(pairs), _named(of)
+        for name in now.keys() - before.keys():
+            delattr(of, name)
+        for name in [name for name, value in before.items() if now.get(name) is not value]:
+            setattr(of, name, before[name])
 
 
-def put_back(kept: Iterable[tuple[Tensor, Tensor, int]]) -> None:
-    """Restore the values of tensors that were written to."""
+def put_back(kept: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Restore the values of tensors that were written to, and return whether any was."""
+    written = [(x, copy) for x, copy in kept if not same_values(x, copy)]
     with torch.no_grad():
-        for x, copy, version in kept:
-            if x._version != version:
-                x.copy_(copy)
+        for x, copy in written:
+            x.copy_(copy)
+    return bool(written)

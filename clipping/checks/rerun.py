@@ -7,8 +7,8 @@ others   Records outside S get NaN for floating numbers, and a record of S for i
 number   The batch has one record more, or an eighth less. This shows a division by the batch size.
 
 A difference counts if it recurs, in float64 too where the model can be cast, and if the same batch gives the same
-numbers twice: experts may be chosen by numbers within a rounding of each other, and a generator or counter of the
-model's own changes every run. NaN always counts.
+numbers twice: experts may be chosen by numbers within a rounding of each other, and an iterator that the model reads
+changes every run. NaN always counts.
 
 Functions take:
     size: B.
@@ -46,8 +46,9 @@ OF_OTHER_SHAPES, OF_ROUNDED_OPERANDS = 10, 2e-2
 """For a batch of another size, whose kernels round differently: the factor on `TOLERANCE`, and the least tolerance
 where operands are rounded (TF32)."""
 ITSELF = (
-    "what the model computes of a batch differs from one run to the next by itself (a random generator or a counter of "
-    "its own): whether samples stay apart was looked at by NaN alone"
+    "what the model computes of a batch differs from one run to the next by itself (it reads an iterator, a clock or "
+    "something deep within other objects): whether samples stay apart was looked at by NaN alone, and runs that check "
+    "it moved what it reads"
 )
 _CHECKED = {F.binary_cross_entropy, torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_}
 _CHECKED |= {torch.multinomial, Tensor.multinomial, torch.poisson}

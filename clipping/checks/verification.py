@@ -241,8 +241,9 @@ def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
 
 @contextmanager
 def _the_same(backend: Clips, batch_size: int) -> Iterator[Draws]:
-    """Context in which each sample draws the same numbers; what the model and the loss hold is restored afterwards."""
-    with backend.moving.repeated(Draws()), same_for_each(batch_size) as seeded:
+    """Context in which each sample draws the same numbers; what the step writes to is restored afterwards."""
+    trained = (p for p in backend.model.parameters() if p.requires_grad)
+    with backend.moving.repeated(Draws(), also=trained), same_for_each(batch_size) as seeded:
         yield seeded
 
 

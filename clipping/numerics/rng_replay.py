@@ -2,8 +2,9 @@
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,40 @@ class Draws:
         """True if numpy or Python has drawn anything since the snapshot."""
         same = not self._numpy or all(map(_equal, self._numpy, _numpy().get_state()))
         return not same or self._python != random.getstate()
+
+
+class OwnGenerator:
+    """A snapshot of a random generator that a model or a loss holds itself.
+
+    Args:
+        generator: one of torch's, numpy's or Python's.
+
+    Attributes:
+        restore: restores the generator to the snapshot.
+    """
+
+    def __init__(self, generator: Any) -> None:
+        of_numpy = getattr(generator, "bit_generator", None)
+        if of_numpy is not None:
+            state = of_numpy.state
+            self.restore: Callable[[], Any] = lambda: setattr(of_numpy, "state", state)
+        elif isinstance(generator, random.Random):
+            self.restore = partial(generator.setstate, generator.getstate())
+        else:
+            self.restore = partial(generator.set_state, generator.get_state())
+
+    @staticmethod
+    def is_of(value: Any) -> bool:
+        """Whether a value is such a generator.
+
+        Args:
+            value: any object.
+        """
+        numpy = _numpy()
+        kinds = (numpy.Generator, numpy.RandomState) if numpy else ()
+        return isinstance(value, (torch.Generator, random.Random, *kinds)) and not isinstance(
+            value, random.SystemRandom
+        )
 
 
 class SameForEach(TorchDispatchMode):

@@ -21,7 +21,7 @@ from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_map
 
 from clipping.checks.moving import Moving, put_back
-from clipping.checks.rerun import TOLERANCE, of_other_kernels
+from clipping.checks.rerun import TOLERANCE, differing, of_other_kernels, same
 from clipping.checks.verification import WrongGradient, compare, limit_of
 from clipping.core.autograd import version_of
 from clipping.core.batches import tensors_of
@@ -137,7 +137,7 @@ class Graph:
         """
         if not self.is_conditional:
             return self._run(given, parameters)
-        draws, kept = Draws(), [(given[i], given[i].detach().clone(), given[i]._version) for i in self._written]
+        draws, kept = Draws(), [(given[i], given[i].detach().clone()) for i in self._written]
         try:
             return self._run(given, parameters)
         except OtherValues:
@@ -172,16 +172,17 @@ class Graph:
         """
         draws, traced, steps = Draws(), self._step, dict[Way, Run]()
 
-        with self._repeated(given, draws):
-            expected = _sketched(self._eager(given)[0], parameters)
+        with self._repeated(given, draws) as state:
+            expected, left = _sketched(self._eager(given)[0], parameters), _copies(state)
         for way in ways:
             self._step = traced
             try:
                 if way in ("replayed", "compiled"):
                     self._step = self._made(way, given, draws)
                 if way != "eager":
-                    with self._repeated(given, draws):
+                    with self._repeated(given, draws) as state:
                         self._compare(self._first_time(given, parameters), expected, given)
+                        self._require_same_state(state, left, expected.losses, given)
             except (UnsupportedModel, WrongGradient) as error:
                 if way == "traced":
                     raise
@@ -191,8 +192,9 @@ class Graph:
                 steps[way] = self._step
         if not steps:  # the only way is not available here
             self._step = steps["traced"] = traced
-            with self._repeated(given, draws):
+            with self._repeated(given, draws) as state:
                 self._compare(self._first_time(given, parameters), expected, given)
+                self._require_same_state(state, left, expected.losses, given)
         taken = {way: [0.0] * TURNS for way in steps}
         for turn in range(TURNS if len(steps) > 1 else 0):
             for way, step in steps.items():
@@ -208,13 +210,16 @@ class Graph:
         _LOG.info("a step of %d samples runs %s (%s)", self._batch_size, self.way, times)
 
     @contextmanager
-    def _repeated(self, given: Sequence[Tensor], draws: Draws) -> Iterator[None]:
-        """Context that starts from the random state `draws`, and restores the model and `given` afterwards."""
+    def _repeated(self, given: Sequence[Tensor], draws: Draws) -> Iterator[list[Tensor]]:
+        """Context that starts from the random state `draws`, and restores the model and `given` afterwards.
+
+        Yields the tensors of the model and of `given` that a step may write to.
+        """
         free = [x for x in given if not isinstance(x, nn.Parameter) and not x.is_inference()]
-        kept = [(x, x.detach().clone(), x._version) for x in free]
-        with self._moving.repeated(draws):
+        kept = [(x, x.detach().clone()) for x in free]
+        with self._moving.repeated(draws) as present:
             try:
-                yield
+                yield [x for x, _ in (*kept, *present.kept)]
             finally:
                 put_back(kept)
 
@@ -241,7 +246,7 @@ class Graph:
         def losses() -> Tensor:
             return self._losses_of(batch.inputs, batch.targets)
 
-        with self._repeated(given, draws):
+        with self._repeated(given, draws) as state:
             if only_losses:
                 expected = ClippedGradient({}, None, losses().detach())
             else:
@@ -249,9 +254,11 @@ class Graph:
                 expected = _sketched(found, batch.parameters)
             if draws.used_outside_of_torch():
                 raise no_graph(self._name, "it cannot be captured", NotCaptured(DRAWS))
-        with self._repeated(given, draws):
+            left = _copies(state)
+        with self._repeated(given, draws) as state:
             found, _ = self(given, batch.parameters) if is_traced else self._eager(given)
             found = _sketched(found, batch.parameters)
+            self._require_same_state(state, left, expected.losses, given)
         limit = of_other_kernels(expected.losses, coarsest([expected.losses, *given], TOLERANCE))
         limit *= float(expected.losses.abs().max())
         finite = bool(expected.losses.isfinite().all())  # other checks reject NaN and infinity
@@ -265,6 +272,21 @@ class Graph:
                 odd = "gradient is not the captured graph's, as with set_materialize_grads(False)"
         if odd:
             raise no_graph(self._name, "it cannot be captured", NotCaptured(f"its {odd}"))
+
+    def _require_same_state(
+        self, state: Sequence[Tensor], left: Sequence[Tensor], losses: Tensor, given: Sequence[Tensor]
+    ) -> None:
+        """Raise UnsupportedModel if a step has not left in these tensors what another run of it did.
+
+        Args:
+            state: as `_repeated` yields it, after the step.
+            left: copies of the same tensors after the other run, with these losses [B].
+        """
+        limit = of_other_kernels(losses, coarsest([losses, *given], TOLERANCE))
+        for x, y in zip(state, left, strict=True):
+            if bool(losses.isfinite().all()) and differing([y[None]], [x[None]], same(1), limit) is not None:
+                odd = "buffers or parameters are not what the graph leaves, as where p.data is replaced"
+                raise no_graph(self._name, "it cannot be captured", NotCaptured(f"its {odd}"))
 
     def _parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """Split a traced step's results into the captured graph's outputs, norms and gradients."""
@@ -437,6 +459,10 @@ def _sketched(of: ClippedGradient, parameters: Parameters) -> ClippedGradient:
 
     grads = with_zeros(of.grads, parameters)
     return ClippedGradient({name: sums(grad) for name, grad in grads.items()}, of.norms, of.losses)
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().clone() for x in tensors]
 
 
 def _wait_for(device: torch.device) -> None:

@@ -40,7 +40,7 @@ numbers that left torch, and what is computed after the step.
 A compiled program does the same to every batch of its shape. A model whose behaviour depends on values in tensors, such
 as one that mixes samples once a buffer reaches some count, is detected in eager steps only, 1 in 800.
 
-If a model's results differ from run to run (it has its own generator, say), it is checked with NaN only, and a warning
+If a model's results differ from run to run (it reads an iterator, say), it is checked with NaN only, and a warning
 says so. Block-diagonal attention over all records of a batch multiplies other records by 0, and is refused.
 
 Functions take:

@@ -73,6 +73,7 @@ class Looks:
         self._backend, self._changes, self._known = backend, changes, known
         self._trace = trace or Trace(id(backend))
         self._draws, self._begin = Draws(), backend.moving.state()
+        self._marks = backend.moving.marks()
         new = len(changes) > 1 or changes[0].size == 1  # else a random step, in which there may be no room for copies
         self._parameters = {p: p.detach().clone() for p in backend.model.parameters() if new and p.requires_grad}
         self._calls: list[tuple[Any, Any]] = []
@@ -101,7 +102,8 @@ class Looks:
 
     def follow(self, losses: Tensor) -> None:
         """Stop recording operations at the losses. Parameters that were written to belong to the state."""
-        self._begin.kept.extend((p, was, -1) for p, was in self._parameters.items() if not same_values(p, was))
+        written = self._backend.moving.saw(self._marks)
+        self._begin.kept.extend((p, self._parameters[p]) for p in written if p in self._parameters)
         self._parameters.clear()
         self._losses = losses if self._trace.follows(losses) else None
         self._trace.pause()
@@ -201,7 +203,7 @@ class Looks:
         with self._repeated(), change.making() as of, torch.no_grad():
             return self._forwards(of)
 
-    def _repeated(self, draws: Draws | None = None) -> AbstractContextManager[None]:
+    def _repeated(self, draws: Draws | None = None) -> AbstractContextManager[Any]:
         return self._backend.moving.repeated(draws or self._draws, self._begin)
 
     def _forwards(self, of: Callable[[Tensor], Tensor]) -> list[Tensor]:

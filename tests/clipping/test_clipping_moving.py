@@ -1,5 +1,9 @@
 """What a step may write to, and is restored after one that runs again (`clipping.checks.moving`)."""
 
+import random
+from collections import Counter
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,3 +34,80 @@ def test_what_a_loss_holds_is_restored_but_no_dataset_is_copied(monkeypatch):
     with state.repeated(Draws()):
         counted.loss(torch.ones(3), torch.ones(3))
     assert state.has_moved and (counted.calls, counted.seen, counted.total.tolist()) == (0, [], [0.0, 0.0])
+
+
+COUNT, SHARED = 0, [0]
+
+
+def counted_outside() -> int:
+    global COUNT
+    COUNT += 1
+    SHARED[0] += 1
+    return COUNT + SHARED[0]
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Everywhere(nn.Module):
+    """Moves state in each place that code can write to, and returns all of it."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.slots, self.array, self.names = nn.Linear(2, 2), Slots(), np.zeros(3), Counter[str]()
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("moved", torch.ones(3))
+        self.pair = torch.zeros(()), torch.zeros(())
+        self.generators = torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)
+        of_hook = [0]
+
+        def hook(*_: object) -> None:
+            of_hook[0] += 1
+
+        self.of_hook = of_hook
+        self.layer.register_forward_hook(hook)
+
+    def forward(self, x: Tensor, calls: list[int] = [0]) -> list[object]:  # noqa: B006
+        type(self).calls += 1
+        calls[0] += 1
+        self.slots.calls += 1
+        self.array += 1
+        self.names["forward"] += 1
+        self.layer.weight.calls = getattr(self.layer.weight, "calls", 0) + 1
+        self.moved.data.mul_(0.5)
+        self.pair[1].add_(1)
+        self.frozen.data = self.frozen.data * 0.5
+        self.layer.weight.data.mul_(0.5)
+        self.layer(x)
+        of_torch, of_python, of_numpy = self.generators
+        drawn = float(torch.rand((), generator=of_torch)), of_python.random(), float(of_numpy.random())
+        counts = counted_outside(), self.calls, calls[0], self.slots.calls, self.names["forward"], self.of_hook[0]
+        tensors = [
+            *self.moved.tolist(),
+            *self.frozen.tolist(),
+            self.pair[1].item(),
+            *self.layer.weight.flatten().tolist(),
+        ]
+        return [*counts, *self.array.tolist(), self.layer.weight.calls, *tensors, *drawn]
+
+
+def test_every_place_that_code_writes_to_is_restored():
+    model = Everywhere()
+    state, x = Moving(model), torch.ones(1, 2)
+    with torch.no_grad():
+        before = state.marks()
+        model(x)
+        assert state.saw(before) == [model.layer.weight]
+        present = state.state()
+        runs = []
+        for _ in range(2):
+            with state.repeated(Draws(), present):
+                runs.append(model(x))
+        after = model(x)
+    assert state.has_moved and runs[0] == runs[1] == after

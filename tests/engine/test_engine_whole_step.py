@@ -365,3 +365,45 @@ def test_a_clipping_function_that_may_change_unseen_runs_eagerly(clip, monkeypat
     assert torch.equal(*ends)
     with pytest.raises(UnsupportedModel, match=r"no frozen dataclass.*compile=False"):
         both(Odd, run, compile=True, clip=clip)
+
+
+class Averaging(nn.Module):
+    """Moves a teacher towards its student in each forward pass, and shrinks the student."""
+
+    def __init__(self, move):
+        super().__init__()
+        self.student, self.teacher, self.move = nn.Linear(5, 3), nn.Linear(5, 3).requires_grad_(False), move
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.student.weight.data.mul_(0.9)
+            self.move(self.teacher.weight, self.student.weight)
+        return self.student(x) + self.teacher(x)
+
+
+MOVES = {
+    "in place": lambda p, q: p.lerp_(q, 0.1),
+    "in place, in data": lambda p, q: p.data.mul_(0.9).add_(q.data, alpha=0.1),
+    "new data": lambda p, q: setattr(p, "data", p.data * 0.9 + q.data * 0.1),
+}
+
+
+@pytest.mark.parametrize("compile", [None, False, True])
+@pytest.mark.parametrize("move", MOVES)
+def test_parameters_that_the_forward_pass_writes_to_move_once_a_step(move, compile):
+    engine, optimizer = make(Averaging(MOVES[move]).double(), batch_size=6, sampling="shuffled", noise_multiplier=0.0)
+    model, x, y = engine.model, torch.randn(6, 5).double(), torch.randint(3, (6,))
+    step = None if compile is None else engine.make_step(cross_entropy, compile=compile)
+    teacher, student = model.teacher.weight.clone(), model.student.weight.detach().clone()
+    optimizer.register_step_pre_hook(lambda *_: moved.append(model.student.weight.detach().clone()))
+    for number in range(8):
+        moved, student = [], student * 0.9
+        teacher = torch.lerp(teacher, student, 0.1)
+        if compile and move == "new data" and number == 3:
+            with pytest.raises(UnsupportedModel, match="not what the graph leaves"):
+                step(x, y)
+            return
+        step(x, y) if step else optimizer.step(loss=cross_entropy(model(x), y))
+        torch.testing.assert_close((model.teacher.weight, moved[0]), (teacher, student), rtol=0, atol=1e-12)
+        student = model.student.weight.detach().clone()
+    assert not compile or step.graphs.way == "traced"
