@@ -8,6 +8,7 @@ and its other arguments as text.
 import ast
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
@@ -18,23 +19,29 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 
-_tracing = False
+
+class _Thread(threading.local):
+    """Other threads may run eager steps."""
+
+    traces = False
+
+
+_THREAD = _Thread()
 
 
 def is_traced() -> bool:
     """True while a step is traced: tensors have no values then, and nothing may depend on them."""
-    return _tracing
+    return _THREAD.traces
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Context in which a step is traced, in all threads."""
-    global _tracing
-    before, _tracing = _tracing, True
+    """Context in which a step is traced, in this thread."""
+    before, _THREAD.traces = _THREAD.traces, True
     try:
         yield
     finally:
-        _tracing = before
+        _THREAD.traces = before
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
@@ -47,7 +54,7 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _tracing:
+        if not _THREAD.traces:
             return function(*args, **kwargs)
         tensors: list[Tensor] = []
         text = repr(_noted((args, kwargs), tensors))

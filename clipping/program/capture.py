@@ -5,6 +5,7 @@ numbers and modules, closures, replaced buffers and parameters, hooks, modes, dt
 is captured again. Dynamo applies Python side effects (a counter, a reassigned buffer) after the graph has run.
 """
 
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,20 +159,25 @@ _SELECTIVE = "_checkpoint_context_fn"
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    global _captured
-    before, _captured = _captured, True
+    before, _THREAD.captures = _THREAD.captures, True
     try:
         yield
     finally:
-        _captured = before
+        _THREAD.captures = before
 
 
-_captured = False
+class _Thread(threading.local):
+    """Other threads may train other models."""
+
+    captures = False
+
+
+_THREAD = _Thread()
 
 
 def is_captured() -> bool:
     """True within a step that runs as a graph. Hooks that record a model's forward pass do nothing then."""
-    return _captured
+    return _THREAD.captures
 
 
 def computed_again(part: GraphModule, *args: Any) -> Any:

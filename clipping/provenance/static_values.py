@@ -9,6 +9,7 @@ A step may then be traced on the values of one batch (`assuming`). Owners are co
 reads them (`holds`) becomes a condition, which the graph checks in each batch.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,15 @@ REARRANGE = {
     torch.Tensor.view,
     torch.unsqueeze,
 }
-_assumed: list[Tensor] | None = None
+
+
+class _Thread(threading.local):
+    """Other threads may run eager steps."""
+
+    assumed: list[Tensor] | None = None
+
+
+_THREAD = _Thread()
 _known = WeakTensorKeyDictionary()
 """Tensor of a traced step -> its values, and its version at that time: a write may change them."""
 
@@ -41,7 +50,7 @@ def with_numbers() -> Iterator[None]:
 
     Has no effect in a step that is traced on one batch's values: another batch has other values.
     """
-    if not is_traced() or _assumed is not None:
+    if not is_traced() or _THREAD.assumed is not None:
         yield
         return
     with _disable_current_modes():
@@ -51,12 +60,11 @@ def with_numbers() -> Iterator[None]:
 @contextmanager
 def assuming() -> Iterator[list[Tensor]]:
     """Context that traces a step on one batch's values; yields the conditions, booleans, that it relies on."""
-    global _assumed
-    before, _assumed = _assumed, []
+    before, _THREAD.assumed = _THREAD.assumed, []
     try:
-        yield _assumed
+        yield _THREAD.assumed
     finally:
-        _assumed = before
+        _THREAD.assumed = before
 
 
 def holds(condition: Tensor) -> bool:
@@ -64,28 +72,28 @@ def holds(condition: Tensor) -> bool:
 
     A caller must be right for any batch if the answer is False.
     """
-    if _assumed is None:
+    if _THREAD.assumed is None:
         return bool(condition)
     with _disable_current_modes():
         found = bool(condition)
     if found:
-        _assumed.append(condition)
+        _THREAD.assumed.append(condition)
     return found
 
 
 def rely_on(condition: Callable[[], Tensor]) -> None:
     """Let a step traced on one batch's values rely on a condition if it is true there. Do nothing in other steps."""
-    if _assumed is not None:
+    if _THREAD.assumed is not None:
         holds(condition())
 
 
 def at_most(counts: Tensor) -> int:
     """Return the largest of some counts, at least 1, which a step traced on one batch's values takes for a bound."""
-    if _assumed is None or not counts.numel():
+    if _THREAD.assumed is None or not counts.numel():
         return max(1, int(counts.max())) if counts.numel() else 1
     with _disable_current_modes():
         bound = max(1, int(counts.max()))
-    _assumed.append((counts <= bound).all())
+    _THREAD.assumed.append((counts <= bound).all())
     return bound
 
 

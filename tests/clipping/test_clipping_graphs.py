@@ -7,6 +7,8 @@ import os
 import shutil
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import product
 
 import pytest
@@ -20,7 +22,8 @@ import clipping.program.graphs
 import clipping.program.step
 from clipping import Flat, PerLayer, UnsupportedModel, load_backend
 from clipping.checks.verification import compare
-from clipping.program.capture import Captured
+from clipping.numerics.traced_operations import is_traced, tracing
+from clipping.program.capture import Captured, _capturing, is_captured
 from dpbench.conformance.cases import CASES, Case, cross_entropy
 
 #: Cases whose rows are where numbers say, in a rule that reads them.
@@ -427,3 +430,14 @@ def test_a_number_of_python_s_among_a_graph_s_arguments_is_refused():
     captured, batch = Captured(torch.fx.symbolic_trace(Numbered()), 0), clipping.program.step.Batch({}, x, (), 4)
     with pytest.raises(UnsupportedModel, match="computes with a number of Python's"):
         clipping.program.step.Graph("ours", captured, lambda *given: None, None, [0, x], batch, 0, None, None)
+
+
+@pytest.mark.parametrize(("within", "is_within"), [(_capturing, is_captured), (tracing, is_traced)])
+def test_threads_are_captured_and_traced_apart(within, is_within):
+    with ThreadPoolExecutor(1) as other, ExitStack() as its:
+        other.submit(its.enter_context, within()).result()
+        assert not is_within() and other.submit(is_within).result()
+        with within():
+            other.submit(its.close).result()
+            assert is_within() and not other.submit(is_within).result()
+    assert not is_within()
