@@ -80,9 +80,9 @@ class Correlated(Noise):
             row: x_t [n].
         """
 
-    def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
+    def deviation(self, noise_multiplier: float, sensitivity: float, coordinates: int = 0) -> float:
         """σS, or the largest σS of an earlier step."""
-        self._most = max(self._most, self.source.deviation(noise_multiplier, sensitivity))
+        self._most = max(self._most, self.source.deviation(noise_multiplier, sensitivity, coordinates))
         return self._most
 
     def in_turn(self, ahead: int | None) -> None:

@@ -58,18 +58,19 @@ class Discrete(Secure):
 
     def __init__(self, noise_multiplier: float, coordinates: int) -> None:
         super().__init__()
-        self._rounding = noise_multiplier * math.sqrt(max(1, coordinates)) * ROUNDED
-        self._log = max(FINER, math.ceil(math.log2(self._rounding)) + FINER)
+        self._coordinates, rounding = coordinates, _rounding(noise_multiplier, coordinates)
+        self._log = max(FINER, math.ceil(math.log2(rounding)) + FINER)
         if self._log > FINEST:
             raise ValueError(
                 f"expected noise_multiplier * √(parameters) below {2.0 ** (FINEST - FINER):.3g} with noise='discrete', "
-                f"got {self._rounding:.3g}; take noise='gaussian'"
+                f"got {rounding:.3g}; take noise='gaussian'"
             )
         self.words = f"discrete Gaussian on a grid of 2^-{self._log} of its deviation (ChaCha20, key of the OS)"
 
-    def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
+    def deviation(self, noise_multiplier: float, sensitivity: float, coordinates: int = 0) -> float:
         """σS, enlarged by how far rounding to the grid may move sums apart."""
-        return noise_multiplier * sensitivity / (1 - self._rounding / 2.0**self._log)
+        rounding = _rounding(noise_multiplier, max(coordinates, self._coordinates))
+        return noise_multiplier * sensitivity / (1 - rounding / 2.0**self._log)
 
     def add_to_flat(
         self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int, **given: Any
@@ -87,3 +88,8 @@ class Discrete(Secure):
         grid, places = deviation / 2.0**self._log, [At(step, process, label) for label in segments.labels]
         with emptied_and_divided(flat, **given):
             add_discrete(flat, segments, self._log, grid, self._key_for(places), (step, process))
+
+
+def _rounding(noise_multiplier: float, coordinates: int) -> float:
+    """σ √d (1 + 2^-9), the share of 2^k that covers rounding; see the module's text."""
+    return noise_multiplier * math.sqrt(max(1, coordinates)) * ROUNDED

@@ -81,8 +81,12 @@ class Noise(ABC):
     repeatable = False
     constant = ""
 
-    def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
-        """σS, the noise's standard deviation in each coordinate; 0 without noise, even if S is infinite."""
+    def deviation(self, noise_multiplier: float, sensitivity: float, coordinates: int = 0) -> float:
+        """σS, the noise's standard deviation in each coordinate; 0 without noise, even if S is infinite.
+
+        Args:
+            coordinates: of all parameters in this step: a model may have grown. 0: as when the noise was created.
+        """
         return noise_multiplier * sensitivity if noise_multiplier else 0.0
 
     def in_turn(self, ahead: int | None) -> None:  # noqa: B027 - most noise has no turns

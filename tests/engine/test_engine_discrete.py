@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from attached import attached, says
+from attached import attached, batch, cross_entropy, says
 from scipy import stats
+from torch import nn
 
 from accounting.series import log_moments
 from clipping.accel import cpu
@@ -99,11 +100,12 @@ def test_what_is_released_lies_on_the_grid_and_large_totals_are_clamped():
     assert ((huge.abs() - WIDEST).abs() < 20 * 2**10).all()
 
 
-def test_rounding_moves_neighbours_no_further_apart_than_the_noise_allows_for():
+@pytest.mark.parametrize("created_for", [5000, 3000])
+def test_rounding_moves_neighbours_no_further_apart_than_the_noise_allows_for(created_for):
     torch.manual_seed(0)
     d, sigma, bound = 5000, 0.7, 1.3
-    noise = Discrete(sigma, d)
-    deviation = noise.deviation(sigma, bound)
+    noise = Discrete(sigma, created_for)
+    deviation = noise.deviation(sigma, bound, d)
     grid = deviation / 2.0**noise._log
     assert sigma * (bound / grid + math.sqrt(d) * ROUNDED) == pytest.approx(2.0**noise._log, rel=1e-12)
     assert sigma * bound < deviation < sigma * bound * (1 + 2.0**-11)
@@ -163,3 +165,15 @@ def test_without_noise_nothing_is_rounded():
     total = torch.tensor([math.pi])
     assert torch.equal(engine.noise.added(total, 0.0, At(1, 0, 0)), total)
     assert not engine.privacy_spent().private
+
+
+def test_a_model_that_grows_gets_the_noise_of_its_size():
+    model, optimizer, engine = attached(noise="discrete", sampling="poisson")
+    asked = []
+    engine.noise.deviation = lambda *given: asked.append(given[2]) or type(engine.noise).deviation(engine.noise, *given)
+    x, y = batch(8)
+    for _ in range(2):
+        optimizer.step(loss=cross_entropy(model(x), y))
+        model.append(nn.Linear(3, 3))
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
+    assert asked == [75, 87]
