@@ -36,7 +36,15 @@ from clipping.core.batches import tensors_of
 from clipping.core.types import Parameters, Problem
 from clipping.numerics import kernels
 from clipping.numerics.rng_replay import undropped
-from clipping.provenance.derived_parameters import Source, depends_on_data, derive, mark_data, parameter_source, remade
+from clipping.provenance.derived_parameters import (
+    Source,
+    depends_on_data,
+    derive,
+    is_marked,
+    mark_data,
+    parameter_source,
+    remade,
+)
 from clipping.rules.base import Gradient, Refused, Spec, as_refused, title
 from clipping.rules.fallback import fallback
 from clipping.rules.handlers import COMPOSITES, OF_DATA, PER_SAMPLE, handler_of
@@ -106,6 +114,8 @@ class Tape(TorchFunctionMode):
                 sources.append(source)
             elif depends_on_data(operand):
                 data.append(operand)
+        if not torch.is_grad_enabled():  # views of parameters require a gradient there, and are no sources
+            data = [x for x in data if is_marked(x) or id(x._base) not in self._sources]
         if not sources or not torch.is_grad_enabled():
             return self._mark(func, args, kwargs, kernels.overwriting.run(func, args, kwargs), data)
         if func is torch.autograd.grad and self.arrivals.by_hand is not None:  # uses read copies, which it cannot find

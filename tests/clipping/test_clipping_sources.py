@@ -39,7 +39,15 @@ MADE = {
     "changed in place": lambda p, q: torch.cat((p, q)).mul_(3),
     "changed through a view": lambda p, q: changed_through_a_view(p, q),
     "the origin changed in place": lambda p, q: torch.cat((p, q)).mul_(3)[1:],
+    "over a power iteration": lambda p, q: p / (p @ power_iteration(p)).norm(),
 }
+
+
+@torch.no_grad()
+def power_iteration(p: Tensor) -> Tensor:
+    """As spectral normalisation does it, by views of the parameter."""
+    v = p.new_ones(p.shape[1])
+    return nn.functional.normalize(p.H @ (p @ v), dim=0, out=v)
 
 
 def changed_through_a_view(p: Tensor, q: Tensor) -> Tensor:
