@@ -181,7 +181,7 @@ class Graphs:
             return
         if isinstance(error, UnsupportedModel):
             raise error
-        with torch.no_grad(), self._moving.repeated(Draws()):
+        with torch.enable_grad(), self._moving.repeated(Draws()):  # the model may differentiate
             self._losses_of(batch.inputs, batch.targets)  # raises the model's own error, if any
         raise no_graph(self._name, "it cannot be captured", error) from error
 

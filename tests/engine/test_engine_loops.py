@@ -392,6 +392,24 @@ def test_a_gradient_that_is_scaled_later_is_seen_where_it_is_looked_at(backend, 
     assert engine.steps >= 1
 
 
+class Bounds(Gates):
+    """A hook that bounds each entry of a gradient: that of a weighted loss is not the loss's own, weighted."""
+
+    def forward(self, x):
+        h = self.layer(x)
+        h.register_hook(lambda g: g.clamp(-0.1, 0.1))
+        return h.square().sum(1)
+
+
+def test_a_gradient_that_is_bounded_for_each_record_is_exact():
+    torch.manual_seed(0)
+    model, x = Bounds().double(), torch.randn(B, 4).double()
+    _, optimizer = private(model)
+    for _ in range(2):
+        optimizer.step(loss=model(x))
+        require_sum(model, lambda m, i: m(x[i : i + 1]).sum())
+
+
 COPIES = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
 
 
