@@ -402,7 +402,7 @@ class Recorder:
             if self._looks is not None and output is not None:
                 try:
                     return self._looks.passed(*self._called, output)
-                except UnsupportedModel:
+                except BaseException:  # ctrl-C leaves a part of its outputs
                     self.drop()
                     raise
             if self._recording.batch_size == 0:

@@ -13,6 +13,7 @@ from attached import attached, cross_entropy, parameters
 from torch import nn
 
 from clipping import Flat, load_backend
+from dpbench.engine.trace import Trace
 
 BACKENDS = ["microbatch", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "bk_mixed:paper"]
 
@@ -293,6 +294,19 @@ def test_an_interrupted_forward_pass_leaves_nothing_behind(again):
     optimizer.step(loss=loss_of(model, x, y))
     torch.testing.assert_close(parameters(model) - before, wanted)
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_first_step_that_is_interrupted_as_it_is_recorded_may_be_taken_again(monkeypatch):
+    def interrupted(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    (model, optimizer, engine), (x, y) = made(), images(4)
+    monkeypatch.setattr(Trace, "passed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    optimizer.step(loss=loss_of(model, x, y))
+    assert engine.steps == 1
 
 
 @pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])
