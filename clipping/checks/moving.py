@@ -39,6 +39,10 @@ _WHOLE = int, float, str, bytes, ModuleType
 """Types of values that are not looked into."""
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"_buffers"}
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_OF_THREADS = "threading", "queue", "logging", "concurrent", "multiprocessing", "asyncio"
+"""Packages whose objects are not looked into, as other threads write to them."""
+_LIBRARIES = {"torch", *sys.stdlib_module_names}
+"""Packages whose functions and classes are not looked into."""
 _WRAPPERS = staticmethod, classmethod, property
 """Types of values in a class that hold functions of it."""
 BYTES = 4096
@@ -233,7 +237,7 @@ def _opened(values: Iterable[Any], *, ours: bool) -> Iterator[tuple[Any, Any, Se
             yield from _opened((value.func, value.args, value.keywords), ours=ours)
         elif isinstance(value, _WRAPPERS):
             yield from _opened((value.fget if isinstance(value, property) else value.__func__,), ours=ours)
-        elif isinstance(value, _WHOLE) or (_is_ours(value) and not ours):
+        elif isinstance(value, _WHOLE) or (_is_foreign(value) and not ours):
             continue
         elif isinstance(value, type):
             inner = [*vars(value).values()]
@@ -250,11 +254,11 @@ def _opened(values: Iterable[Any], *, ours: bool) -> Iterator[tuple[Any, Any, Se
                 yield value, value, _entries(value)
 
 
-def _is_ours(value: Any) -> bool:
-    """Whether it is a function or an object of this library, or a function or class of torch's or Python's."""
+def _is_foreign(value: Any) -> bool:
+    """Whether it is of this library, code of torch's or Python's, or an object of Python's threads."""
     is_code = isinstance(value, (FunctionType, type))
     package = str((value if is_code else type(value)).__module__).partition(".")[0]
-    return package in ("clipping", "dpbench") or (is_code and package in ("torch", "builtins", "typing"))
+    return package in ("clipping", "dpbench", *_OF_THREADS) or (is_code and package in _LIBRARIES)
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
