@@ -444,7 +444,7 @@ class PrivacyEngine(State):
     def _release(self, parameters: Mapping[str, nn.Parameter], *, sampled: bool) -> None:
         patch = self._attached()
         require_own(patch.optimizer, parameters)
-        coordinates = sum(p.numel() for p in parameters.values())
+        coordinates = sum(map(Tensor.numel, parameters.values()))
         deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound, coordinates)
         sums, self._sums, self.counted = self._sums, Sums(), self._sums.counted
         self.noise.in_turn(self.drawn - self.steps if sampled else None)
