@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 
 from clipping.core.autograd import version_of
 from clipping.core.batches import same_values
@@ -197,7 +198,8 @@ def marks(parameters: Iterable[nn.Parameter]) -> Marks:
         parameters: on any devices.
     """
     versions = {p: version_of(p) for p in parameters}
-    plain = [p for p in versions if type(p) is nn.Parameter and not p.is_meta]  # a shard or fake has no memory to read
+    has_memory = active_fake_mode() is None
+    plain = [p for p in versions if has_memory and type(p) is nn.Parameter and not p.is_meta]  # no shard
     sums = [_some_bytes(p) for p in plain]
     numbers = torch.stack([x.to(sums[0].device) for x in sums]).tolist() if sums else []  # a GPU is waited for once
     read = {p: (p.data_ptr(), number) for p, number in zip(plain, numbers, strict=True)}

@@ -12,7 +12,11 @@ def version_of(x: Tensor) -> int:
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return `version_of` each tensor."""
+    """Return `version_of` each tensor.
+
+    Args:
+        tensors: any.
+    """
     return [-1 if x.is_inference() else x._version for x in tensors]
 
 

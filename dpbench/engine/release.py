@@ -102,7 +102,11 @@ class Block:
         return self._parts
 
     def replace(self, data: Tensor) -> None:
-        """Hold other sums, perhaps of another dtype, in place of `data`."""
+        """Hold other sums in place of `data`.
+
+        Args:
+            data: of the same length, perhaps of another dtype.
+        """
         if data is not self.data:
             self.data, self._parts = data, None
 
