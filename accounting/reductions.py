@@ -108,7 +108,7 @@ def bound_elsewhere(
 
     def ask(other: SubsampledGaussian, count: float, probability: float) -> Answer | None:
         if probability <= 0 or other.noise_multiplier == 0:  # δ or σ underflows
-            return math.inf, {}
+            return (math.inf, {}) if supports else None
         other = at_home(other)
         if other.scheme in supports:
             return at(other, count, probability)
@@ -146,7 +146,7 @@ def bound_elsewhere(
 def _at_smaller_delta(answer: Callable[[float], Answer | None], log_distance: float, delta: float) -> Answer | None:
     """ε at δ − X(1 + e^ε), X = e^log_distance: first with half of δ for each part, then with the remainder."""
     first = answer(0.5 * delta)
-    if first is None or not math.log(2.0) + log_distance + first[0] <= math.log(0.5 * delta):  # NaN for 0 times ∞
+    if first is None or not math.log(4.0) + log_distance + first[0] <= math.log(delta):  # NaN for 0 times ∞
         return None
     left = delta - math.exp(log_distance) - math.exp(log_distance + first[0])  # e^ε alone may be no float
     second = answer(left)
