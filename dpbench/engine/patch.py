@@ -74,11 +74,13 @@ class Patch:
                     + ("a closure" if closure is not None else ", ".join(others) or "no loss")
                     + ("" if closure or others else ": gradients in .grad were not clipped, and are not used")
                 )
+            patch._skipped(True)
             patch.engine.step(loss)
 
         def virtual_step(this: Any, *, loss: Any) -> None:
             if patch.engine is None:
                 raise Misuse("expected an engine on this optimizer, got a virtual_step after detach()")
+            patch._skipped(True)
             patch.engine.virtual_step(loss)
 
         self._is_scheduled = hasattr(inner, "_wrapped_by_lr_sched")
@@ -120,11 +122,16 @@ class Patch:
         self.stepping = True
         try:
             self._inner()
+            self._skipped(False)
             if self._is_scheduled:
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns about the order of calls
         finally:
             self.stepping = False
             self._know_gradients()
+
+    def _skipped(self, skipped: bool) -> None:
+        """Tell accelerate whether the parameters have moved: else its scheduler does not step, either."""
+        vars(self.optimizer)["step_was_skipped" if self._beneath is None else "_is_overflow"] = skipped
 
     def _know_gradients(self) -> None:
         """Remember the gradients in `.grad`: the next step may overwrite them."""
@@ -161,6 +168,7 @@ class Patch:
         if self.engine is not None:
             self.engine._abandoned.leave(self.engine.model, self.engine.steps)
         self.engine = None
+        self._skipped(False)
         if isinstance(self._innermost, AdamBC):
             self._innermost.noise = None
         own = vars(self.optimizer)

@@ -25,9 +25,9 @@ def quiet():
     warnings.filterwarnings("ignore", message=".*can be repeated.*")
 
 
-def parts(order, noise=1.0, kind=SGD):
+def parts(order, noise=1.0, kind=SGD, linked=False):
     """(accelerator, model, optimizer, scheduler, engine) after `prepare` in this order."""
-    accelerator = None if order == "none" else Accelerator(cpu=True, step_scheduler_with_optimizer=False)
+    accelerator = None if order == "none" else Accelerator(cpu=True, step_scheduler_with_optimizer=linked)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     optimizer = kind(model.parameters(), lr=0.5)
@@ -75,7 +75,7 @@ def train(order, accumulate=False, **options):
             optimizer.step(loss=losses)
             if accumulate:
                 accelerator.gradient_state._set_sync_gradients(True)
-            if engine.stepped:
+            if engine.stepped or (accelerator is not None and accelerator.step_scheduler_with_optimizer):
                 scheduler.step()
             optimizer.zero_grad()
     spent = engine.privacy_spent()
@@ -88,9 +88,11 @@ def train(order, accumulate=False, **options):
     [
         *(("first", False, {}), ("last", True, {}), ("made first", True, {})),
         *(("first", True, {"kind": AdamBC}), ("last", False, {"kind": AdamBC})),
+        *(("first", False, {"linked": True}), ("last", False, {"linked": True})),
     ],
 )
 def test_either_order_is_the_engine_alone(order, accumulate, options):
+    """A linked scheduler may step at every piece: it goes on where the parameters move."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step.*before.*")
         wanted, spent = train("none", **options)
