@@ -253,7 +253,8 @@ def emptied_and_divided(flat: Tensor, spoiled: Tensor | None = None, divisor: fl
     if spoiled is not None:
         flat.masked_fill_(spoiled, 0.0)
     yield
-    flat.div_(divisor)
+    if divisor != 1:
+        flat.div_(divisor)
 
 
 def _grid(deviation: float) -> float:

@@ -171,9 +171,8 @@ class Sums(Mapping[str, Tensor]):
     def require_finite(self) -> None:
         """Raise a FloatingPointError, itself not accounted, that names a sum on a CPU that is not finite."""
         known = [block for block in self.blocks if block.data.device.type not in LATER]
-        totals = [block.data.sum() for block in known]
         # a sum is faster than each part's norm, but may itself overflow
-        if not known or (not self.sharded and math.isfinite(sum(totals))):
+        if not known or (not self.sharded and math.isfinite(sum([block.data.sum() for block in known]))):
             return
         flags = torch.cat([block.finite() for block in known])
         if bool((everywhere(flags) if self.sharded else flags).all()):

@@ -182,7 +182,7 @@ def answered(
     until: float | None = None,
     look: float | None = None,
 ) -> Iterator[list[tuple[AnyTrial, Answer]]]:
-    """Run trials, and yield lists of those that have ended, each with its answer.
+    """Run trials, and yield the trials that have ended with their answers, several at a time.
 
     Args:
         isolation: runs them.

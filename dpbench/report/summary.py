@@ -1,4 +1,4 @@
-"""Words that summarise records: how many, of which machine and version, and when."""
+"""Describe records in words: their number, machine, version and dates."""
 
 from collections.abc import Iterable
 from datetime import datetime
