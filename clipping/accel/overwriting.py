@@ -13,11 +13,9 @@ Functions take:
 """
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from clipping.accel.chunked_conv import Pieces
+from clipping.numerics.per_thread import PerThread
 from clipping.provenance.derived_parameters import methods
 
 LEAST = 4 * 2**20
 """Least bytes of an activation to overwrite; for smaller ones a Python node takes more time than it saves."""
-_least: ContextVar[int] = ContextVar("least", default=LEAST)
-_passes = threading.local()
+_least, _is_from_losses = PerThread(LEAST), PerThread(False)
 aten = torch.ops.aten
 
 
@@ -84,7 +82,7 @@ class Overwriting(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (g,), (kept,), activation = grads, ctx.saved_tensors, ctx.activation
         given = (g, kept, *activation.arguments)
-        ours = getattr(_passes, "running", False) and not torch.is_grad_enabled()
+        ours = _is_from_losses.value and not torch.is_grad_enabled()
         if ctx.alone and ours and _alike(g, kept):
             found = activation.backward.grad_input(*given, **ctx.options, grad_input=g)
         else:
@@ -122,7 +120,7 @@ def _applies(x: Any) -> bool:
         type(x) in (Tensor, FakeTensor)
         and x.is_cpu
         and x.requires_grad
-        and x.numel() * x.itemsize >= _least.get()
+        and x.numel() * x.itemsize >= _least.value
         and x.is_floating_point()
         and torch.is_grad_enabled()
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -134,21 +132,15 @@ def _applies(x: Any) -> bool:
 @contextmanager
 def from_losses() -> Iterator[None]:
     """Context in which this thread's backward passes start at the losses that `note_alone` was called for."""
-    _passes.running = True
-    try:
+    with _is_from_losses.set(True):
         yield
-    finally:
-        _passes.running = False
 
 
 @contextmanager
 def of_any_size() -> Iterator[None]:
     """Context that treats small activations as large ones, so that verification runs the same code as training."""
-    before = _least.set(0)
-    try:
+    with _least.set(0):
         yield
-    finally:
-        _least.reset(before)
 
 
 PRODUCTS = {"Convolution", "MkldnnConvolution", "Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "Mul"}

@@ -8,7 +8,6 @@ and its other arguments as text.
 import ast
 import functools
 import importlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
@@ -16,32 +15,24 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from clipping.numerics.per_thread import PerThread
+
 P = ParamSpec("P")
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 
-
-class _Thread(threading.local):
-    """Other threads may run eager steps."""
-
-    traces = False
-
-
-_THREAD = _Thread()
+_TRACES = PerThread(False)
 
 
 def is_traced() -> bool:
     """True while a step is traced: tensors have no values then, and nothing may depend on them."""
-    return _THREAD.traces
+    return _TRACES.value
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
     """Context in which a step is traced, in this thread."""
-    before, _THREAD.traces = _THREAD.traces, True
-    try:
+    with _TRACES.set(True):
         yield
-    finally:
-        _THREAD.traces = before
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
@@ -54,7 +45,7 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _THREAD.traces:
+        if not _TRACES.value:
             return function(*args, **kwargs)
         tensors: list[Tensor] = []
         text = repr(_noted((args, kwargs), tensors))

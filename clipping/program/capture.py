@@ -5,7 +5,6 @@ numbers and modules, closures, replaced buffers and parameters, hooks, modes, dt
 is captured again. Dynamo applies Python side effects (a counter, a reassigned buffer) after the graph has run.
 """
 
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from clipping.numerics.per_thread import PerThread
 from clipping.numerics.rng_replay import is_random
 from clipping.program.dynamo_patches import CTC, activations_may_require_gradients, ctc_loss_has_shapes
 
@@ -159,25 +159,16 @@ _SELECTIVE = "_checkpoint_context_fn"
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    before, _THREAD.captures = _THREAD.captures, True
-    try:
+    with _CAPTURES.set(True):
         yield
-    finally:
-        _THREAD.captures = before
 
 
-class _Thread(threading.local):
-    """Other threads may train other models."""
-
-    captures = False
-
-
-_THREAD = _Thread()
+_CAPTURES = PerThread(False)
 
 
 def is_captured() -> bool:
     """True within a step that runs as a graph. Hooks that record a model's forward pass do nothing then."""
-    return _THREAD.captures
+    return _CAPTURES.value
 
 
 def computed_again(part: GraphModule, *args: Any) -> Any:

@@ -9,7 +9,6 @@ A step may then be traced on the values of one batch (`assuming`). Owners are co
 reads them (`holds`) becomes a condition, which the graph checks in each batch.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from clipping.numerics.per_thread import PerThread
 from clipping.numerics.traced_operations import is_traced
 
 REARRANGE = {
@@ -31,15 +31,7 @@ REARRANGE = {
     torch.Tensor.view,
     torch.unsqueeze,
 }
-
-
-class _Thread(threading.local):
-    """Other threads may run eager steps."""
-
-    assumed: list[Tensor] | None = None
-
-
-_THREAD = _Thread()
+_ASSUMED: PerThread[list[Tensor] | None] = PerThread(None)
 _known = WeakTensorKeyDictionary()
 """Tensor of a traced step -> its values, and its version at that time: a write may change them."""
 
@@ -50,7 +42,7 @@ def with_numbers() -> Iterator[None]:
 
     Has no effect in a step that is traced on one batch's values: another batch has other values.
     """
-    if not is_traced() or _THREAD.assumed is not None:
+    if not is_traced() or _ASSUMED.value is not None:
         yield
         return
     with _disable_current_modes():
@@ -60,11 +52,9 @@ def with_numbers() -> Iterator[None]:
 @contextmanager
 def assuming() -> Iterator[list[Tensor]]:
     """Context that traces a step on one batch's values; yields the conditions, booleans, that it relies on."""
-    before, _THREAD.assumed = _THREAD.assumed, []
-    try:
-        yield _THREAD.assumed
-    finally:
-        _THREAD.assumed = before
+    conditions = list[Tensor]()
+    with _ASSUMED.set(conditions):
+        yield conditions
 
 
 def holds(condition: Tensor) -> bool:
@@ -72,28 +62,28 @@ def holds(condition: Tensor) -> bool:
 
     A caller must be right for any batch if the answer is False.
     """
-    if _THREAD.assumed is None:
+    if _ASSUMED.value is None:
         return bool(condition)
     with _disable_current_modes():
         found = bool(condition)
     if found:
-        _THREAD.assumed.append(condition)
+        _ASSUMED.value.append(condition)
     return found
 
 
 def rely_on(condition: Callable[[], Tensor]) -> None:
     """Let a step traced on one batch's values rely on a condition if it is true there. Do nothing in other steps."""
-    if _THREAD.assumed is not None:
+    if _ASSUMED.value is not None:
         holds(condition())
 
 
 def at_most(counts: Tensor) -> int:
     """Return the largest of some counts, at least 1, which a step traced on one batch's values takes for a bound."""
-    if _THREAD.assumed is None or not counts.numel():
+    if _ASSUMED.value is None or not counts.numel():
         return max(1, int(counts.max())) if counts.numel() else 1
     with _disable_current_modes():
         bound = max(1, int(counts.max()))
-    _THREAD.assumed.append((counts <= bound).all())
+    _ASSUMED.value.append((counts <= bound).all())
     return bound
 
 
