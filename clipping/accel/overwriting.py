@@ -14,8 +14,8 @@ Functions take:
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -129,18 +129,14 @@ def _applies(x: Any) -> bool:
     )
 
 
-@contextmanager
-def from_losses() -> Iterator[None]:
+def from_losses() -> AbstractContextManager[Any]:
     """Context in which this thread's backward passes start at the losses that `note_alone` was called for."""
-    with _is_from_losses.set(True):
-        yield
+    return _is_from_losses.set(True)
 
 
-@contextmanager
-def of_any_size() -> Iterator[None]:
+def of_any_size() -> AbstractContextManager[Any]:
     """Context that treats small activations as large ones, so that verification runs the same code as training."""
-    with _least.set(0):
-        yield
+    return _least.set(0)
 
 
 PRODUCTS = {"Convolution", "MkldnnConvolution", "Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "Mul"}

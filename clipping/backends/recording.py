@@ -13,7 +13,7 @@ loss after the other, which is the definition and needs no tape; it records one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -117,11 +117,12 @@ class Recording:
                         return one_by_one(losses, self.parameters, self.backend.clip)
                 assert self.tape is not None
                 verify = verify and not self.backend.sharded
-                with closing(self.tape), self.backend.explained():
+                with self.backend.explained():
                     result = self.backend.clipped(
                         self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
                     )
                 if verify:
+                    self.tape.close()
                     with self.tape.replaying(), full_precision_on_cpu():
                         self._verify(result, losses)
                 return result
@@ -133,6 +134,7 @@ class Recording:
         if self.tape is not None:
             self.tape.close()
             self.tape.uses.clear()
+            self.tape = None
 
     def _look(self, losses: Tensor) -> None:
         """Check a backend without a tape of its own. Uses that the tape cannot follow are skipped."""

@@ -12,6 +12,7 @@ gradients are instantiated and added.
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -404,7 +405,7 @@ class Book(_WholeNorms):
             grads = self._kept_sums(factors)
             for name in list(self._pairs):
                 self._entries += reversed(self._pairs.pop(name))
-            self._entries.sort(key=lambda entry: -entry.source.tensor.numel())
+            self._entries.sort(key=attrgetter("source.tensor.nbytes"), reverse=True)
             while self._entries:  # largest last (an embedding's), when the others are freed
                 self._entries.pop().add_sum(grads, factors)
         return total, grads

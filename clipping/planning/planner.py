@@ -151,8 +151,8 @@ class Planner:
         routes = self._resumed.get(repr(step)) if known is None and self._resumed else None
         if routes is not None and len(routes) == len(readings):
             known = self._plans[step] = Plan(routes, {}, False)
-        may_time = self._calls[step] > 1 and self._times(losses)
-        if known is None or (may_time and not known.timed):
+        may_time = not (known and known.timed) and self._calls[step] > 1 and self._times(losses)
+        if known is None or may_time:
             self._plans[step] = self._made(tape, losses, readings, kinds, may_time, count)
             how = "by their times on this device" if may_time else "by formula"
             _LOG.info("%d norms of a step of %d samples are planned %s", len(readings), losses.shape[0], how)
@@ -186,6 +186,10 @@ class Planner:
             room = SPARE * (2 * sum(parameters.values()) + sum(chosen.held for chosen, _ in offers.values()))
             for position in accepted(offers, room):
                 routes[position] = offers[position][1].route
+        for position in costs:
+            (use, _, rule), route = readings[position], routes[position]
+            if route.way and not route.block:
+                routes[position] = replace(route, block=rule.fitting(use.output, route.way))
         return Plan(routes, costs, may_time)
 
     def _chosen(self, rule: Rule, choices: list[Choice]) -> Choice:
@@ -275,7 +279,8 @@ def accepted(offers: Mapping[int, tuple[Choice, Choice]], room: float) -> list[i
 def kind(rule: Rule, output: Spec, count: int) -> Kind:
     """Return everything that the costs of a use depend on, with the number of samples to a power of two."""
     samples = min(count, MOST_SAMPLES).bit_length()
-    return type(rule).__name__, rule.shapes(), samples, output.shape[1:], output.dtype, rule.fold
+    shapes = tuple(rule.parameter.shape), rule.positions, rule.inputs, rule.outputs, rule.groups, *rule.settings
+    return type(rule).__name__, shapes, samples, output.shape[1:], output.dtype, rule.fold
 
 
 def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:

@@ -114,6 +114,10 @@ class Graphs:
         self.only: Way | None = None
         self.steps, self.is_new = 0, False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles capture anew, as programs hold this model's tensors."""
+        return {**vars(self), "_capture": None, "_graphs": [], "_pool": Pool(lends=self._pool.lends)}
+
     @property
     def ways(self) -> dict[str, str]:
         """How each shape runs: shapes of its batch -> a way, or "eager" and why."""

@@ -223,6 +223,8 @@ class Rule(ABC):
     library = ""  # library of the product Σ_i c_i g_i on CUDA, which may round its operands: cublas, cudnn or none
     fold = 1
     """Output rows for each sample: more than one where windows or tokens were folded into the batch."""
+    settings: tuple[object, ...] = ()
+    """What a sample's cost depends on besides shapes: stride and padding of a convolution, letters of an einsum."""
     share: Any = None
     """`chunked_conv.Share` of the operation's node, whose `input_only` is set before a backward pass; else None."""
 
@@ -279,7 +281,7 @@ class Rule(ABC):
     def squares_and_reach(self, g: Tensor, route: Route) -> tuple[Tensor, Reach | None]:
         """`squared_norms`, and the reach if it is computed along with them."""
         way = route.way or self.best_way(g, ghost=route.ghost)
-        parts = each(lambda samples: self.norms(g, samples, way), self.blocks(g, way, route.block))
+        parts = each(functools.partial(self.norms, g, way=way), self.blocks(g, way, route.block))
         squares, *found = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
         return squares, Reach(*found) if found else None
 
@@ -313,10 +315,6 @@ class Rule(ABC):
         Then nothing else holds most inputs, and the copy takes the memory of the original.
         """
 
-    def shapes(self) -> tuple[object, ...]:
-        """Return all shapes besides the output's that a sample's cost depends on."""
-        return tuple(self.parameter.shape), self.positions, self.inputs, self.outputs, self.groups
-
     def samples(self, g: Tensor | Spec) -> int:
         """Return B from the output's gradient."""
         return g.shape[0] // self.fold
@@ -331,8 +329,11 @@ class Rule(ABC):
 
     def blocks(self, g: Tensor | Spec, way: str, block: int = 0) -> list[slice]:
         """Split the batch into blocks of at most `block` samples, or of what the workspace holds."""
-        available = block if block else int(self.workspace(g) // max(1, self.work(g, way).workspace))
-        return blocks(self.samples(g), 1, available)
+        return blocks(self.samples(g), 1, block or self.fitting(g, way))
+
+    def fitting(self, g: Tensor | Spec, way: str) -> int:
+        """Return how many samples the workspace holds at once."""
+        return int(self.workspace(g) // max(1, self.work(g, way).workspace))
 
     def workspace(self, g: Tensor | Spec) -> int:
         """Bytes that a norm may use: at least a quarter of the output's gradient, which bounds the number of blocks."""

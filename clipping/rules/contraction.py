@@ -56,7 +56,7 @@ class Contraction(Bilinear):
         self.contracted = [c for c in w if c in a and c not in y]
         self.made = [c for c in w if c not in a and c in y]
         self.along = [c for c in a[1:] if c not in w and c in y]
-        self.letters, self.sizes = letters, sizes
+        self.letters, self.sizes, self.settings = letters, sizes, (letters,)
 
         def size(group: Sequence[str]) -> int:
             return math.prod(sizes[c] for c in group)
@@ -66,9 +66,6 @@ class Contraction(Bilinear):
 
     def regroup(self, fold: int) -> Rule:
         return Contraction(self.parameter, self.x, self.letters, fold)
-
-    def shapes(self) -> tuple[object, ...]:
-        return *super().shapes(), self.letters
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """[b, G, T, d] and [b, G, T, p]."""

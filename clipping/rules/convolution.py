@@ -28,6 +28,7 @@ class ConvolutionWeight(OfPatches):
         super().__init__(*args)
         self.ways = POINTWISE if self.is_pointwise() else DEPTHWISE if self.is_depthwise else ANY
         self.ways = (*self.ways, *kernels.ways.of(self))
+        self.settings = self.image[1:], *map(tuple, self.geometry())
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         x, g = self.operands(g, samples)
@@ -66,9 +67,6 @@ class ConvolutionWeight(OfPatches):
 
     def copied(self, g: Tensor | Spec) -> int:
         return max(self.bytes_of_operands(g))
-
-    def shapes(self) -> tuple[object, ...]:
-        return *super().shapes(), self.image[1:], *map(tuple, self.geometry())
 
 
 def convolution(

@@ -72,11 +72,11 @@ class Bilinear(Rule):
         if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
             return found
         factors, count = factors.to(wide_dtype(g.dtype)), self.samples(g)
-        most = self.most(count, g.dtype)
-        room = max(self.room(), 4 * self.instantiated_bytes(g))  # adding up portions of this size takes little time
-        fitting = room // max(1, self.copied(g))
-        if count <= min(most, fitting):
+        most, room, copied = self.most(count, g.dtype), self.room(), max(1, self.copied(g))
+        if count <= most and count * copied <= room:
             return self.gradient(*self._scaled(g, factors, slice(0, count)))
+        room = max(room, 4 * self.instantiated_bytes(g))  # adding up portions of this size takes little time
+        fitting = room // copied
         if not at_once(g) or count <= most:
             portions = blocks(count, 1, min(most, max(1, fitting)))
             return added(lambda samples: self.gradient(*self._scaled(g, factors, samples)), portions)

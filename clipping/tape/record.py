@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -208,7 +208,7 @@ class Tape(TorchFunctionMode):
         if not self._replays:
             self._sources.clear()  # frees sources without a use, such as rows read from an embedding
         try:
-            with self.let_go.asked():
+            with self.let_go.asked() if self.let_go.count else nullcontext():
                 self.arrivals.run(losses, arrived, retain_graph=retain_graph)
         finally:
             if last:

@@ -410,6 +410,8 @@ class PrivacyEngine(State):
         except BaseException:
             if self.stepped:
                 self._drop_parts()
+            if self.steps > before:
+                self._attached().know_gradients()  # ctrl-C came between noise and optimizer
             if ticket is not None:
                 self._recorder.drop()
                 self._tickets.give_back(ticket, released=self.steps > before)

@@ -55,7 +55,7 @@ class Patch:
         self._inner: Any = inner if self._beneath is None else self._beneath.step
         self._innermost = self._beneath or optimizer
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._know_gradients()
+        self.know_gradients()
         patch = self
         claim(engine)
 
@@ -127,13 +127,13 @@ class Patch:
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns about the order of calls
         finally:
             self.stepping = False
-            self._know_gradients()
+            self.know_gradients()
 
     def _skipped(self, skipped: bool) -> None:
         """Tell accelerate whether the parameters have moved: else its scheduler does not step, either."""
         vars(self.optimizer)["step_was_skipped" if self._beneath is None else "_is_overflow"] = skipped
 
-    def _know_gradients(self) -> None:
+    def know_gradients(self) -> None:
         """Remember the gradients in `.grad`: the next step may overwrite them."""
         self._known = {id(p): (weakref.ref(grad), version) for p, grad, version in self._gradients()}
 
@@ -158,9 +158,10 @@ class Patch:
                 assert self.engine is not None
                 name = next((name for name, q in self.engine.model.named_parameters() if q is p), "")
                 raise Misuse(
-                    f"expected no gradient in .grad before a step on losses, got one at parameter {name!r}, which was "
-                    "not clipped and would be lost: add a term that depends on no record to the noisy gradients in "
-                    "optimizer.register_step_pre_hook, take weight_decay=, or call zero_grad() after another backward()"
+                    f"expected no gradient in .grad before a step on losses, got one at parameter {name!r}, added or "
+                    "changed since the last step, which would be lost: add a term that depends on no record to the "
+                    "noisy gradients in optimizer.register_step_pre_hook, take weight_decay=, or call zero_grad() after "
+                    "another backward(); leave out clip_grad_norm_, as samples are clipped"
                 )
 
     def undo(self) -> None:

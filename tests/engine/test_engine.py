@@ -13,6 +13,7 @@ from attached import attached, cross_entropy, parameters
 from torch import nn
 
 from clipping import Flat, load_backend
+from dpbench.engine.release import release_gradients
 from dpbench.engine.trace import Trace
 
 BACKENDS = ["microbatch", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "bk_mixed:paper"]
@@ -307,6 +308,22 @@ def test_a_first_step_that_is_interrupted_as_it_is_recorded_may_be_taken_again(m
         model(x)
     optimizer.step(loss=loss_of(model, x, y))
     assert engine.steps == 1
+
+
+def test_a_step_interrupted_between_noise_and_optimizer_counts_and_training_goes_on(monkeypatch):
+    def interrupted(*given):
+        monkeypatch.undo()
+        release_gradients(*given)
+        raise KeyboardInterrupt
+
+    (model, optimizer, engine), (x, y) = made(), images(4)
+    before = parameters(model)
+    monkeypatch.setattr("dpbench.engine.engine.release_gradients", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(loss=loss_of(model, x, y))
+    assert torch.equal(parameters(model), before) and engine.steps == 1
+    optimizer.step(loss=loss_of(model, x, y))
+    assert engine.steps == 2
 
 
 @pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])

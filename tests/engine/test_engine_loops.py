@@ -438,6 +438,21 @@ def test_a_copy_of_an_attached_engine_may_be_attached(how):
     torch.testing.assert_close(model.weight, copied.weight)
 
 
+def test_a_copy_of_a_step_captures_the_copied_model():
+    model, x, y = nn.Linear(4, 3), torch.randn(B, 4), torch.arange(B) % 3
+    engine, optimizer = private(model, lr=0.1)
+    step = engine.make_step(cross_entropy, compile=True)
+    for _ in range(4):
+        step(x, y)
+    copied, other, again = copy.deepcopy((model, optimizer, step))
+    again._engine.attach(other)
+    for _ in range(4):
+        step(x, y)
+        again(x, y)
+    assert step.graphs.way == again.graphs.way == "traced"
+    torch.testing.assert_close(model.weight, copied.weight, rtol=0, atol=0)
+
+
 def test_an_optimizer_may_hold_what_is_frozen():
     torch.manual_seed(0)
     body, head, x = nn.Linear(4, 8), nn.Linear(8, 3), torch.randn(B, 4)
