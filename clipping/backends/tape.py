@@ -96,8 +96,7 @@ class TapeBackend(Backend):
         for use in tape.uses:
             for (_, rule), route in zip(use.rules, routes[use], strict=True):
                 positions, features = max(positions, rule.positions), max(features, rule.features(route))
-                if rule.library and rule.parameter.is_cuda:
-                    rounds = rounds or rounds_operands(rule.parameter, rule.library)
+                rounds = rounds or bool(rule.library and rounds_operands(rule.parameter, rule.library))
         self._sizes, self._rounds_operands = (positions, features), rounds
 
     @property

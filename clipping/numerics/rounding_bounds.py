@@ -144,7 +144,7 @@ class Reach(NamedTuple):
 
 def of_operands(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
     """Reach of rows a_t and g_t themselves; by one kernel, if there is one."""
-    if g.is_cuda and kernels.fused.runs(a, g):
+    if kernels.fused.runs(a, g):
         return Reach.of_columns(kernels.cuda.row_reach(a, g, of_lost(g.dtype, inputs, outputs))[:, 1:])
     return of_rows(row_norms(a), row_norms(g), inputs, outputs)
 
@@ -157,7 +157,7 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
         g: [b, T], norms of gradient rows.
     """
     beside_inputs, beside_outputs = of_lost(g.dtype, inputs, outputs)
-    if g.is_cuda and kernels.fused.runs(a, g):
+    if kernels.fused.runs(a, g):
         return Reach.of_columns(kernels.fused.reach(a, g, (beside_inputs, beside_outputs)))
     of_inputs = (a if a.shape == g.shape else a.expand_as(g)).sum(1)
     lost = g.sum(1).mul_(beside_outputs).add_(of_inputs, alpha=beside_inputs)
@@ -313,11 +313,10 @@ class Doubt:
         dtype = self._like.dtype
         of_squares = of_gram(features, dtype) if gram else 0.0
         of_sums, of_operands = of_product(positions, dtype, self._second_pass), 0.0
-        if library and of.is_cuda:
-            if rounds_operands(of, library):
-                of_operands = OPERANDS * TF32 * (math.sqrt(2) if library == "cudnn" and not gram else 1)
-            elif of.dtype == torch.bfloat16:
-                of_sums += HALVES
+        if library and rounds_operands(of, library):
+            of_operands = OPERANDS * TF32 * (math.sqrt(2) if library == "cudnn" and not gram else 1)
+        elif library and of.is_cuda and of.dtype == torch.bfloat16:
+            of_sums += HALVES
         self._uses.append((reach, of_squares, of_sums, of_operands))
         self._positions = max(self._positions, positions)
 
