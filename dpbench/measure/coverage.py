@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipping import ClippedGradient, Flat, UnsupportedModel, compare
 from clipping.checks.verification import CAST_TOLERANCE, LOWERED, Limit
@@ -35,6 +35,8 @@ IMAGE_SIZES: tuple[int | None, ...] = (64, 128, 224, 256, 240, 288, 384)
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
 MOST = 1e-3
 """A larger error is never due to rounding."""
+STIRRED = 0.02
+"""Standard deviation of the noise in each parameter."""
 TO_A_GRAPH = BEFORE + 1
 """Steps of a shape before one that runs as a program: the first sets the batch size for routes."""
 #: Characters of an error in a record.
@@ -114,6 +116,7 @@ def _trained(trial: CoverageTrial, size: int | None, dtype: str) -> _Opened:
     """
     settings: dict[str, Any] = {"device": trial.device, "seed": trial.seed}
     workload = load_workload(trial.model, image_size=size or 32, data="synthetic", dtype=dtype, **settings)
+    _stir(workload.model, trial.seed)
     try:
         batch = workload.batch(trial.batch_size)
         samples = _together(workload, batch)
@@ -125,6 +128,18 @@ def _trained(trial: CoverageTrial, size: int | None, dtype: str) -> _Opened:
     if not bool(torch.isfinite(norms).all()) or not bool((norms > 0).any()):
         raise _Unusable(f"ordinary training in {dtype} has gradients whose norms are {norms.tolist()}")
     return _Opened(workload, batch, samples, dtype, size)
+
+
+def _stir(model: nn.Module, seed: int) -> None:
+    """Add noise to all parameters.
+
+    Many biases begin at zero, as does the last scale of many residual branches: a wrong gradient of the layers before
+    them, or that these mix samples, would not show.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += STIRRED * torch.randn(p.shape, generator=generator).to(p)
 
 
 def _together(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:

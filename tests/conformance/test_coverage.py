@@ -164,6 +164,18 @@ class Mixes(Small):
         return y - y.mean(0) / 2
 
 
+class MixesLater(Small):
+    """Mixes once a parameter is not zero, as some initial values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y - self.share.detach() * y.mean(0)
+
+
 class Draws(Small):
     """Adds noise in train mode."""
 
@@ -194,7 +206,10 @@ def test_each_backend_is_exact_refuses_is_wrong_or_crashes():
 
 @pytest.mark.parametrize(
     ("factory", "reason"),
-    [("Mixes", "it mixes samples"), ("Draws", "it draws random numbers"), ("breaks", "RuntimeError: no such library")],
+    [
+        *(("Mixes", "it mixes samples"), ("MixesLater", "it mixes samples")),
+        *(("Draws", "it draws random numbers"), ("breaks", "RuntimeError: no such library")),
+    ],
 )
 def test_a_model_without_gradients_to_compare_with_says_why(factory, reason):
     result = judged(factory, "microbatch")
