@@ -160,8 +160,8 @@ class Patch:
                 raise Misuse(
                     f"expected no gradient in .grad before a step on losses, got one at parameter {name!r}, added or "
                     "changed since the last step, which would be lost: add a term that depends on no record to the "
-                    "noisy gradients in optimizer.register_step_pre_hook, take weight_decay=, or call zero_grad() after "
-                    "another backward(); leave out clip_grad_norm_, as samples are clipped"
+                    "noisy gradients in optimizer.register_step_pre_hook, take weight_decay=, or call zero_grad() "
+                    "after another backward(); leave out clip_grad_norm_, as samples are clipped"
                 )
 
     def undo(self) -> None:
