@@ -174,7 +174,7 @@ FITTING: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 16},
     "neomme": {"head_dim": 16},
     "swin": WINDOWS,
-    "textnet": {"stem_out_channels": 16},
+    "textnet": {"stem_out_channels": 16, "image_size": IMAGE},
     "xmod": {"default_language": "en_XX"},
     "zamba": HYBRID,
     "zamba2": HYBRID | {"n_mamba_heads": 4},
