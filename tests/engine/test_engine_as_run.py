@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attached import attached, cross_entropy
+from by_hand import clipped_sum
 from torch import Tensor, nn
 
 from clipping import UnsupportedModel
@@ -108,16 +109,6 @@ def engine_for(model, kind=torch.optim.SGD, lr=0.1, **options):
     return attached(model, kind, lr, **{"batch_size": B, "max_grad_norm": C, "noise_multiplier": 0.0} | options)[1:]
 
 
-def clipped(losses: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    for loss in losses:
-        grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
-        norm = torch.sqrt(sum(g.square().sum() for g in grads))
-        for (_, sums), g in zip(total.items(), grads, strict=True):
-            sums += g * min(1.0, C / float(norm)) / B
-    return total
-
-
 def step_like_the_ordinary_one(model: nn.Module, x: Tensor, backend: str = "bk_mixed", seed: int = 5) -> None:
     """One step of SGD with lr = 1 takes the clipped gradient off."""
     ordinary, before = copy.deepcopy(model), copy.deepcopy(dict(model.named_parameters()))
@@ -128,8 +119,8 @@ def step_like_the_ordinary_one(model: nn.Module, x: Tensor, backend: str = "bk_m
     torch.manual_seed(seed)
     expected = losses_of(ordinary, x)
     torch.testing.assert_close(torch.Tensor(losses.detach()), expected.detach(), rtol=1e-5, atol=1e-6)
-    for name, g in clipped(expected, dict(ordinary.named_parameters())).items():
-        found = before[name] - dict(model.named_parameters())[name]
+    for name, total in clipped_sum(expected, dict(ordinary.named_parameters()), C).items():
+        found, g = before[name] - dict(model.named_parameters())[name], total / B
         torch.testing.assert_close(found, g, rtol=1e-3, atol=1e-5 * float(g.abs().max()) + 1e-7)
 
 
@@ -302,6 +293,6 @@ def test_what_is_compiled_after_the_engine_is_refused_or_exact(how: str):
                 called(how, model, x)
             continue
         optimizer.step(loss=called(how, model, x))
-        expected = clipped(losses_of(ordinary, x), dict(ordinary.named_parameters()))
+        expected = clipped_sum(losses_of(ordinary, x), dict(ordinary.named_parameters()), C)
         for name, p in ordinary.named_parameters():
-            torch.testing.assert_close(p - expected[name], model.state_dict()[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(p - expected[name] / B, model.state_dict()[name], rtol=1e-5, atol=1e-6)
