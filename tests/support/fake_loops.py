@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +20,7 @@ from clipping.checks import sample_independence
 from clipping.program import graphs
 from clipping.rules.linear import LinearWeight, addmm, linear, matmul
 from dpbench import Misuse, PrivacyEngine
+from dpbench.conformance.cases import cross_entropy as loss
 
 DEVICES = ("cuda", "cpu")
 KNOWN = {"batch_size": 12, "sample_size": 60, "max_grad_norm": 0.3, "steps": 10, "noise_multiplier": 0.0}
@@ -36,10 +36,6 @@ def data(dtype: torch.dtype = torch.float64) -> TensorDataset:
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(60, 1, 6, 6, generator=numbers, dtype=torch.float64).to(dtype)
     return TensorDataset(x, torch.randint(0, 3, (60,), generator=numbers))
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def engine_of(model: nn.Module, **more: Any) -> PrivacyEngine:
@@ -173,72 +169,42 @@ def amp() -> None:
 
 
 def trainer() -> None:
-    from tiny import Records, model_of
-    from transformers import TrainingArguments
+    from test_huggingface import trainer_of
+    from tiny import model_of
 
-    from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
-
-    def train(device: str, **more: Any) -> nn.Module:
-        privacy = PrivacyArguments(noise_multiplier=0.0, generator=torch.Generator().manual_seed(3))
+    def train(device: str, dtype: torch.dtype = torch.float64, **more: Any) -> nn.Module:
+        pieces = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
+        pieces |= {"use_cpu": device == "cpu", "save_strategy": "steps", "save_steps": 3}
         with tempfile.TemporaryDirectory() as folder:
-            args = TrainingArguments(
-                folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1, optim="sgd",
-                learning_rate=0.5, max_grad_norm=0.3, lr_scheduler_type="constant", report_to=[], disable_tqdm=True,
-                use_cpu=device == "cpu", save_strategy="steps", save_steps=3, **more,
-            )  # fmt: skip
-            dtype = torch.float32 if more else torch.float64
-            own = PrivateTrainer(
-                model=model_of("bert", dtype), args=args, train_dataset=Records("bert"), privacy=privacy
-            )
+            own = trainer_of(folder, "bert", model=model_of("bert", dtype), **pieces, **more)
             own.train()
-            assert own.engine.steps == 6
-            return own.model
+        assert own.engine.steps == 6
+        return own.model
 
     on_both(train, 1e-5)  # the CPU's fused attention has errors of 1e-6
-    assert all(bool(p.isfinite().all()) for p in train("cuda", bf16=True).parameters())
+    assert all(bool(p.isfinite().all()) for p in train("cuda", torch.float32, bf16=True).parameters())
 
 
 def lightning() -> None:
-    from lightning.pytorch import LightningModule, Trainer
+    from test_lightning import Split, fit, strategy_of
 
-    from dpbench.integrations.lightning import PrivateStrategy
+    def train(accelerator: str, strategy: Any, dtype: torch.dtype = torch.float64, **more: Any) -> nn.Module:
+        module = Split()
+        *body, module.head = net(dtype)
+        module.body = nn.Sequential(*body)
+        own, _ = fit(strategy, module, loader=DataLoader(data(dtype), 4, True), accelerator=accelerator, **more)
+        assert own.global_step == strategy.engine.steps == 15
+        return module.to(strategy.root_device)  # Lightning moved it off the device
 
-    class Classifier(LightningModule):
-        def __init__(self, dtype: torch.dtype) -> None:
-            super().__init__()
-            self.net = net(dtype)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return loss(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    def private(**more: Any) -> Any:
-        known = {"batch_size": 12, "max_grad_norm": 0.3, "noise_multiplier": 0.0}
-        return PrivateStrategy(privacy={**known, "generator": torch.Generator().manual_seed(3)}, **more)
-
-    def fit(accelerator: str, strategy: Any, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-        quiet |= {"enable_checkpointing": False, "max_epochs": 2}
-        own = Trainer(accelerator=accelerator, strategy=strategy, **{**quiet, **more})
-        module = Classifier(dtype)
-        on = "cuda" if strategy.root_device.type == "cuda" else "cpu"
-        own.fit(module, DataLoader(data(dtype), batch_size=4, shuffle=True))
-        assert own.global_step == strategy.engine.steps == 10
-        for p in module.net.parameters():
-            p.data = p.data.to(on)  # Lightning moved the module off the device
-        return module.net
-
-    on_both(lambda device: fit({"cuda": "gpu", "cpu": "cpu"}[device], private(), devices=1))
-    on_both(lambda device: fit("auto", private(device=device)))
+    on_both(lambda device: train({"cuda": "gpu", "cpu": "cpu"}[device], strategy_of(), devices=1))
+    on_both(lambda device: train("auto", strategy_of(options={"device": device})))
     for mixed in ("bf16-mixed", "bf16-true"):
-        found = fit("gpu", private(), torch.float32, devices=1, precision=mixed)
+        found = train("gpu", strategy_of(), torch.float32, devices=1, precision=mixed)
         assert all(bool(p.isfinite().all()) for p in found.parameters()), mixed
     two = [torch.device("cuda", i) for i in (0, 1)]
-    refused(lambda: setattr(private(), "parallel_devices", two), "devices=1", "PrivateDDPStrategy")
+    refused(lambda: setattr(strategy_of(), "parallel_devices", two), "devices=1", "PrivateDDPStrategy")
     half = {"devices": 1, "precision": "16-mixed"}
-    refused(lambda: fit("gpu", private(), torch.float32, **half), "bf16-mixed", "16-mixed")
+    refused(lambda: train("gpu", strategy_of(), torch.float32, **half), "bf16-mixed", "16-mixed")
 
 
 def opacus() -> None:
