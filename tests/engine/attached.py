@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpbench import PrivacyEngine, PrivacyWarning
+from dpbench.conformance.cases import cross_entropy  # noqa: F401  # of most tests
 
 SETTINGS = {"batch_size": 8, "sample_size": 64, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
 
@@ -29,10 +29,6 @@ def attached(model=None, kind=torch.optim.SGD, lr=1.0, attach=True, **changes):
         if attach:
             engine.attach(optimizer)
     return model, optimizer, engine
-
-
-def cross_entropy(outputs, targets):
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def batch(count, seed=0):

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from clipping import Flat, PerLayer, UnsupportedModel, load_backend
 from dpbench import AdamBC, PrivacyEngine
+from dpbench.conformance.cases import cross_entropy as loss_fn
 
 SAMPLES = 7  # not a multiple of the processes
 
@@ -85,10 +86,6 @@ def made(name, dtype=torch.float64):
     draw = torch.Generator().manual_seed(5)
     x, y = MODELS[name].batch(draw), torch.randint(0, 3, (SAMPLES,), generator=draw)
     return model, (x.to(dtype) if x.is_floating_point() else x), y
-
-
-def loss_fn(outputs, targets):
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def sharded(model, **options):
@@ -175,7 +172,7 @@ def train(how="alone", noise=0.0, seed=7, batch_size=3):
     sizes = []
     for xs, ys in engine.data_loader(data, max_physical_batch_size=2):
         sizes.append(int(engine.mask.sum()))  # a sharded model's batches are padded
-        optimizer.step(loss=F.cross_entropy(called(xs), ys, reduction="none"))
+        optimizer.step(loss=loss_fn(called(xs), ys))
     model.eval()
     with torch.no_grad():
         called(x)  # gathers the root of a sharded model
