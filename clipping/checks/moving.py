@@ -132,14 +132,10 @@ class Moving:
         values: list[Any] = [self._model, self.loss_fn]
         for level in range(LEVELS):
             inner: list[Any] = []
-            for of, owner, entries in _opened(values, ours=level == 0):
-                if id(of) in containers:
-                    continue
-                containers[id(of)] = of
-                if isinstance(owner, nn.Module):
-                    modules[id(owner)] = owner
-                if len(entries) <= MANY:
-                    inner += entries
+            for of, entries in _opened(values, modules, ours=level == 0):
+                if id(of) not in containers:
+                    containers[id(of)] = of
+                    inner += entries if len(entries) <= MANY else ()
             values = inner
         return list(modules.values()), list(containers.values())
 
@@ -213,47 +209,52 @@ def _some_bytes(p: Tensor) -> Tensor:
     return memory[::every].sum()
 
 
-def _opened(values: Iterable[Any], *, ours: bool) -> Iterator[tuple[Any, Any, Sequence[Any]]]:
-    """Yield the containers of each value, their owners, and the entries to open next.
+def _opened(values: Iterable[Any], modules: dict[int, nn.Module], *, ours: bool) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Yield the containers of each value, and the entries to open next.
 
     Args:
+        modules: those that were opened, by identity; updated. A hook may be a method of a module that holds it.
         ours: open objects of this library, too.
     """
     for value in values:
         if isinstance(value, nn.Module):
-            for module in value.modules():
+            new = {id(module): module for module in value.modules() if id(module) not in modules}
+            modules.update(new)
+            for module in new.values():
                 attributes = vars(module)
-                yield module._buffers, module, ()
-                yield attributes, module, [x for name, x in attributes.items() if name not in _OF_EVERY_MODULE]
-                yield from ((attributes[name], module, ()) for name in _HOOKS)
-                yield from ((vars(p), module, ()) for p in module._parameters.values() if p is not None)
+                yield module._buffers, ()
+                yield attributes, [x for name, x in attributes.items() if name not in _OF_EVERY_MODULE]
+                yield from ((attributes[name], ()) for name in _HOOKS)
+                yield from ((vars(p), ()) for p in module._parameters.values() if p is not None)
                 hooks = [each for name, x in attributes.items() if name in _HOOKS for each in x.values()]
-                yield from _opened(hooks, ours=False)
-            kinds = dict.fromkeys(kind for module in value.modules() for kind in type(module).__mro__)
-            yield from _opened(kinds, ours=False)
+                yield from _opened(hooks, modules, ours=False)
+            kinds = dict.fromkeys(kind for module in new.values() for kind in type(module).__mro__)
+            yield from _opened(kinds, modules, ours=False)
         elif isinstance(value, tuple):
-            yield from _opened(value, ours=ours)
+            yield from _opened(value, modules, ours=ours)
         elif isinstance(value, MethodType):
-            yield from _opened((value.__func__, value.__self__), ours=ours)
+            yield from _opened((value.__func__, value.__self__), modules, ours=ours)
         elif isinstance(value, functools.partial):
-            yield from _opened((value.func, value.args, value.keywords), ours=ours)
+            yield from _opened((value.func, value.args, value.keywords), modules, ours=ours)
         elif isinstance(value, _WRAPPERS):
-            yield from _opened((value.fget if isinstance(value, property) else value.__func__,), ours=ours)
+            function = value.fget if isinstance(value, property) else value.__func__
+            yield from _opened((function,), modules, ours=ours)
         elif isinstance(value, _WHOLE) or (_is_foreign(value) and not ours):
             continue
         elif isinstance(value, type):
             inner = [*vars(value).values()]
-            yield value, value, inner
-            yield from _opened([x for x in inner if isinstance(x, (FunctionType, *_WRAPPERS))], ours=ours)
+            yield value, inner
+            functions = [x for x in inner if isinstance(x, (FunctionType, *_WRAPPERS))]
+            yield from _opened(functions, modules, ours=ours)
         elif isinstance(value, FunctionType):
-            yield value, value, [*_entries(value), *(value.__defaults__ or ())]
-            yield from ((of, value, _entries(of)) for of in (vars(value), value.__kwdefaults__) if of is not None)
+            yield value, [*_entries(value), *(value.__defaults__ or ())]
+            yield from ((of, _entries(of)) for of in (vars(value), value.__kwdefaults__) if of is not None)
         else:
             of = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
             if isinstance(of, _CONTAINERS):
-                yield of, value, _entries(of)
+                yield of, _entries(of)
             if _slots(value):
-                yield value, value, _entries(value)
+                yield value, _entries(value)
 
 
 def _is_foreign(value: Any) -> bool:

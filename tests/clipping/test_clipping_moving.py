@@ -56,7 +56,7 @@ class Slots:
 class Everywhere(nn.Module):
     """Moves state in each place that code can write to, and returns all of it."""
 
-    calls = 0
+    calls = of_method = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +72,10 @@ class Everywhere(nn.Module):
 
         self.of_hook = of_hook
         self.layer.register_forward_hook(hook)
+        self.layer.register_forward_hook(self.hook)
+
+    def hook(self, *_: object) -> None:
+        self.of_method += 1
 
     def forward(self, x: Tensor, calls: list[int] = [0]) -> list[object]:  # noqa: B006
         type(self).calls += 1
@@ -94,7 +98,7 @@ class Everywhere(nn.Module):
             self.pair[1].item(),
             *self.layer.weight.flatten().tolist(),
         ]
-        return [*counts, *self.array.tolist(), self.layer.weight.calls, *tensors, *drawn]
+        return [*counts, self.of_method, *self.array.tolist(), self.layer.weight.calls, *tensors, *drawn]
 
 
 def test_every_place_that_code_writes_to_is_restored():
