@@ -221,19 +221,23 @@ _Check = Callable[[Any, Any], tuple[Agreement, Limit, bool]]
 
 def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
     clip = backend.clip if backend.private else Flat(max_grad_norm=float("inf"))
+
+    def copied() -> Any:
+        """The batch, for one run: the model or the loss may write to it."""
+        return map_tensors(Tensor.clone, (inputs, targets))
+
     with _the_same(backend, leading_dimension(inputs, targets)) as seeded:
-        result = backend(inputs, targets)  # first, because its refusals give a reason
+        result = backend(*copied())  # first, because its refusals give a reason
         drew = seeded.used_outside_of_torch()
     reference = definition(
         backend.model,
         backend.loss_fn,
-        inputs,
-        targets,
+        *copied(),
         clip=clip,
         together=backend.together,
         around=partial(_the_same, backend, 1),
     )
-    first, target = map_tensors(lambda x: x[:1], (inputs, targets))
+    first, target = map_tensors(lambda x: x[:1], copied())
     with _the_same(backend, 1), torch.enable_grad():
         losses = backend.loss_fn(forward(backend.model, first), target)
     return _Both(result, reference, formats(losses, *reference.grads.values()), drew)

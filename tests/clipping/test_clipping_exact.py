@@ -8,13 +8,14 @@ test_clipping_peers.py has the peers.
 """
 
 import pytest
+import torch
 from cases import FIFTEEN, NOT_FOR, TAPE
 from marks import name_of
 from torch import nn
 
 import clipping.rules.base
 from clipping import Flat, compare, load_backend
-from dpbench.conformance.cases import CASES, Case, images
+from dpbench.conformance.cases import CASES, Case, cross_entropy, images
 from dpbench.conformance.contract import CHECKS
 from dpbench.conformance.judging import TOLERANCE, judge
 from dpbench.conformance.refusals import REFUSALS
@@ -58,6 +59,34 @@ def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case):
                 load_backend(backend)(model, loss_fn, verify=False) as plain,
             ):
                 assert compare(b(inputs, targets), plain(inputs, targets)).within(TOLERANCE), backend
+
+
+class Normalises(nn.Linear):
+    """Normalises its inputs in place."""
+
+    def forward(self, x):
+        return super().forward(x.sub_(0.5).mul_(2))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_what_is_written_to_a_batch_is_written_once(compile: bool):
+    """Verification, other looks and programs run the model again."""
+
+    def loss_fn(outputs, targets):
+        return cross_entropy(outputs, targets.add_(1).remainder_(3))
+
+    torch.manual_seed(0)
+    model, clip = Normalises(5, 3).double(), Flat(0.5)
+    options = {"compile": compile, "timing": False}
+    with (
+        load_backend("bk_mixed")(model, loss_fn, clip=clip, **options) as b,
+        load_backend("microbatch")(model, loss_fn, clip=clip, verify=False) as oracle,
+    ):
+        for _ in range(5):
+            x, y = torch.randn(6, 5).double(), torch.randint(3, (6,))
+            mine, other = (x, y), (x.clone(), y.clone())
+            assert compare(b(*mine), oracle(*other)).within(TOLERANCE)
+            assert all(map(torch.equal, mine, other))
 
 
 @pytest.mark.parametrize("case", ["conv2d groups", "linear 3-D", "embedding", "layer norm over positions", "tied head"])
