@@ -207,6 +207,8 @@ def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
     if not isinstance(equation, str) or not all(isinstance(x, Tensor) for x in flat):
         return None
     terms, result = parsed(equation, flat)
+    if len(flat) > 2:
+        return lambda: _of_two_each(terms, result, flat)
     data = [(x, term) for x, term in zip(flat, terms, strict=True) if rows.source(x) is None]
     places = [(term, samples_of(x)) for x, term in data if x.requires_grad or is_marked(x)]
     if not places:
@@ -237,6 +239,16 @@ def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
         return made.movedim(0, result.index(letter)).contiguous()
 
     return instead
+
+
+def _of_two_each(terms: Sequence[str], result: str, operands: Sequence[Tensor]) -> Tensor:
+    """einsum of several operands, by einsums of two, from the left."""
+    x, term = operands[0], terms[0]
+    for i, (other, letters) in enumerate(zip(operands[1:], terms[1:], strict=True), 2):
+        later = set(result).union(*terms[i:])
+        made = "".join(c for c in dict.fromkeys(term + letters) if c in later) if i < len(terms) else result
+        x, term = torch.einsum(f"{term},{letters}->{made}", x, other), made
+    return x
 
 
 def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:

@@ -327,6 +327,12 @@ LAYOUTS = [
         shaped(w=(D, 3)),
     ),
     Case("positions first", as_xlnet, shaped(**W)),
+    Case("einsum of data on both sides", lambda m, x: torch.einsum("btd,dne,bte->bn", x, m.w, x), shaped(w=(D, 2, D))),
+    Case(
+        "einsum of several weights",
+        lambda m, x: torch.einsum("rn,...d,dpr,pn", m.a, x, m.b, m.c),
+        shaped(a=(2, 3), b=(D, 4, 2), c=(4, 3)),
+    ),
 ]
 
 CASES = [*EXPERTS, *ROWS, *LAYOUTS, *EXACT]
