@@ -77,7 +77,7 @@ def assigned(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> I
         Refused: the target is made of parameters, samples are not in the first dimension, or a slice selects only some
             of them.
     """
-    entries = index if isinstance(index, tuple) else (index,)
+    entries = entries_of(index)
     whole = takes_all(index) and len(entries) <= target.dim()
     source = rows.source(value)
     if rows.source(target) is not None:
@@ -94,6 +94,12 @@ def assigned(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> I
         return lambda: func(target, index, value)
     copies = _beside(rows, source, entries, target.shape)
     return lambda: func(target, index, copies.expand(target.shape)[index])
+
+
+def entries_of(index: Any) -> tuple[Any, ...]:
+    """Return the entries of an index, with tensors in place of lists and of numpy's arrays."""
+    entries = index if isinstance(index, tuple) else (index,)
+    return tuple(torch.as_tensor(x) if isinstance(x, list) or hasattr(x, "__array_interface__") else x for x in entries)
 
 
 def width(entry: Any) -> int:
@@ -308,7 +314,7 @@ def _batch_norm(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
 
 def _read(rows: Rows, func: Any, x: Tensor, index: Any) -> Instead:
     """x[index] with an index that depends on data: a part of x, or a table row for each row of the index."""
-    entries = index if isinstance(index, tuple) else (index,)
+    entries = entries_of(index)
     if rows.source(x) is None or not entries:
         return None
     if not any(isinstance(entry, Tensor) and entry.dim() for entry in entries):  # integers

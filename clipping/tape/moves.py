@@ -14,7 +14,7 @@ from torch import Tensor
 from clipping.provenance.derived_parameters import is_marked, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.provenance.static_values import holds, numbers_of
-from clipping.rules.rewritten import width
+from clipping.rules.rewritten import entries_of, width
 from clipping.tape.batch_dimension import PERMUTATIONS
 from clipping.tape.mover import Moved, Mover, Place
 from clipping.tape.writes import WRITES
@@ -23,7 +23,7 @@ from clipping.tape.writes import WRITES
 def _read(it: Mover) -> Moved:
     """x[index]."""
     x, index = it.args[0], it.args[1]
-    entries = index if isinstance(index, tuple) else (index,)
+    entries = entries_of(index)
     first = next((entry for entry in entries if entry is not None), None)
     place = samples_of(x)
     if place == 0 and (first is None or first is Ellipsis or (isinstance(first, slice) and first == slice(None))):
@@ -31,9 +31,9 @@ def _read(it: Mover) -> Moved:
     single = isinstance(first, int) or (isinstance(first, Tensor) and not first.dim() and first.dtype != torch.bool)
     if place == 0 and single and (x.shape[0] != it.batch_size or _is_stack(x)):
         return None
-    if not isinstance(place, Rows) and place and not any(isinstance(entry, (Tensor, list)) for entry in entries):
+    if not isinstance(place, Rows) and place and not any(isinstance(entry, Tensor) for entry in entries):
         return _left(entries, place, x.dim())
-    if Ellipsis in [entry for entry in entries if not isinstance(entry, Tensor)]:
+    if any(entry is Ellipsis for entry in entries):
         return None
     dims = sum(width(entry) for entry in entries)
     owners = it.owners(x, dims)

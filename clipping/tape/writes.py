@@ -12,14 +12,14 @@ from torch import Tensor
 
 from clipping.provenance.derived_parameters import mark_data, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
-from clipping.rules.rewritten import width
+from clipping.rules.rewritten import entries_of, width
 from clipping.tape.mover import Moved, Mover
 
 
 def _set(it: Mover) -> Moved:
     """x[index] = values."""
     target, index, values = it.args
-    return _written(it, target, index if isinstance(index, tuple) else (index,), values)
+    return _written(it, target, entries_of(index), values)
 
 
 def _put(it: Mover) -> Moved:

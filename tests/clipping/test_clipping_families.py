@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,6 +217,16 @@ def padded(m: Any, x: Tensor) -> Tensor:
     return F.linear(rows, m.p).sum(0)
 
 
+def by_arrays(m: Any, x: Tensor) -> Tensor:
+    """Indices in lists and in arrays of numpy's: samples swapped and back, positions, and one of each sample."""
+    rows, last = np.arange(len(x)), (x[:, 1:, 0] > 0).sum(1).numpy()
+    order = rows[::-1].copy()
+    h = torch.zeros(len(x), T, 3).to(x)
+    h[order] = m.layer(x[order])[:, np.array([2, 0, 1, 3]), :] * m.p[[2, 0, 1]]
+    h[rows, 0] = m.p
+    return h[:, [0, 2]].sum(1) + h[rows, last]
+
+
 def samples_second(m: Any, x: Tensor) -> Tensor:
     """Positions first: samples sorted, and two views of each joined along the second dimension."""
     order = x[:, 0, 0].argsort()
@@ -281,6 +292,7 @@ ROWS = [
     Case("packed, positions first", packed_positions_first, lambda: {"rnn": nn.LSTM(D, 4, proj_size=3)}),
     Case("steps by length", steps_by_length, lambda: {"cell": nn.GRUCell(D, 3)}),
     Case("padded", padded, lambda: {"norm": nn.LayerNorm(D), "p": torch.randn(3, D)}),
+    Case("by lists and arrays", by_arrays, only("layer", "p")),
     Case("samples in the second dimension", samples_second, only("layer")),
 ]
 
