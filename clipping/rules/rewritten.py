@@ -158,6 +158,12 @@ def _like(rows: Rows, func: Any, x: Tensor, other: Any, *args: Any, **kwargs: An
     return lambda: x.to(other.device, other.dtype, *args, **kwargs)
 
 
+def _broadcast_tensors(rows: Rows, func: Any, *tensors: Any) -> Instead:
+    flat = tensors[0] if len(tensors) == 1 else tensors
+    shape = torch.broadcast_shapes(*(x.shape for x in flat))
+    return lambda: tuple(x.expand(shape) for x in flat)
+
+
 def _to(rows: Rows, func: Any, x: Tensor, *args: Any, tensor: Tensor | None = None, **kwargs: Any) -> Instead:
     return _like(rows, func, x, *(args if tensor is None else (tensor, *args)), **kwargs)
 
@@ -349,6 +355,7 @@ MIXING = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
 REWRITTEN: dict[Any, Rewriting] = {
     **dict.fromkeys(LIKE, _like),
     torch.Tensor.to: _to,
+    torch.broadcast_tensors: _broadcast_tensors,
     **dict.fromkeys(methods("matmul", "mm", "mv"), _matmul),
     **dict.fromkeys(PAIRED, _paired),
     **dict.fromkeys(methods("bmm"), _bmm),

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from clipping.core.batches import tensors_of
+from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.types import Parameters, Problem
 from clipping.numerics import kernels
 from clipping.numerics.rng_replay import undropped
@@ -328,6 +328,13 @@ class Tape(TorchFunctionMode):
     def _fallback(
         self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]
     ) -> tuple[Any, Sequence[Gradient]]:
+        dims, count = max(x.dim() for x in data), len(data[0]) if data[0].dim() else 0
+        of_rows = [x for x in sources if x.row is not None and x.tensor.dim() == dims and len(x.tensor) == count]
+        if of_rows:  # copies of one row, each beside a row of the data
+            own = {id(x.tensor): self._activations.own(x) for x in of_rows}
+            args, kwargs = map_tensors(lambda x: own.get(id(x), x), (args, kwargs))
+            with self:
+                return func(*args, **kwargs), []
         output = func(*args, **kwargs)
         if not any(x.requires_grad for x in tensors((output,), {})):
             return output, []  # not differentiable: a shape, a comparison

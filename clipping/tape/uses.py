@@ -174,8 +174,10 @@ class Activations:
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
         """Copy a tensor of n entries, made of parameters, for each row of the batch: [rows · n]."""
+        return self._of_each(self._sources.get(id(tensor)), tensor, rows)
+
+    def _of_each(self, source: Source | None, tensor: Tensor, rows: int) -> Tensor:
         copies = _Repeated.apply(tensor, rows)
-        source = self._sources.get(id(tensor))
         if source is not None:
             spec = Spec(torch.Size((rows, *tensor.shape)), copies.dtype)
             self._note(source, (tensor, Copies), spec, copies)
@@ -183,7 +185,7 @@ class Activations:
 
     def copies(self, source: Source, rows: int) -> Tensor:
         """Copy a source for each row of the batch: [rows, *shape of the source]."""
-        return self._place(self.each(source.tensor, rows).view(rows, *source.tensor.shape))
+        return self._place(self._of_each(source, source.tensor, rows).view(rows, *source.tensor.shape))
 
     def own(self, source: Source) -> Tensor:
         """Return the tensor of a source that already has one row for each row of the batch, as an activation."""
@@ -191,7 +193,7 @@ class Activations:
         if source.row is not None:
             row = source.row.tensor
             inner = row.shape[1:] if row.dim() == len(shape) else row.shape
-            copies = self.each(row, shape[0])
+            copies = self._of_each(source.row, row, shape[0])  # the tape may not know a row that was made for this
             return self._place(copies.view(shape[0], *[1] * (len(shape) - 1 - len(inner)), *inner).expand(shape))
         copies = _Repeated.apply(source.tensor, 1)
         self._note(source, (source.tensor, Broadcast, shape), Spec(shape, copies.dtype), copies)

@@ -331,6 +331,16 @@ LAYOUTS = [
         probe,
         lambda: {"queries": torch.randn(1, 2, D), "attention": nn.MultiheadAttention(D, 2, batch_first=True)},
     ),
+    Case(
+        "a distribution of a learned width",
+        lambda m, x: -torch.distributions.Normal(m.layer(x), m.p.exp()).log_prob(x[..., :3]),
+        only("layer", "p"),
+    ),
+    Case(
+        "copies for each sample in any operation",
+        lambda m, x: F.cosine_similarity(m.w.repeat(len(x), 1, 1), x[:, :2], dim=2),
+        shaped(w=(2, D)),
+    ),
     Case("einsum that sums the data", lambda m, x: torch.einsum("btd,ne->bne", x, m.w), shaped(w=(2, 3))),
     Case("einsum without an arrow", lambda m, x: torch.einsum("btd,de", x, m.w), shaped(w=(D, 3))),
     Case(
