@@ -25,7 +25,7 @@ from clipping.backends.microbatch import Microbatch
 from clipping.backends.tape import BkMixed, TapeBackend
 from clipping.checks.sample_independence import Occasions, mixed_rows
 from clipping.checks.verification import Agreement, Limit, WrongGradient, compare, limit_of
-from clipping.core.batches import tensors_of
+from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import coarsest, formats
 from clipping.core.reference import Sums, gradients, with_zeros
@@ -54,6 +54,9 @@ class Recording:
 
     Attributes:
         ended: the number that autograd gives to the next node after the last forward pass.
+
+    Methods take:
+        outputs: of the model.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Recording:
     ) -> None:
         self.backend, self.batch_size, self.occasions = backend, batch_size, occasions
         self.parameters: Parameters = {n: p for n, p in backend.members().items() if p.requires_grad}
-        self.passes = 1
+        self.passes, self._entered = 1, 0
         self._after, self.ended = after, 0
         self.tape: Tape | None = None
         if isinstance(backend, TapeBackend):
@@ -85,14 +88,26 @@ class Recording:
                 mark_data(x)
 
     def __enter__(self) -> Recording:
-        if self.tape is not None:
+        self._entered += 1  # a loss that is recorded may run the model
+        if self.tape is not None and self._entered == 1:
             self.tape.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._entered -= 1
         self.ended = torch.autograd._get_sequence_nr()
-        if self.tape is not None:
+        if self.tape is not None and not self._entered:
             self.tape.__exit__(kind, error, tb)
+
+    def given(self, outputs: Any) -> Any:
+        """Return the outputs, with activations in place of parameters copied for each sample; before `__exit__`."""
+        if self.tape is None or not self.gave_parameters(outputs):
+            return outputs
+        return map_tensors(self.tape.given, outputs)
+
+    def gave_parameters(self, outputs: Any) -> bool:
+        """Returns whether tensors made of parameters alone are among the outputs, where a loss may read them."""
+        return self.tape is not None and any(map(self.tape.is_source, tensors_of(outputs)))
 
     def finish(self, losses: Tensor, *, verify: bool = False) -> ClippedGradient:
         """Run the backward pass and clip. Frees the graph of the losses.

@@ -86,9 +86,10 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     return [
         Problem(
             name,
-            "is read where the tape does not see it: by a custom function, by compiled code, by a derivative of a "
-            "derivative, or through a view that was changed in place",
-            "take the parameter out of it, freeze it, or use microbatch or vmap",
+            "is read where the tape does not see it: outside of the model's forward pass, by a custom function, by "
+            "compiled code, by a derivative of a derivative, or through a view that was changed in place",
+            "take the parameter out of it (let forward return p.expand(len(x), ...), not p), freeze it, or use "
+            "microbatch or vmap",
         )
         for name in dict.fromkeys(unseen)
     ]

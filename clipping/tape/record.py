@@ -219,6 +219,21 @@ class Tape(TorchFunctionMode):
         """All tensors made of parameters alone, including the parameters."""
         return list(self._sources.values())
 
+    def is_source(self, x: Tensor) -> bool:
+        """Returns whether a tensor is made of parameters alone."""
+        return id(x) in self._sources
+
+    def given(self, x: Tensor) -> Tensor:
+        """Return an output of the model; an activation in its place if it is a parameter copied for each sample."""
+        source = self._sources.get(id(x))
+        if source is None or x.shape[:1] != (self._batch_size,) or (source.row is None and self._batch_size > 1):
+            return x
+        self._composite = torch.Tensor.expand
+        try:
+            return self._activations.own(source)
+        finally:
+            self._composite = None
+
     def name_of(self, leaf: Any) -> str:
         """Return the name of a sharded model's parameter that was read unseen by the tape; "" for other leaves.
 

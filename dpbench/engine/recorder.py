@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -136,6 +136,18 @@ class Recorder:
             yield
         finally:
             self._known = None
+
+    def of_loss(self, outputs: Any, targets: Any) -> AbstractContextManager[Any]:
+        """Context for a loss of the last forward pass; it is recorded if it may read parameters among the outputs.
+
+        Args:
+            outputs, targets: of the loss function.
+        """
+        recording = self._recording
+        if recording is None or not recording.gave_parameters(outputs):
+            return nullcontext()  # nothing to record, and what is compiled cannot be
+        recording.again(targets)
+        return recording
 
     def hand_over(self, losses: Tensor, gradient: ClippedGradient | Exception) -> None:
         """Make the next `finish` with these losses return or raise this; the forward pass ran as part of a graph.
@@ -395,7 +407,10 @@ class Recorder:
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if module is self._model and self._entered and self._entered.pop():
             assert self._recording is not None
-            self._recording.__exit__(None, None, None)
+            try:
+                output = self._recording.given(output)
+            finally:
+                self._recording.__exit__(None, None, None)
             if self._watches and (written := _versions(self._model).items() - self._buffers.items()):
                 self._watches = False
                 warnings.warn(BUFFER.format(min(written)[0], "the forward pass"), PrivacyWarning, stacklevel=2)
@@ -405,8 +420,7 @@ class Recorder:
                 except BaseException:  # ctrl-C leaves a part of its outputs
                     self.drop()
                     raise
-            if self._recording.batch_size == 0:
-                return no_rows(output)
+            return no_rows(output) if self._recording.batch_size == 0 else output
         return None
 
     def _unwind(self) -> None:

@@ -55,7 +55,9 @@ class WholeStep:
             engine._recorder.hand_over(losses, error)
         if losses is None:
             with engine._recorder.knowing(self._loss_fn, targets):
-                losses = self._loss_fn(forward(engine.model, inputs), targets)
+                outputs = forward(engine.model, inputs)
+                with engine._recorder.of_loss(outputs, targets):
+                    losses = self._loss_fn(outputs, targets)
         step(loss=losses)
         return losses.detach()
 

@@ -28,12 +28,12 @@ def private(model, lr=0.0, **options):
     return engine, optimizer
 
 
-def require_sum(model, losses, clip=0.5):
+def require_sum(model, losses, clip=0.5, count=B):
     """What is in `.grad` is the sum of clipped gradients of losses(model, i), one record at a time."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     wanted = dict.fromkeys(named, 0.0)
     alone = copy.deepcopy(model)
-    for i in range(B):
+    for i in range(count):
         grads = torch.autograd.grad(losses(alone, i), [dict(alone.named_parameters())[name] for name in named])
         factor = min(1.0, clip / float(torch.cat([g.flatten() for g in grads]).norm()))
         wanted = {name: wanted[name] + factor * g for name, g in zip(named, grads, strict=True)}
@@ -214,6 +214,40 @@ def test_a_teacher_and_a_temperature_move_once_a_step(compiled):
             optimizer.step(loss=cross_entropy(model(x), y)) if step is None else step(x, y)
             alone(x)
         torch.testing.assert_close(model.state_dict()[state], alone.state_dict()[state])
+
+
+class Gaussian(nn.Module):
+    """Gives means, and a width that is one parameter for all samples, or copied for each."""
+
+    def __init__(self, copied):
+        super().__init__()
+        self.mean, self.width, self.copied = nn.Linear(4, 3), nn.Parameter(torch.zeros(3)), copied
+
+    def forward(self, x):
+        mean = self.mean(x)
+        return mean, self.width.exp().repeat(len(x), 1) if self.copied else self.width.exp()
+
+
+@each
+@pytest.mark.parametrize(("copied", "known"), [(True, False), (True, True), (False, True), (False, False)])
+def test_a_loss_may_read_parameters_among_the_outputs(copied, known, backend):
+    """In the caller's own loop if they are copied for each sample. The loss also runs the model."""
+
+    def loss_of(model, outputs, x):
+        return -sum(torch.distributions.Normal(*each).log_prob(x[:, :3]).sum(1) for each in (outputs, model(-x)))
+
+    torch.manual_seed(0)
+    model, x = Gaussian(copied).double(), torch.randn(B, 4).double()
+    engine, optimizer = private(model, backend=backend)
+    known_step = engine.make_step(lambda outputs, x: loss_of(model, outputs, x))
+    step = known_step if known else lambda x, _: optimizer.step(loss=loss_of(model, model(x), x))
+    if not (copied or known or backend == "microbatch"):
+        with pytest.raises(UnsupportedModel, match=r"width: is read .* outside of the model's forward pass.*expand"):
+            step(x, x)
+        return
+    for count in (B, B, B, B, 1):
+        step(x[:count], x[:count])
+        require_sum(model, lambda m, i: loss_of(m, m(x[i : i + 1]), x[i : i + 1])[0], count=count)
 
 
 class Annealed(nn.Module):
