@@ -22,9 +22,10 @@ def losses_of(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
         ValueError: the loss has another shape. [B, 1] would broadcast against the factors [B] to [B, B].
     """
     losses = loss_fn(forward(model, inputs), targets)
-    if tuple(losses.shape) != (batch_size,):
+    shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if shape != [batch_size]:
         raise ValueError(
-            f"expected loss_fn to return one loss a sample, shape [{batch_size}], got {list(losses.shape)}; "
+            f"expected loss_fn to return one loss a sample, shape [{batch_size}], got {shape}; "
             "use reduction='none' and reduce all but the first dimension"
         )
     return losses

@@ -46,6 +46,7 @@ def test_a_loss_that_is_not_one_number_a_sample_is_refused(backend: str):
         lambda out, y: F.cross_entropy(out, y),
         lambda out, y: F.cross_entropy(out, y, reduction="none")[:, None],
         lambda out, y: F.softmax(out, 1).square(),
+        lambda out, y: (cross_entropy(out, y), out),
     ):
         with (
             load_backend(backend)(nn.Linear(6, 3), loss_fn) as b,
