@@ -139,7 +139,7 @@ def _stir(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p += STIRRED * torch.randn(p.shape, generator=generator).to(p)
+            p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=STIRRED)
 
 
 def _together(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
