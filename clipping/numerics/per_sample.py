@@ -13,7 +13,6 @@ Functions take:
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from clipping.core.clip_functions import ClipFunction, factors_by_name
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, in_parts, sum_dtype
 from clipping.numerics import kernels
-from clipping.numerics.products import full_precision, products
+from clipping.numerics.products import multiplied, products
 from clipping.numerics.rounding_bounds import portion
 
 SUMMED = 4096
@@ -96,12 +95,11 @@ def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
         return weighted_at_once(factors[0], rows, most).view(grad.shape[1:])
     if wide != grad.dtype:  # a wide copy of some rows at a time
         most = min(most, max(1, WIDENED // max(1, rows.shape[1])))
-    with full_precision() if rows.is_cuda else nullcontext():
-        if len(rows) <= most:
-            return (factors @ rows.to(wide)).view(grad.shape[1:])
-        portions = in_parts(len(rows), -(-len(rows) // most))
-        found = added(lambda samples: factors[:, samples] @ rows[samples].to(wide), portions)
-        return found.view(grad.shape[1:])
+    if len(rows) <= most:
+        return multiplied(factors, rows.to(wide)).view(grad.shape[1:])
+    portions = in_parts(len(rows), -(-len(rows) // most))
+    found = added(lambda samples: multiplied(factors[:, samples], rows[samples].to(wide)), portions)
+    return found.view(grad.shape[1:])
 
 
 def at_once(x: Tensor) -> bool:
@@ -155,8 +153,7 @@ def weighted_at_once(factors: Tensor, rows: Tensor, most: int) -> Tensor:
 
     def form(samples: slice, count: int) -> Tensor:
         some = rows[samples].unflatten(0, (count, -1))
-        with full_precision() if rows.is_cuda else nullcontext():
-            return torch.bmm(factors[samples].view(count, 1, -1), some).squeeze(1)
+        return multiplied(factors[samples].view(count, 1, -1), some).squeeze(1)
 
     return added_at_once(form, len(rows), most, len(rows))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import HALF, wide_dtype
+from clipping.numerics.traced_operations import operation
 
 ALIGNED, PADDED = 8, 16
 """Entries of a row: half precision loads fast if rows begin at multiples of 16 bytes (32 bytes for Triton)."""
@@ -67,10 +68,26 @@ def products(x: Tensor, y: Tensor) -> Tensor:
         if on_gpu(x) and x.dtype == y.dtype:
             return torch.bmm(x, y.transpose(1, 2), out_dtype=torch.float32)
         x, y = x.float(), y.float()  # the dtypes differ where a parameter is used both under autocast and outside of it
-    if x.is_cuda and x.dtype == torch.float32:
-        with full_precision():
-            return torch.bmm(x, y.transpose(1, 2))
-    return torch.bmm(x, y.transpose(1, 2))
+    return multiplied(x, y.transpose(1, 2))
+
+
+def multiplied(x: Tensor, y: Tensor) -> Tensor:
+    """x y, or a batch of such products, [M, N] or [n, M, N], without TF32.
+
+    Args:
+        x: [M, K], or [n, M, K].
+        y: [K, N], or [n, K, N], of the same dtype.
+    """
+    if x.is_cuda:
+        return _without_tf32(x, y)
+    return torch.mm(x, y) if x.dim() == 2 else torch.bmm(x, y)
+
+
+@operation
+def _without_tf32(x: Tensor, y: Tensor) -> Tensor:
+    """A traced step keeps operations, but not a switch that was set around them: so this is one operation."""
+    with full_precision():
+        return torch.mm(x, y) if x.dim() == 2 else torch.bmm(x, y)
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:

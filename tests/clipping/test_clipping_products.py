@@ -6,10 +6,12 @@ import pytest
 import torch
 from fake_graph import Recorder
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping.numerics import products as module
-from clipping.numerics.products import aligned, product, products
+from clipping.numerics.products import aligned, multiplied, product, products
+from clipping.numerics.traced_operations import tracing
 from clipping.rules import linear
 from clipping.rules.base import Route
 from clipping.rules.embedding import EmbeddingWeight
@@ -87,6 +89,17 @@ def test_gram_matrices_of_pixels_are_neither_tf32_nor_widened_first(dtype):
         matmul.fp32_precision = before
     assert {each[:2] for each in found} == {(dtype, torch.float32)}
     assert dtype != torch.float32 or {each[2] for each in found} == {"ieee"}
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5)])
+def test_a_traced_product_is_one_operation_that_sets_its_own_precision(shape):
+    """A graph would multiply in TF32 later, where the caller allows it."""
+    with FakeTensorMode():
+        x = torch.empty(shape, device="cuda")
+        with tracing():
+            graph = make_fx(lambda x: multiplied(x, x.mT), tracing_mode="fake")(x)
+    ran = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+    assert torch.ops.dpbench.kernel.default in ran and not ran & {torch.ops.aten.mm.default, torch.ops.aten.bmm.default}
 
 
 def test_zeros_are_added_to_rows(monkeypatch):
