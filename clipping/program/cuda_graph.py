@@ -1,13 +1,21 @@
 """Record a function of tensors as a CUDA graph, which launches all its kernels by one call."""
 
+import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from clipping.numerics.rng_replay import Draws, is_random
 
 WARM = 3
 """Runs before recording, in which libraries choose their kernels and allocate their workspaces."""
+_ALONE = threading.Lock()
+"""Held while a thread records: torch records one graph at a time."""
 
 
 class Pool:
@@ -17,6 +25,10 @@ class Pool:
 
     Args:
         lends: the next graph may overwrite the sums that a graph returns.
+
+    Methods take:
+        run: reads nothing back from the device.
+        device: of its tensors.
     """
 
     def __init__(self, *, lends: bool = False) -> None:
@@ -24,18 +36,36 @@ class Pool:
         self.lends = lends
 
     def record(self, run: Callable[[], object], device: torch.device) -> Any:
-        """Record `run` as a CUDA graph in this memory, and return the graph.
-
-        Args:
-            run: reads nothing back from the device.
-            device: the current one.
-        """
+        """Run `run` a few times, record it as a CUDA graph in this memory, and return the graph."""
         if self._handle is None:
-            self._handle = torch.cuda.graph_pool_handle()
-            self._keeper = self.record(lambda: torch.zeros(1, device=device), device)
+            self._begin(device)
+        now = torch.cuda.current_stream(device)
+        self._stream.wait_stream(now)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM):
+                run()
+        now.wait_stream(self._stream)
+        gc.collect()  # an older graph, freed during the recording, would spoil it
+        try:
+            return self._recorded(run, device)
+        except BaseException:
+            # torch records nothing more in this pool, and draws no numbers until a recording ends well
+            self._begin(device)
+            raise
+
+    def _begin(self, device: torch.device) -> None:
+        self._handle, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._keeper = self._recorded(lambda: torch.zeros(1, device=device), device)
+
+    def _recorded(self, run: Callable[[], object], device: torch.device) -> Any:
         graph = torch.cuda.CUDAGraph()
-        # if recording fails, torch leaves its own stream the current one
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=self._handle):
+        with (
+            # the device need not be the current one; if recording fails, torch leaves its own stream the current one
+            torch.cuda.stream(torch.cuda.current_stream(device)),
+            # other threads may allocate meanwhile, such as one that pins a loader's batches; but none records
+            _ALONE,
+            torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             run()
         return graph
 
@@ -82,19 +112,49 @@ class Replayed:
         return copies + self._outputs[len(own) :]
 
     def _run(self) -> None:
+        self._outputs: list[Tensor] = []  # frees those of the run before
         self._outputs = list(self._step(*self._own))
 
     def _record(self, given: Sequence[Tensor]) -> None:
         self._own = [x.clone() if i in self._moving else x for i, x in enumerate(given)]
         versions = [x._version for x in self._own]
         kept = {i: self._own[i].clone() for i in self._written}
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM):
-                self._step(*self._own)
-        torch.cuda.current_stream().wait_stream(side)
+        with Draws().again():
+            self._graph = self._pool.record(self._run, self._own[0].device)
         self._written = {i for i, x in enumerate(self._own) if x._version != versions[i]}
-        self._graph = self._pool.record(self._run, self._own[0].device)
         for i, x in kept.items():
             self._own[i].copy_(x)
+
+
+def needs_host(graph: GraphModule, device: torch.device) -> bool:
+    """Whether a replay would lack what the host computes of its own arguments and random numbers, or copies.
+
+    A kernel may take a number of the host that is constant.
+
+    Args:
+        graph: a traced step, from make_fx.
+        device: of the batch.
+    """
+    constants = set[Node]()  # of the host
+    for node in graph.graph.nodes:
+        of_host = [x for x in node.all_input_nodes if _on_host(x, device)]
+        if node.op == "output" or not (of_host or _on_host(node, device)):
+            continue
+        if not _on_host(node, device):
+            numbers = all(x in constants and not x.meta["val"].dim() for x in of_host)
+            if not numbers or node.target is torch.ops.aten._to_copy.default:
+                return True
+        elif node.op == "get_attr" or (constants >= {*node.all_input_nodes} and _is_constant(node)):
+            constants.add(node)
+        else:
+            return True
+    return False
+
+
+def _on_host(node: Node, device: torch.device) -> bool:
+    return any(x.device != device for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor))
+
+
+def _is_constant(node: Node) -> bool:
+    """Whether it is the same whenever its inputs are."""
+    return node.op == "call_function" and not is_random(node.target, node.args, dict(node.kwargs))

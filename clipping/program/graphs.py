@@ -261,7 +261,7 @@ class Graphs:
             ways = ["eager", "traced", *(ways if on_gpu else [])]
             if self._strict or on_gpu:
                 ways.append("compiled")
-        if graph.is_conditional:  # its operations may read values
+        if graph.is_conditional or graph.needs_host:  # its operations may read values, or not all be kernels
             ways = [way for way in ways if way in ("eager", "traced")] or ["traced"]
         graph.take_fastest(ways, given, batch.parameters)
         self._graphs.append(graph)

@@ -31,7 +31,7 @@ from clipping.core.types import ClippedGradient, Parameters, Problem, Unsupporte
 from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import tracing
 from clipping.program.capture import ASSERT, DRAWS, Captured, LossesOf, NotCaptured, OtherValues, Readers, required
-from clipping.program.cuda_graph import Pool, Replayed
+from clipping.program.cuda_graph import Pool, Replayed, needs_host
 from clipping.provenance.static_values import assuming
 
 _LOG = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class Graph:
         shapes: of the batch, as text.
         device: of the batch.
         is_conditional: True if runs check conditions.
+        needs_host: True if the host computes a part of the step, which a CUDA graph would not repeat.
 
     Methods take:
         given: arguments of the captured graph.
@@ -123,7 +124,7 @@ class Graph:
         casts = torch.is_autocast_enabled(self.device.type) and torch.get_autocast_dtype(self.device.type)
         text = repr((captured.graph.code, kinds, casts, sorted(self._own), version))
         self.kind = hashlib.sha256(text.encode()).hexdigest()[:24]
-        self._has_norms, self.is_conditional, self._has_flag = True, False, False
+        self._has_norms, self.is_conditional, self._has_flag, self.needs_host = True, False, False, False
         self._written: list[int] = []  # arguments that a conditional step writes to
         self._losses_of = losses_of
         self.require_same_step(given, batch, is_traced=False)
@@ -344,6 +345,8 @@ class Graph:
         for node in graph.graph.nodes:
             if node.target is torch.ops.aten.view.default:  # the layout may differ on this device
                 node.target = torch.ops.aten.reshape.default
+        if self.device.type == "cuda":
+            self.needs_host = needs_host(graph, self.device)
         graph.graph.eliminate_dead_code()
         for node in graph.graph.find_nodes(op="call_function", target=ASSERT):
             node.target, self.is_conditional = required, True

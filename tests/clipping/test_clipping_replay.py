@@ -8,15 +8,19 @@ import torch
 from fake_graph import Recorder, recording
 from graphs import only
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import clipping.program.graphs
 import clipping.program.step
 from clipping import Flat, WrongGradient, compare, load_backend
-from clipping.program.cuda_graph import Pool, Replayed
+from clipping.program.cuda_graph import Pool, Replayed, needs_host
 from dpbench.conformance.cases import cross_entropy
 
 
 class Stream:
+    def __init__(self, device=None) -> None:
+        self.device = device
+
     def wait_stream(self, other) -> None: ...
 
 
@@ -76,6 +80,58 @@ def test_what_lies_elsewhere_is_copied_from_then_on(on_a_recorder):
     assert torch.equal(first, kept[0])
     assert torch.equal(weight, kept[1])
     assert Recorder.count == 3
+
+
+def test_after_a_failed_recording_another_pool_is_used(on_a_recorder):
+    """torch cannot record in the first again: it takes the failed recording for one that goes on."""
+    cpu, pool, weight = torch.device("cpu"), Pool(), torch.ones(3)
+
+    def reads() -> None:
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        pool.record(reads, cpu)
+    first = Recorder.pools.copy()
+    pool.record(lambda: weight.add_(1), cpu).replay()
+    assert len(first) == 2 and pool._handle == max(first) and Recorder.pools == first
+    assert weight.tolist() == [6.0] * 3  # of three runs before, the recording and the replay
+
+
+def test_a_recording_uses_a_stream_of_its_device_and_lets_other_threads_allocate(on_a_recorder, monkeypatch):
+    device, options = torch.device("meta"), []
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **given: options.append(given) or graph)
+    Pool().record(lambda: None, device)
+    assert len(options) == 2
+    assert all((x["stream"].device, x["capture_error_mode"]) == (device, "thread_local") for x in options)
+
+
+def test_recording_again_draws_no_numbers(on_a_recorder):
+    replayed = Replayed(lambda x: [x * torch.rand(3)], [torch.ones(3)], [], Pool())
+    torch.manual_seed(0)
+    first = replayed(torch.ones(3))[0]
+    torch.manual_seed(0)
+    assert torch.equal(replayed(torch.ones(3))[0], first)
+    assert Recorder.count == 3
+
+
+MIXED = {
+    "nothing of the host": (lambda x: x * 2 + torch.arange(3, device=x.device), False),
+    "a constant": (lambda x: x * torch.tensor(2.0, device="cpu") * (torch.arange(3, device="cpu") * 2)[1], False),
+    "constants that are copied": (lambda x: x * torch.tensor([1.0, 2.0, 3.0], device="cpu").to(x.device), True),
+    "a constant that is copied": (lambda x: x * torch.tensor(2.0, device="cpu").to(x.device), True),
+    "an index": (lambda x: x[torch.tensor([0, 1], device="cpu")], True),
+    "an argument": (lambda x, y: x * y, True),
+    "a random number": (lambda x: x * torch.rand((), device="cpu"), True),
+    "random numbers": (lambda x: x * torch.rand(3, device="cpu").to(x.device), True),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_replay_would_not_repeat_what_the_host_computes(name):
+    run, needed = MIXED[name]
+    given = (torch.empty(3, device="meta"), torch.ones((), device="cpu"))[: run.__code__.co_argcount]
+    assert needs_host(make_fx(run, tracing_mode="fake")(*given), torch.device("meta")) == needed
 
 
 def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):

@@ -142,10 +142,18 @@ def whole() -> None:
         losses.detach().sum().item()
         return losses
 
+    def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
+        return loss(outputs, targets) * torch.tensor(0.5, device=outputs.device)
+
+    def rising(outputs: Tensor, targets: Tensor) -> Tensor:
+        return loss(outputs, targets) * scale.add_(0.1)  # the host's, which a CUDA graph would not read again
+
+    scale = torch.ones(())
     on_both(train)
     graphs.RATE = sample_independence.RATE = 0.0
     sample_independence.Occasions._is_early = lambda *_: False  # type: ignore[method-assign]
     assert [settled(loss, "auto"), settled(loss, False)] == ["replayed", "eager"]
+    assert [settled(scaled, True), settled(rising, True)] == ["replayed", "traced"]
     refused(lambda: settled(reads, False), "synchronizing", kind=RuntimeError)
 
 
