@@ -111,8 +111,8 @@ def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
     """
     out = parts.new_empty(parts.shape[1:])
     given = (parts, parts if rest is None else rest, out)
-    counts = {"COUNT": len(parts), "RESTS": 0 if rest is None else len(rest)}
-    cuda.launch("added", math.ceil(out.numel() / cuda.LINE), given, (out.numel(),), **counts, BLOCK=cuda.LINE)
+    numbers = out.numel(), len(parts), 0 if rest is None else len(rest)
+    cuda.launch("added", math.ceil(out.numel() / cuda.LINE), given, numbers, BLOCK=cuda.LINE)
     return out
 
 

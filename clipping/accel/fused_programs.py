@@ -153,15 +153,15 @@ def reach(
 
 
 @triton.jit
-def added(parts, rest, out, entries, COUNT: tl.constexpr, RESTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Σ over the rows of parts [COUNT, entries] and of rest [RESTS, entries], in float64: out [entries] float32."""
+def added(parts, rest, out, entries, count, others, BLOCK: tl.constexpr):
+    """Σ over the rows of parts [count, entries] and of rest [others, entries], in float64: out [entries] float32."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < entries
     total = tl.zeros((BLOCK,), tl.float64)
-    for _ in range(COUNT):
+    for _ in range(count):
         total += tl.load(parts + at, mask=there, other=0.0).to(tl.float64)
         parts += entries
-    for _ in range(RESTS):
+    for _ in range(others):
         total += tl.load(rest + at, mask=there, other=0.0).to(tl.float64)
         rest += entries
     tl.store(out + at, total.to(tl.float32), mask=there)

@@ -166,6 +166,8 @@ def _agrees(device: torch.device) -> bool:
         if float((found - _normals(_words(state, labels, numbers))).abs().max()) < 2.0**-40:
             return True
         reason = "it draws other numbers"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     warnings.warn(
