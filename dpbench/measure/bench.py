@@ -142,12 +142,14 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def device_of(name: str) -> torch.device:
-    """The device called `name`, with an index on CUDA.
+    """The device called `name`, with an index on CUDA. A card becomes the current one, whose streams events mark.
 
     Args:
         name: "cpu", "cuda" or "cuda:1".
     """
     device = torch.device(name)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return torch.device("cuda", torch.cuda.current_device())

@@ -57,18 +57,28 @@ def test_exact_on_a_gpu(name: str):
     assert outcome(CHECKS[name], "cuda") is None
 
 
-@pytest.mark.gpu
-def test_neither_gram_matrices_nor_gradients_are_in_memory_on_a_gpu():
-    a, g = torch.randn(2, 8192, 768, device="cuda"), torch.randn(2, 8192, 1024, device="cuda")
+SMALL = 2**20
+"""Bytes of `norms_of_large_layers`, where two Gram matrices take 128 MiB, and a gradient 3 or 2.3 MiB."""
+
+
+def norms_of_large_layers() -> tuple[Sequence[Tensor], list[Callable[[], Tensor]]]:
+    """The operands of a linear layer and of a convolution, and their norms by each kernel."""
+    a, g = torch.randn(2, 4096, 768, device="cuda"), torch.randn(2, 4096, 1024, device="cuda")
     x = torch.randn(4, 256, 32, 32, device="cuda")
     options: Any = (([3, 3], [1, 1], [1, 1], [1, 1]), 1, (0.0, 0.0))
     images = (lambda norms=norms: norms(x, x, *options) for norms in NORMS)
-    for norm in (lambda: gram_norm(a, g), lambda: gradient_norm(a, g), *images):
+    return (a, g, x), [lambda: gram_norm(a, g), lambda: gradient_norm(a, g), *images]
+
+
+@pytest.mark.gpu
+def test_neither_gram_matrices_nor_gradients_are_in_memory_on_a_gpu():
+    _operands, norms = norms_of_large_layers()
+    for norm in norms:
         norm()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         norm()
-        assert torch.cuda.max_memory_allocated() - before < 2**20  # a Gram matrix: 256 MiB; a gradient: 3 and 2.3 MiB
+        assert torch.cuda.max_memory_allocated() - before < SMALL
 
 
 @pytest.fixture
@@ -100,6 +110,18 @@ def test_a_simulated_step_takes_the_memory_of_a_launch_and_launches_nothing(fake
         found = cuda.gram_norms(image, image, [[3, 3], [1, 1], [1, 1], [1, 1]], 2, (0.0, 0.0))
         assert found.shape == (4, 4) and lifetimes.peak - before == 2 * 2 * 4 * 4  # four numbers for each tile
     assert embedding_gram_norm(torch.empty(3, 130, dtype=torch.int64, device="cuda"), g).shape == (3,)
+
+
+@TRITON
+def test_neither_gram_matrices_nor_gradients_are_in_memory(fake_gpu: None):
+    operands, norms = norms_of_large_layers()
+    for norm in norms:
+        with StorageLifetimes() as lifetimes:
+            for x in operands:
+                lifetimes.watch(x)
+            before = lifetimes.alive
+            norm()
+        assert 0 < lifetimes.peak - before < SMALL
 
 
 @TRITON

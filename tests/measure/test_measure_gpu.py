@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dpbench.measure import counters, overhead
-from dpbench.measure.bench import Memory
+from dpbench.measure.bench import Memory, device_of
 from dpbench.trials import OverheadTrial
 
 CUDA = torch.device("cuda", 0)
@@ -96,6 +96,13 @@ def test_a_turn_on_cuda_says_them_and_asks_when_its_time_is_taken(monkeypatch):
 def test_what_the_others_hold_is_in_no_peak_of_a_backend():
     own = overhead.without(40, Memory("cuda_allocator", 100, 10, reserved_bytes=160))
     assert own == Memory("cuda_allocator", 60, 10, reserved_bytes=120)
+
+
+def test_a_named_card_becomes_the_current_one(monkeypatch):
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device.index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    assert [device_of(name).index for name in ("cpu", "cuda", "cuda:1", "cuda")] == [None, 0, 1, 1]
 
 
 @pytest.mark.gpu
