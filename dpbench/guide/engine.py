@@ -150,6 +150,7 @@ find records that mix: they replace the other records, set them to NaN, and add 
 |---|---|---|
 | `make_step` | model and loss | new code and shapes; guards, and 1 step in 200, compare a program with your code |
 | your own loop, accelerate, Lightning, Trainer | model, operations on batches, outputs | new shapes, 1 step in 400 |
+| Lightning, Trainer | losses of a few records, together and alone | before the first step |
 | Opacus | the same, and the loss's divisor | first batches, new shapes, programs, 1 step in 400 |
 | `load_backend(...)` | model and loss | new graphs and shapes, 1 step in 400 |
 

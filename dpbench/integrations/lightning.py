@@ -29,7 +29,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from clipping.core.autograd import version_of
 from clipping.program.capture import is_captured
@@ -48,7 +47,6 @@ with needed("lightning", __name__):
     from lightning.pytorch.callbacks import BaseFinetuning
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
     from dpbench.integrations.lightning_refusals import refuse, refuse_loader  # needs it, too
 
@@ -87,6 +85,9 @@ class _Epsilon(Callback):
 
 class _Private:
     """Mixin before one of Lightning's strategies, which gives it the steps of a `PrivacyEngine`.
+
+    Before the first step `training_step` runs on a few records together and alone, and must give the same losses
+    (`dpbench.integrations.record_check`).
 
     Args:
         privacy: arguments of `PrivacyEngine`, except model, sample_size, epochs and steps, which Lightning knows.
@@ -188,8 +189,7 @@ class _Private:
         inside = set(self.engine.model.modules())
         named = self.lightning_module.named_modules()
         self._outside = [(name, each) for name, each in named if each not in inside and each._buffers]
-        if self._source.collate_fn is not default_collate:
-            self._look_at_records(self._source)
+        self._is_looked_at = False
         self._steps = Steps(
             self.engine,
             self.optimizers[0],
@@ -203,18 +203,23 @@ class _Private:
         self._steps.begin(self._loader)
         super().on_train_start()  # type: ignore[misc]
 
-    def _look_at_records(self, dataloader: Any) -> None:
-        """Check, before the engine records the model, that a record's loss is its own; nothing is logged or kept."""
-        module = self.lightning_module
-        others = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+    def _look_at_records(self, others: tuple[Any, ...]) -> None:
+        """Check once that a record's loss is its own; nothing is logged or kept.
+
+        Not before the first step, as hooks of the module may prepare what `training_step` reads.
+        """
+        if self._is_looked_at:
+            return
+        module, source = self.lightning_module, self._source
         with mock.patch.object(module, "log", lambda *args, **options: None):
             look(
                 module,
-                dataloader.dataset,
-                batch_size_of(dataloader),
-                dataloader.collate_fn,
+                source.dataset,
+                batch_size_of(source),
+                source.collate_fn,
                 lambda batch: self._losses_of((self._transferred(batch), *others)),
             )
+        self._is_looked_at = True
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As Lightning's; a turn's pieces move when they are drawn."""
@@ -234,6 +239,7 @@ class _Private:
                 f"of type {type(turn).__name__}: ε is that of one data set; put the records of all into one "
                 "(torch.utils.data.ConcatDataset, StackDataset), whose loader is in no list or CombinedLoader"
             )
+        self._look_at_records(others)
         steps, self._output, before = self._steps, None, self._buffers()
         assert steps is not None
         self._log_means_over(None)

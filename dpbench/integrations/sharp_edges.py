@@ -10,7 +10,7 @@
 | a loss divided by the tokens or the classes of the batch, weighted by its labels, or broadcast to [B, B] | refused: "samples mix", "to be its own" | `test_losses_that_depend_on_the_labels_of_others_are_refused` |
 | the same with batches from `make_private` | refused: "samples mix" | `test_losses_that_mix_samples_are_refused` |
 | mixup, or normalisation by the batch, between `data_loader` and the model | refused: "what the model reads for sample" | `test_inputs_that_are_mixed_before_the_model_are_refused` |
-| padding to the longest record, seen by the model (no mask, positions after it) | Trainer: "expected the loss of record ... to be its own" | `test_padding_on_the_left_moves_positions_and_is_refused` |
+| padding to the longest record, seen by the model (no mask, positions after it) | Trainer, Lightning: "expected the loss of record ... to be its own" | `test_padding_on_the_left_moves_positions_and_is_refused` |
 | mixup, or statistics of a batch, in `collate_fn` | refused: "to be its own" | `test_a_collator_that_mixes_records_is_refused` |
 | the same on the device, in Lightning's hooks | refused: "what the model reads for sample" | `test_hooks_of_a_batch_on_its_way_see_the_pieces` |
 | your own sampler, batches by length, `drop_last` | refused by name | `test_what_cannot_be_private_is_refused_by_name` |

@@ -228,7 +228,7 @@ ENTRANCES = {
     by_backend: True,
     by_opacus: False,
     by_opacus_ghost: False,
-    by_lightning: False,
+    by_lightning: True,
     by_trainer: True,
 }
 

@@ -327,8 +327,16 @@ class Weighted(Classifier):
 
 
 class Centred(Classifier):
+    """Not in the first step, before which a few records are tried alone."""
+
     def training_step(self, batch, batch_idx):
-        return super().training_step([batch[0] - batch[0].mean(0), batch[1]], batch_idx)
+        mean = batch[0].mean(0) if self.trainer.global_step else 0
+        return super().training_step([batch[0] - mean, batch[1]], batch_idx)
+
+
+class Divided(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / len(batch[1])
 
 
 def test_labels_that_are_counted_in_a_later_epoch_are_refused():
@@ -343,10 +351,14 @@ class Sequences(Classifier):
 
     means = False
 
+    def on_train_epoch_start(self):
+        self.places = 1
+
     def training_step(self, batch, batch_idx):
         x, y = batch
         self.seen.append(len(x))
-        losses = F.cross_entropy(self.net(x.mean(1) if self.means else x.sum(1)), y, reduction="none")
+        of_places = x.mean(self.places) if self.means else x.sum(self.places)
+        losses = F.cross_entropy(self.net(of_places), y, reduction="none")
         self.log("largest", losses.max())
         return losses
 
@@ -389,7 +401,7 @@ def test_records_in_a_buffer_beside_the_network_are_said(persistent):
 
 
 class Hooked(Classifier):
-    """Its numbers are halved and doubled on their way to the device, and mixed there if `mixes`."""
+    """Numbers are halved and doubled on their way to the device, and mixed there after the first step if `mixes`."""
 
     def __init__(self, mixes=False):
         super().__init__()
@@ -401,7 +413,7 @@ class Hooked(Classifier):
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         x, y = batch
-        return 2 * ((x + x.flip(0)) / 2 if self.mixes else x), y
+        return 2 * ((x + x.roll(1, 0)) / 2 if self.mixes and self.trainer.global_step else x), y
 
 
 def test_hooks_of_a_batch_on_its_way_see_the_pieces():
@@ -490,6 +502,7 @@ def test_the_plan_has_the_steps_of_a_limited_epoch():
         ({"callbacks": [Unpacks()]}, "expected batch.pieces, the physical batches of a step"),
         ({"module": Mean}, r"one loss a sample from training_step, shape \[\d+\], got shape \[\]"),
         ({"module": Centred}, "batch: samples mix: what the model reads for"),
+        ({"module": Divided}, "expected the loss of record 0 to be its own"),
         ({"module": Parts}, r"call self\(...\) in training_step, or pass model="),
     ],
     ids=lambda x: x.replace(" ", "_") if isinstance(x, str) else "",
