@@ -1,5 +1,6 @@
 """Replace and restore `optimizer.step`; detect steps that bypass the engine, and partial checkpoints."""
 
+import sys
 import types
 import weakref
 from collections.abc import Mapping
@@ -130,8 +131,11 @@ class Patch:
             self.know_gradients()
 
     def _skipped(self, skipped: bool) -> None:
-        """Tell accelerate whether the parameters have moved: else its scheduler does not step, either."""
+        """Tell accelerate whether the parameters have moved: its scheduler then steps, also within accumulate()."""
         vars(self.optimizer)["step_was_skipped" if self._beneath is None else "_is_overflow"] = skipped
+        accelerate = sys.modules.get("accelerate.state")
+        if accelerate is not None and not skipped:
+            accelerate.GradientState()._set_sync_gradients(True)  # accumulate() counts pieces, not logical batches
 
     def know_gradients(self) -> None:
         """Remember the gradients in `.grad`: the next step may overwrite them."""

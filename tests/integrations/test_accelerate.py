@@ -1,6 +1,7 @@
 """Accelerate: `prepare` before the engine or after it, and within accumulate(), gives the engine's own training."""
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def quiet():
 
 def parts(order, noise=1.0, kind=SGD, linked=False):
     """(accelerator, model, optimizer, scheduler, engine) after `prepare` in this order."""
-    accelerator = None if order == "none" else Accelerator(cpu=True, step_scheduler_with_optimizer=linked)
+    accelerator = None
+    if order != "none":
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, step_scheduler_with_optimizer=linked)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     optimizer = kind(model.parameters(), lr=0.5)
@@ -69,15 +72,12 @@ def train(order, accumulate=False, **options):
         loader = accelerator.prepare(loader)
     for _ in range(2):
         for x, y in loader:
-            losses = F.cross_entropy(model(x), y, reduction="none")
-            if accumulate:
-                accelerator.gradient_state._set_sync_gradients(False)
-            optimizer.step(loss=losses)
-            if accumulate:
-                accelerator.gradient_state._set_sync_gradients(True)
-            if engine.stepped or (accelerator is not None and accelerator.step_scheduler_with_optimizer):
-                scheduler.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model) if accumulate else nullcontext():
+                losses = F.cross_entropy(model(x), y, reduction="none")
+                optimizer.step(loss=losses)
+                if engine.stepped or (accelerator is not None and accelerator.step_scheduler_with_optimizer):
+                    scheduler.step()
+                optimizer.zero_grad()
     spent = engine.privacy_spent()
     engine.detach()
     return [p.detach().clone() for p in engine.model.parameters()], spent
@@ -89,6 +89,7 @@ def train(order, accumulate=False, **options):
         *(("first", False, {}), ("last", True, {}), ("made first", True, {})),
         *(("first", True, {"kind": AdamBC}), ("last", False, {"kind": AdamBC})),
         *(("first", False, {"linked": True}), ("last", False, {"linked": True})),
+        *(("first", True, {"linked": True}), ("last", True, {"linked": True})),
     ],
 )
 def test_either_order_is_the_engine_alone(order, accumulate, options):
