@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import slow_unless
+from opacus.accountants import RDPAccountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_made import ADAPTIVE, Made
 from torch import Tensor, nn
@@ -576,6 +577,10 @@ def test_one_engine_has_one_model():
         (
             lambda: made.engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1),
             r"expected no accountant.step\(\)",
+        ),
+        (
+            lambda: setattr(made.engine, "accountant", RDPAccountant()),
+            r"as it counts the steps of this engine, got another one: .*load_state_dict\(other\.state_dict\(\)\)",
         ),
     ):
         with pytest.raises(Misuse, match=words):

@@ -48,8 +48,20 @@ class PrivacyEngine:
         """The engine, after `make_private`: `engine.privacy_spent()` states the conditions of ε."""
         self.secure_mode = secure_mode
         self.dataset: Any = None
-        self.accountant = Accountant(accountant, lambda: self.engine)
+        self._accountant = Accountant(accountant, lambda: self.engine)
         self._optimizer: DPOptimizer | None = None
+
+    @property
+    def accountant(self) -> Accountant:
+        """Reads ε from the engine. Another one cannot be assigned, as it would not count this engine's steps."""
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, other: Any) -> None:
+        raise Misuse(
+            "expected privacy_engine.accountant to stay, as it counts the steps of this engine, got another one: for "
+            "its steps to count as well, call privacy_engine.accountant.load_state_dict(other.state_dict())"
+        )
 
     def make_private(
         self,
