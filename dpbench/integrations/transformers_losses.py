@@ -26,6 +26,7 @@ WHOLE = (
     "ForImageClassification",
     "ForVideoClassification",
     "ForAudioClassification",
+    "ForMultipleChoice",
 )
 KINDS = ("ForCausalLM", "ForConditionalGeneration", "ForQuestionAnswering", *TOKENS, *WHOLE)
 OWN = "override compute_loss, or give compute_loss_func, and return one loss a sample, [B]"
@@ -106,12 +107,12 @@ def _counted(inputs: Mapping[str, Any], base: Any) -> Tensor:
 
 
 def _kind(base: Any) -> str | None:
-    """The kind of its loss; by its class for older language models, whose loss has no name."""
+    """The kind of its loss; by its class for older language models and multiple choice, whose loss has no name."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if any(cls.__name__ in names for cls in type(base).__mro__):
         return "ForCausalLM"
-    kind: str | None = getattr(base, "loss_type", None)
-    return kind
+    kind: str | None = getattr(base, "loss_type", "no model of transformers")
+    return next((each for each in KINDS if type(base).__name__.endswith(each)), None) if kind is None else kind
 
 
 def _of(outputs: Any, name: str, place: int) -> Any:

@@ -42,6 +42,11 @@ def translation():
     return model, {"input_ids": torch.randint(1, WORDS, (B, T)), "labels": words()}
 
 
+def choices():
+    model, inputs = encoder("MultipleChoice", torch.randint(0, 2, (B,)))
+    return model, {**inputs, "input_ids": torch.randint(1, WORDS, (B, 2, T))}
+
+
 def images():
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, num_labels=3))
     return model, {"pixel_values": torch.randn(B, 3, 8, 8, dtype=torch.float64), "labels": torch.randint(0, 3, (B,))}
@@ -65,6 +70,7 @@ KINDS = {
         {"start_positions": torch.tensor([0, 2, 4, T + 5]), "end_positions": torch.tensor([1, 3, T - 1, T + 5])},
     ),
     "translation": translation,
+    "choices": choices,
     "images": images,
 }
 
