@@ -30,5 +30,8 @@ def batch_size_of(source: DataLoader[Any]) -> int:
     """
     size = source.batch_size or getattr(source.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
-        raise ValueError("expected a data_loader with a batch_size, which divides the noisy sum, got one without")
+        raise ValueError(
+            "expected a data_loader with a batch_size, which divides the noisy sum, got one without: hand in "
+            "DataLoader(dataset, batch_size=...), as the engine draws the batches"
+        )
     return size

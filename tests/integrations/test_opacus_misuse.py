@@ -541,6 +541,11 @@ REFUSED = [
     (dict(noise_multiplier=-1.0), ValueError, "noise_multiplier"),
     (dict(data_loader=WEIGHTED, poisson_sampling=False), Misuse, "shuffle=.*, got one with WeightedRandomSampler"),
     (dict(data_loader=WEIGHTED), Misuse, "without a sampler of its own with poisson_sampling=True, got one with Wei"),
+    (
+        dict(data_loader=opacus.data_loader.DPDataLoader(data(), sample_rate=0.1)),
+        ValueError,
+        r"with a batch_size, .*, got one without: hand in DataLoader\(dataset, batch_size=...\)",
+    ),
     (dict(net=torch.jit.trace(model(), torch.zeros(2, 6))), UnsupportedModel, "is TorchScript, "),
     (
         dict(criterion=nn.CrossEntropyLoss(reduction="sum"), grad_sample_mode="ghost"),
