@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping.core.autograd import version_of
+from clipping.distributed.spread import reshard
 from clipping.program.capture import is_captured
 from clipping.program.graphs import Compile
 from dpbench.engine import PrivacyEngine, PrivacyWarning
@@ -220,6 +221,7 @@ class _Private:
                 lambda batch: self._losses_of((self._transferred(batch), *others)),
             )
         self._is_looked_at = True
+        reshard(module)  # passes without a backward leave parameters gathered
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As Lightning's; a turn's pieces move when they are drawn."""
