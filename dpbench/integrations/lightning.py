@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping.core.autograd import version_of
-from clipping.distributed.spread import reshard
+from clipping.distributed.spread import sharded_modules
 from clipping.program.capture import is_captured
 from clipping.program.graphs import Compile
 from dpbench.engine import PrivacyEngine, PrivacyWarning
@@ -209,7 +209,7 @@ class _Private:
 
         Not before the first step, as hooks of the module may prepare what `training_step` reads.
         """
-        if self._is_looked_at:
+        if self._is_looked_at or sharded_modules(self.lightning_module):  # FSDP2 keeps what a look gathers
             return
         module, source = self.lightning_module, self._source
         with mock.patch.object(module, "log", lambda *args, **options: None):
@@ -221,7 +221,6 @@ class _Private:
                 lambda batch: self._losses_of((self._transferred(batch), *others)),
             )
         self._is_looked_at = True
-        reshard(module)  # passes without a backward leave parameters gathered
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As Lightning's; a turn's pieces move when they are drawn."""
