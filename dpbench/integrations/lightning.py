@@ -29,6 +29,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from clipping.core.autograd import version_of
 from clipping.distributed.spread import sharded_modules
@@ -48,6 +49,7 @@ with needed("lightning", __name__):
     from lightning.pytorch.callbacks import BaseFinetuning
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
     from dpbench.integrations.lightning_refusals import refuse, refuse_loader  # needs it, too
 
@@ -191,6 +193,11 @@ class _Private:
         named = self.lightning_module.named_modules()
         self._outside = [(name, each) for name, each in named if each not in inside and each._buffers]
         self._is_looked_at = False
+        if sharded_modules(self.lightning_module):
+            has_index = is_param_in_hook_signature(self.lightning_module.training_step, "batch_idx", min_args=2)
+            if self._source.collate_fn is not default_collate:
+                self._look_at_records((0,) if has_index else ())
+            self._is_looked_at = True
         self._steps = Steps(
             self.engine,
             self.optimizers[0],
@@ -207,9 +214,10 @@ class _Private:
     def _look_at_records(self, others: tuple[Any, ...]) -> None:
         """Check once that a record's loss is its own; nothing is logged or kept.
 
-        Not before the first step, as hooks of the module may prepare what `training_step` reads.
+        In the first step, as hooks of the module may prepare what `training_step` reads. A module sharded by FSDP2 is
+        looked at before, and only with a collate_fn of its own: the optimizer's parameters must not be gathered.
         """
-        if self._is_looked_at or sharded_modules(self.lightning_module):  # FSDP2 keeps what a look gathers
+        if self._is_looked_at:
             return
         module, source = self.lightning_module, self._source
         with mock.patch.object(module, "log", lambda *args, **options: None):

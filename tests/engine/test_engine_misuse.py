@@ -107,7 +107,7 @@ def test_losses_of_an_earlier_forward_pass(loop):
 def test_a_parameter_in_the_loss(loop):
     model, optimizer, engine = loop
     optimizer.step(loss=losses_of(model))
-    with says(UnsupportedModel, r"2.weight: is read where the tape does not see it: by the loss outside"):
+    with says(UnsupportedModel, r"2.weight: is read where the tape does not see it: outside of the model"):
         optimizer.step(loss=losses_of(model) + model[2].weight.square().sum())
     assert engine.steps == 1
 
