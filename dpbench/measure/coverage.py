@@ -5,8 +5,7 @@ forward pass over the whole batch. A model has no such gradients if it draws ran
 different losses, or mixes samples, so that the gradient of a sample in a batch of its own is another.
 
 Each backend computes two batches: all samples, then the last and the first alone, which reveals state kept from the
-first batch. The threshold lies between two norms, so some samples are clipped. The backend's own verification is off;
-a backend of ours that is wrong is asked whether it refuses the model by that.
+first batch. The threshold lies between two norms, so some samples are clipped. The backend's own verification is off.
 
 Functions take:
     share: multiplies each loss; the gradients are divided by it.
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping import ClippedGradient, Flat, UnsupportedModel, compare
-from clipping.checks.verification import CAST_TOLERANCE, LOWERED, Limit, WrongGradient
+from clipping.checks.verification import CAST_TOLERANCE, LOWERED, Limit
 from clipping.core.batches import forward, map_tensors
 from clipping.core.reference import gradients, of_means, with_zeros
 from clipping.program.graphs import BEFORE
@@ -217,19 +216,5 @@ def _judged(name: str, model: _Opened, limit: Limit) -> Row:
     wrong = next((one for one in found if not one.within(limit)), None)
     if wrong is not None:
         errors = f"relative error {wrong.norm_error:.1e} in the norms, {wrong.grad_error:.1e} in the gradient"
-        if (refusal := _refusal(checked, model, clip)) is not None:
-            return row | {"status": "refused", "reason": f"by its verification: {refusal}"[:LONGEST]}
         return row | {"status": "wrong", "reason": f"gradient of {wrong.parameter!r}; {errors}"}
     return row
-
-
-def _refusal(checked: Any, model: _Opened, clip: Flat) -> str | None:
-    """Why a backend that verifies itself refuses the batch; None if it does not, or if it is a peer's."""
-    if not checked.__module__.startswith("clipping.backends."):  # adapters of peers are verified by us
-        return None
-    try:
-        with checked(model.workload.model, model.workload.loss_fn, clip=clip) as backend:
-            backend(*model.batch)
-    except WrongGradient as error:
-        return in_words(error)
-    return None

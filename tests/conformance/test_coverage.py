@@ -176,18 +176,6 @@ class MixesLater(Small):
         return y - self.share.detach() * y.mean(0)
 
 
-class MixesConstants(torch.nn.Module):
-    """Attends to all samples of the batch, of which each has the same row: no gradient of a sample shows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm = Small(), torch.nn.LayerNorm(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        row = self.norm(x.flatten(1)[:, :1])  # of one entry: the bias
-        return self.body(x) * ((row @ row.T).softmax(1) @ row)
-
-
 class Draws(Small):
     """Adds noise in train mode."""
 
@@ -214,12 +202,6 @@ def test_each_backend_is_exact_refuses_is_wrong_or_crashes():
     assert keeps["norm_error"] > 1e-3
     assert "it is a model" in refuses["reason"] and fails["reason"] == "KeyError: 'no such\\nthing'"
     assert (result["built"], result["dtype"]) == (True, "float64")
-
-
-def test_what_a_backend_finds_wrong_by_itself_is_refused():
-    result = judged("MixesConstants", "microbatch", "ghost")
-    assert [row["status"] for row in result["rows"]] == ["exact", "refused"]
-    assert "by its verification: WrongGradient: ghost is not exact" in result["rows"][1]["reason"]
 
 
 @pytest.mark.parametrize(
