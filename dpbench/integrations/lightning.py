@@ -192,12 +192,10 @@ class _Private:
         inside = set(self.engine.model.modules())
         named = self.lightning_module.named_modules()
         self._outside = [(name, each) for name, each in named if each not in inside and each._buffers]
-        self._is_looked_at = False
-        if sharded_modules(self.lightning_module):
+        self._is_looked_at = bool(sharded_modules(self.lightning_module))
+        if self._is_looked_at and self._source.collate_fn is not default_collate:
             has_index = is_param_in_hook_signature(self.lightning_module.training_step, "batch_idx", min_args=2)
-            if self._source.collate_fn is not default_collate:
-                self._look_at_records((0,) if has_index else ())
-            self._is_looked_at = True
+            self._look_at_records((0,) if has_index else ())
         self._steps = Steps(
             self.engine,
             self.optimizers[0],
@@ -212,13 +210,11 @@ class _Private:
         super().on_train_start()  # type: ignore[misc]
 
     def _look_at_records(self, others: tuple[Any, ...]) -> None:
-        """Check once that a record's loss is its own; nothing is logged or kept.
+        """Check that a record's loss is its own; nothing is logged or kept.
 
         In the first step, as hooks of the module may prepare what `training_step` reads. A module sharded by FSDP2 is
         looked at before, and only with a collate_fn of its own: the optimizer's parameters must not be gathered.
         """
-        if self._is_looked_at:
-            return
         module, source = self.lightning_module, self._source
         with mock.patch.object(module, "log", lambda *args, **options: None):
             look(
@@ -248,7 +244,8 @@ class _Private:
                 f"of type {type(turn).__name__}: ε is that of one data set; put the records of all into one "
                 "(torch.utils.data.ConcatDataset, StackDataset), whose loader is in no list or CombinedLoader"
             )
-        self._look_at_records(others)
+        if not self._is_looked_at:
+            self._look_at_records(others)
         steps, self._output, before = self._steps, None, self._buffers()
         assert steps is not None
         self._log_means_over(None)
