@@ -8,8 +8,8 @@ and its other arguments as text.
 import ast
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -28,11 +28,9 @@ def is_traced() -> bool:
     return _TRACES.value
 
 
-@contextmanager
-def tracing() -> Iterator[None]:
+def tracing() -> AbstractContextManager[bool]:
     """Context in which a step is traced, in this thread."""
-    with _TRACES.set(True):
-        yield
+    return _TRACES.set(True)
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:

@@ -6,8 +6,7 @@ is captured again. Dynamo applies Python side effects (a counter, a reassigned b
 """
 
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -113,7 +112,7 @@ class Capture:
             return self._run(inputs, targets)
 
     def _run(self, inputs: Any, targets: Any) -> Tensor:
-        with _capturing(), self._patched, activations_may_require_gradients():
+        with _CAPTURES.set(True), self._patched, activations_may_require_gradients():
             try:
                 return self._losses(inputs, targets)
             except self._full as error:
@@ -155,12 +154,6 @@ class Capture:
 
 _SELECTIVE = "_checkpoint_context_fn"
 """In the meta of a checkpointed part that keeps some of its activations."""
-
-
-@contextmanager
-def _capturing() -> Iterator[None]:
-    with _CAPTURES.set(True):
-        yield
 
 
 _CAPTURES = PerThread(False)

@@ -115,7 +115,7 @@ class Graphs:
         self.steps, self.is_new = 0, False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles capture anew, as programs hold this model's tensors."""
+        """Return the state for a copy or a pickle, without programs: those refer to the tensors of this model."""
         return {**vars(self), "_capture": None, "_graphs": [], "_pool": Pool(lends=self._pool.lends)}
 
     @property

@@ -23,7 +23,7 @@ import clipping.program.step
 from clipping import Flat, PerLayer, UnsupportedModel, load_backend
 from clipping.checks.verification import compare
 from clipping.numerics.traced_operations import is_traced, tracing
-from clipping.program.capture import Captured, _capturing, is_captured
+from clipping.program.capture import _CAPTURES, Captured, is_captured
 from dpbench.conformance.cases import CASES, Case, cross_entropy
 
 #: Cases whose rows are where numbers say, in a rule that reads them.
@@ -432,7 +432,9 @@ def test_a_number_of_python_s_among_a_graph_s_arguments_is_refused():
         clipping.program.step.Graph("ours", captured, lambda *given: None, None, [0, x], batch, 0, None, None)
 
 
-@pytest.mark.parametrize(("within", "is_within"), [(_capturing, is_captured), (tracing, is_traced)])
+@pytest.mark.parametrize(
+    ("within", "is_within"), [(functools.partial(_CAPTURES.set, True), is_captured), (tracing, is_traced)]
+)
 def test_threads_are_captured_and_traced_apart(within, is_within):
     with ThreadPoolExecutor(1) as other, ExitStack() as its:
         other.submit(its.enter_context, within()).result()
