@@ -124,7 +124,7 @@ class Capture:
             except Exception as error:  # Dynamo raises errors of any type
                 if error is self._raised:  # by `instead`
                     raise
-                raise NotCaptured(_first_line(error)) from error
+                raise NotCaptured(_reason(error)) from error
             finally:
                 self._raised = None  # its traceback holds the step's tensors
 
@@ -243,6 +243,10 @@ def _marked(losses: Tensor) -> Tensor:
     return losses.view_as(losses)
 
 
-def _first_line(error: Exception) -> str:
-    said = " ".join(str(error).split("\n  Explanation")[0].split("from user code")[0].split())
-    return f"{type(error).__name__}: {said[:200]}"
+def _reason(error: Exception) -> str:
+    """The error's type and message, with the first line of Dynamo's explanation."""
+    said, _, explanation = str(error).split("from user code")[0].partition("\n  Explanation: ")
+    said, why = (" ".join(text.split()) for text in (said, explanation.partition("\n")[0]))
+    if why:
+        said = f"{said}: {why}"
+    return f"{type(error).__name__}: {said[:280]}"

@@ -448,7 +448,7 @@ def no_graph(name: str, why: str, error: Exception) -> UnsupportedModel:
         name: of the backend.
         why: in words.
     """
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return UnsupportedModel(name, [Problem("model", f"its step is no graph, for {why}: {said}", REMEDY)])
 
 

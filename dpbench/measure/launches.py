@@ -152,7 +152,8 @@ class Launches(TorchDispatchMode):
         self._move(given, [*new, *written])
         packet = func._overloadpacket
         if packet in FORMULAS:
-            self.flops += int(FORMULAS[packet](*args, **kwargs, out_val=result))
+            shaped = [x for x in args if not isinstance(x, torch.dtype)]  # torch 2.11 takes a dtype for the shape
+            self.flops += int(FORMULAS[packet](*shaped, **kwargs, out_val=result))
 
     def program(self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], flops: int = 0) -> None:
         """Count a Triton program.
