@@ -1,5 +1,6 @@
 """Makes a `Workload` of a user's model, records and loss; turns its errors into one line with a working example."""
 
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,13 +55,13 @@ def one_line(expected: str, path: Path | None = None) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Type and first line of an error.
+    """Type and message of an error, in one line of at most 300 characters.
 
     Args:
         error: of any kind.
     """
-    text = str(error.msg if isinstance(error, SyntaxError) else error).strip()  # a SyntaxError's text has its line
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    text = error.msg if isinstance(error, SyntaxError) else error  # a SyntaxError's text has its line
+    return textwrap.shorten(f"{type(error).__name__}: {text}".removesuffix(": "), 300, placeholder=" ...")
 
 
 def own_workload(where: str, returned: tuple[Any, ...]) -> Workload:

@@ -199,7 +199,7 @@ def number():
     return 3
 
 def raising():
-    raise ValueError("no such layer\\nand no other")
+    raise ValueError("no such layer:\\n9")
 
 def leaving():
     raise SystemExit(3)
@@ -249,7 +249,7 @@ def factory():
     [
         ("factori", "expected a function that {path} has, got 'factori'; did you mean 'factory'?"),
         ("number", "expected number() of {path} to return an nn.Module or a Workload, got 'int'"),
-        ("raising", "expected raising() of {path} to return a model, got 'ValueError: no such layer (line 18)'"),
+        ("raising", "expected raising() of {path} to return a model, got 'ValueError: no such layer: 9 (line 18)'"),
         ("leaving", "expected leaving() of {path} to return a model, got 'SystemExit: 3 (line 21)'"),
         ("lazy", "expected a model whose parameters have shapes, got '1.weight, which is not initialised'"),
         ("not_over_images", "expected {path}:not_over_images to take 32x32 images, got 'RuntimeError: "),
