@@ -1,7 +1,7 @@
-"""Launches, bytes and operations of a step on a GPU, on five models, counted without a GPU.
+"""Launches, bytes and operations of a step on a GPU, on six models, counted without a GPU.
 
-The models and batches are those of the experiment `evidence`, which times them on a GPU. Python's cost between two
-launches is not counted; `evidence` and `overhead` measure it.
+The experiment `evidence` times five of these models, with the same batches, on a GPU; the sixth is a block of a Llama.
+Python's cost between two launches is not counted; `evidence` and `overhead` measure it.
 """
 
 from dpbench.experiment import TINY_GPT2, Excerpt, experiment_of
@@ -17,6 +17,7 @@ MODELS = (
     ("transformers:gpt2@1024", 8, None, None),
     ("timm:vit_base_patch16_224", 64, 224, 1000),
     ("transformers:roberta@128", 64, None, 2),
+    ("transformers:llama-block@2048", 2, None, None),
 )
 
 

@@ -39,6 +39,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048},
     ),
+    "llama-block": ("llama", {"num_hidden_layers": 1, "vocab_size": 64}),  # one block of the 7B
 }
 
 
