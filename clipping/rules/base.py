@@ -25,6 +25,7 @@ from torch import Tensor
 from clipping.core.dtypes import HALF, norm_dtype
 from clipping.core.microbatching import Parts, added, blocks, concatenated, each
 from clipping.numerics.per_sample import HALVED, part, sum_of_squares, weighted_sum
+from clipping.numerics.products import ALIGNED, on_gpu
 from clipping.numerics.rounding_bounds import Reach
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
@@ -86,6 +87,9 @@ class Work(NamedTuple):
 
 RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12), "cuda, half": (2.8e14, 2e12)}
 """Rough multiplications and bytes a second of each kind of device. Only ratios matter, and timings override them."""
+
+UNALIGNED = 5.0
+"""How much slower a GPU's library forms Gram matrices in half precision whose rows are not aligned: T = 197 of ViT."""
 
 Gradient = tuple[Any, ...]
 """(parameter or None, class of the rule, further arguments): a rule to create later. It keeps no more of the forward
@@ -191,7 +195,9 @@ class Gram(Way[R]):
     def work(self, rule: R, g: Tensor | Spec) -> Work:
         pairs, wide = rule.positions**2 * rule.groups, norm_dtype(g.dtype).itemsize
         halved = 0.75 if rule.positions >= HALVED else 1.0
-        return Work(halved * pairs * (rule.inputs + rule.outputs), 6 * pairs * wide, 2 * pairs * wide)
+        unaligned = g.dtype in HALF and rule.positions % ALIGNED and on_gpu(rule.parameter)
+        multiplications = (UNALIGNED if unaligned else halved) * pairs * (rule.inputs + rule.outputs)
+        return Work(multiplications, 6 * pairs * wide, 2 * pairs * wide)
 
 
 DIRECT = Direct[Any]()

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda
+from clipping.accel.ways import GRAM_KERNEL
 from clipping.accel.ways import portion as portion_of
 from clipping.numerics.per_sample import added_at_once, of_one_size, weighted_at_once
 from clipping.numerics.rounding_bounds import portion
+from clipping.planning.costs import predicted
+from clipping.planning.planner import UNTIMED
 from clipping.rules import linear
 from clipping.rules.base import Route
 from clipping.rules.convolution import ConvolutionWeight
@@ -86,6 +89,15 @@ def test_every_way_of_a_gpu_takes_few_launches(layout):
                 launches.found.clear()
                 squares, _ = rule.squares_and_reach(g, Route(True, way))
                 assert squares.shape == (64,) and launches.found.total() <= 16, (way, launches.found)
+
+
+@pytest.mark.parametrize(("positions", "way"), [(128, "gram"), (197, GRAM_KERNEL)])
+def test_a_kernel_forms_gram_matrices_whose_rows_are_not_aligned(positions, way):
+    """As measured on an H200, for RoBERTa and for ViT."""
+    with as_on_a_gpu(Launches()):
+        rule = LinearWeight(of_half(3072, 768), of_half(64, positions, 768))
+        route, _ = predicted(rule, of_half(64, positions, 3072), kernels=UNTIMED[True]).best(ghost=True)
+    assert route.way == way
 
 
 def large_sums(batch_size: int) -> tuple[linear.Bilinear, ...]:
