@@ -164,11 +164,11 @@ def gram_norms(
     Rounding may make the square of a vanishing gradient slightly negative.
     """
     x, g, options, sizes = _of_images(x, g, geometry, groups)
-    channels, outputs, positions, _ = sizes
+    channels, outputs, *_, positions, _ = sizes
     tiles = _gram_tiles(positions, max(channels, outputs), g.dtype, _generation(g), rows_at_once(x, g), options)
     each = groups * pairs(positions, tiles.rows)
     out = g.new_empty(len(g), each, 4, dtype=torch.float32)
-    numbers = (groups, channels, outputs, *x.shape[2:], *g.shape[2:], *x.stride(), *g.stride(), *map(float, lost))
+    numbers = (groups, *sizes, *x.stride(), *g.stride(), *map(float, lost))
     constants = {"ALONE": positions <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth}
     launch("gram", each, (x, g, out), numbers, count=len(g), **named(options), **constants, **tiles.options())
     return whole(out.view(len(g) * groups, each // groups, 4))
@@ -180,13 +180,14 @@ def gradient_norms(
 ) -> Tensor:
     """The results of `gram_norms`, from tiles of the per-sample gradient: never negative."""
     x, g, options, sizes = _of_images(x, g, geometry, groups)
-    _, outputs, positions, inputs = sizes
+    channels, outputs, *_, positions, _ = sizes
+    inputs = channels * math.prod(options[0])
     tiles = _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g), options)
     down, across, samples = -(-outputs // tiles.rows), -(-inputs // tiles.columns), len(g) * groups
     each = groups * down * across if positions else 0
     parts = g.new_empty(len(g), each, dtype=torch.float32)
     squares = g.new_empty(len(g), groups * (down + across), positions, dtype=torch.float32)
-    numbers = (groups, *sizes[:2], *x.shape[2:], *g.shape[2:], *x.stride(), *g.stride())
+    numbers = (groups, *sizes, *x.stride(), *g.stride())
     launch("gradient", each, (x, g, parts, squares), numbers, 2, count=len(g), **named(options), **tiles.sides())
     block = _power(positions, LINE)
     out = parts.new_empty(samples, -(-positions // block) if each else 0, 4)
@@ -198,11 +199,14 @@ def gradient_norms(
 
 def _of_images(
     x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int
-) -> tuple[Tensor, Tensor, list[list[int]], tuple[int, int, int, int]]:
-    """Images and geometry in two dimensions; and channels and outputs of a group, T and d."""
+) -> tuple[Tensor, Tensor, list[list[int]], tuple[int, ...]]:
+    """Images in two dimensions, g [n, P, T], geometry, and channels and outputs of a group, image size, T and width.
+
+    Positions of g are one dimension, as a program that computes their rows and columns would read them one by one.
+    """
     x, g, options = in_two_dimensions(x.detach(), g.detach(), geometry)
-    channels, outputs = x.shape[1] // groups, g.shape[1] // groups
-    return x, g, options, (channels, outputs, g.shape[2] * g.shape[3], channels * math.prod(options[0]))
+    sizes = x.shape[1] // groups, g.shape[1] // groups, *x.shape[2:], g.shape[2] * g.shape[3], g.shape[3]
+    return x, g.flatten(2), options, sizes
 
 
 @operation
@@ -260,10 +264,12 @@ def weighted(x: Tensor, g: Tensor, factors: Tensor, size: int, geometry: Sequenc
         size: from `portion_of`.
     """
     kernel = geometry[0]
-    x, g, options, (channels, outputs, positions, inputs) = _of_images(x, g, geometry, 1)
+    x, g, options, sizes = _of_images(x, g, geometry, 1)
+    channels, outputs, *_, positions, _ = sizes
+    inputs = channels * math.prod(options[0])
     tiles = _sum_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g), options)
     out = factors.new_empty(max(1, -(-len(g) // size)), outputs, channels, *kernel)
-    numbers = (channels, outputs, *x.shape[2:], *g.shape[2:], len(g), size, *x.stride(), *g.stride())
+    numbers = (*sizes, len(g), size, *x.stride(), *g.stride())
     programs = len(out) * -(-outputs // tiles.rows) * -(-inputs // tiles.columns)
     launch("weighted", programs, (x, g, factors, out), numbers, **named(options), **tiles.sides())
     return out
@@ -414,18 +420,30 @@ def _is_point(geometry: Sequence[Sequence[int]]) -> bool:
     return math.prod(geometry[0]) == 1
 
 
-def rows_at_once(*images: Tensor) -> bool:
-    """True for half precision whose channels lie last, in multiples of 16: then 32 bytes are read at once.
+def rows_at_once(x: Tensor, *others: Tensor) -> bool:
+    """True for half precision that is read 32 bytes at once: multiples of 16 channels of x, or positions of others.
+
+    Channels of the others may lie last as well.
 
     Args:
-        images: [n, C, *size].
+        x: [n, C, *size].
+        others: [n, P, T].
     """
-    return len({x.dtype for x in images}) == 1 and all(
-        x.element_size() == 2
-        and x.stride(1) == 1
-        and not any(size % 16 for size in (x.shape[1], x.stride(0), *x.stride()[2:]))
-        for x in images
+    return (
+        len({y.dtype for y in (x, *others)}) == 1
+        and in_lines(x, 1)
+        and all(in_lines(y, 1) or in_lines(y, 2) for y in others)
     )
+
+
+def in_lines(x: Tensor, dim: int) -> bool:
+    """True for half precision in lines of multiples of 32 bytes.
+
+    Args:
+        dim: dimension of the lines.
+    """
+    others = [size for i, size in enumerate(x.stride()) if i != dim]
+    return x.element_size() == 2 and x.stride(dim) == 1 and not any(size % 16 for size in (x.shape[dim], *others))
 
 
 def _has_room(dtype: torch.dtype, generation: int) -> bool:

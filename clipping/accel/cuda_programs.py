@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
 """Triton programs of `clipping.accel.cuda`. Importing this module requires Triton.
 
-x and g are images, [n, channels, height, width] and [n, outputs, out_height, out_width], of a convolution's input and
-of its output's gradient. Rows of a linear layer are images of height 1, and the kernel has one pixel.
+x holds images [n, channels, height, width] of a convolution's input, and g [n, outputs, positions] its output's
+gradient, of out_width positions a row. Rows of a linear layer are images of height 1, and the kernel has one pixel.
 
 Each program writes to its own place. There are no atomic operations, so the same tensors give the same bits. Most
 programs reduce one tile to a few numbers, and torch sums the tiles of a sample. Offsets are 64-bit integers, as a batch
@@ -33,7 +33,7 @@ def gram(
     outputs,
     height,
     width,
-    out_height,
+    positions,
     out_width,
     x_sample,
     x_channel,
@@ -41,8 +41,7 @@ def gram(
     x_column,
     g_sample,
     g_channel,
-    g_row,
-    g_column,
+    g_position,
     of_inputs,
     of_outputs,
     KERNEL_H: tl.constexpr,
@@ -62,28 +61,25 @@ def gram(
     A and G are the inner products of patches and of gradient rows, of one sample and group. `channels` and `outputs`
     are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is True if there is one block.
     """
-    positions = out_height * out_width
     found, first, second = _pair(positions, BLOCK)
     sample, group = found // groups, found % groups
     x += sample * x_sample + group * channels * x_channel
     g += sample * g_sample + group * outputs * g_channel
     t = first * BLOCK + tl.arange(0, BLOCK)
     u = second * BLOCK + tl.arange(0, BLOCK)
-    # positions beyond the output are read outside the image, as zero
-    t_row, t_column = tl.where(t < positions, t // out_width, out_height), t % out_width
-    u_row, u_column = tl.where(u < positions, u // out_width, out_height), u % out_width
     dtype = g.dtype.element_ty  # under autocast x may be wider than the dtype it was multiplied in
     of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
     for start in range(0, outputs, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        left = _pixels(g, t_row, t_column, out_height, out_width, k, outputs, g_row, g_column, g_channel)
+        left = _rows(g, t, positions, k, outputs, g_position, g_channel)
         right = left
         if not ALONE:
-            right = _pixels(g, u_row, u_column, out_height, out_width, k, outputs, g_row, g_column, g_channel)
+            right = _rows(g, u, positions, k, outputs, g_position, g_channel)
         of_g = _dot(left, tl.trans(right), of_g)
-    t_row = tl.where(t < positions, t_row * STRIDE_H - PADDING_H, height)
-    u_row = tl.where(u < positions, u_row * STRIDE_H - PADDING_H, height)
-    t_column, u_column = t_column * STRIDE_W - PADDING_W, u_column * STRIDE_W - PADDING_W
+    # positions beyond the output are read outside the image, as zero
+    t_row = tl.where(t < positions, t // out_width * STRIDE_H - PADDING_H, height)
+    u_row = tl.where(u < positions, u // out_width * STRIDE_H - PADDING_H, height)
+    t_column, u_column = t % out_width * STRIDE_W - PADDING_W, u % out_width * STRIDE_W - PADDING_W
     chunks = tl.cdiv(channels, BLOCK_K)
     of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
     for step in range(KERNEL_H * KERNEL_W * chunks):
@@ -123,17 +119,16 @@ def embedding_gram(
     sample, first, second = _pair(positions, BLOCK)
     ids += sample * ids_sample
     g += sample * g_sample
-    t = (first * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    u = (second * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    t = first * BLOCK + tl.arange(0, BLOCK)
+    u = second * BLOCK + tl.arange(0, BLOCK)
     of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
     for start in range(0, outputs, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        at, there = k.to(tl.int64)[None, :] * g_output, (k < outputs)[None, :]
-        left = tl.load(g + t[:, None] * g_position + at, mask=(t < positions)[:, None] & there, other=0.0)
-        right = tl.load(g + u[:, None] * g_position + at, mask=(u < positions)[:, None] & there, other=0.0)
+        left = _rows(g, t, positions, k, outputs, g_position, g_output)
+        right = _rows(g, u, positions, k, outputs, g_position, g_output)
         of_g = _dot(left, tl.trans(right), of_g)
-    of_t = tl.load(ids + t * ids_position, mask=t < positions, other=0)
-    of_u = tl.load(ids + u * ids_position, mask=u < positions, other=0)
+    of_t = tl.load(ids + t.to(tl.int64) * ids_position, mask=t < positions, other=0)
+    of_u = tl.load(ids + u.to(tl.int64) * ids_position, mask=u < positions, other=0)
     alike = of_t[:, None] == of_u[None, :]  # ids read outside may match, but their products are zero
     out += tl.program_id(0).to(tl.int64) * 4
     tl.store(out, tl.sum(tl.where(alike, of_g, 0.0)) * tl.where(first == second, 1.0, 2.0))
@@ -153,7 +148,7 @@ def gradient(
     outputs,
     height,
     width,
-    out_height,
+    positions,
     out_width,
     x_sample,
     x_channel,
@@ -161,8 +156,7 @@ def gradient(
     x_column,
     g_sample,
     g_channel,
-    g_row,
-    g_column,
+    g_position,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr,
@@ -181,7 +175,6 @@ def gradient(
     tiles also sum the squares of what they read at each position: squares [n · groups, tiles of p and of d, T].
     """
     inputs = channels * KERNEL_H * KERNEL_W
-    positions = out_height * out_width
     tiles_d = tl.cdiv(inputs, BLOCK_D)
     tiles_p = tl.cdiv(outputs, BLOCK_P)
     found = (tl.program_id(0) // (tiles_p * tiles_d)).to(tl.int64)
@@ -197,9 +190,9 @@ def gradient(
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for start in range(0, positions, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
-        row, column = tl.where(t < positions, t // out_width, out_height), t % out_width
-        of_g = _pixels(g, row, column, out_height, out_width, p, outputs, g_row, g_column, g_channel)
-        row, column = tl.where(t < positions, row * STRIDE_H, height + PADDING_H), column * STRIDE_W
+        of_g = _rows(g, t, positions, p, outputs, g_position, g_channel)
+        row = tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H)
+        column = t % out_width * STRIDE_W
         of_x = _patches(x, row, column, down, across, height, width, channel, d < inputs, x_row, x_column, x_channel)
         of_x = of_x.to(dtype)
         if tile % tiles_d == 0:
@@ -255,7 +248,7 @@ def weighted(
     outputs,
     height,
     width,
-    out_height,
+    positions,
     out_width,
     count,
     each,
@@ -265,8 +258,7 @@ def weighted(
     x_column,
     g_sample,
     g_channel,
-    g_row,
-    g_column,
+    g_position,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr,
@@ -285,7 +277,6 @@ def weighted(
     to one sample. Its products are exact, its sum is float32, and the factor scales the sum in registers.
     """
     inputs = channels * KERNEL_H * KERNEL_W
-    positions = out_height * out_width
     tiles_d = tl.cdiv(inputs, BLOCK_D)
     tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
     portion = (tl.program_id(0) // tiles).to(tl.int64)
@@ -299,10 +290,9 @@ def weighted(
     for step in range((tl.minimum(count, first + each) - first) * blocks):
         sample = first + step // blocks
         t = step % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-        row, column = tl.where(t < positions, t // out_width, out_height), t % out_width
-        g_at = g + sample * g_sample
-        of_g = _pixels(g_at, row, column, out_height, out_width, p, outputs, g_row, g_column, g_channel)
-        row, column = tl.where(t < positions, row * STRIDE_H, height + PADDING_H), column * STRIDE_W
+        of_g = _rows(g + sample * g_sample, t, positions, p, outputs, g_position, g_channel)
+        row = tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H)
+        column = t % out_width * STRIDE_W
         x_at = x + sample * x_sample
         of_x = _patches(x_at, row, column, down, across, height, width, channel, d < inputs, x_row, x_column, x_channel)
         found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
@@ -391,12 +381,10 @@ def _squares(
 ):
     """‖x_t‖² of the positions from `first` on, summed over COLUMNS features at a time: [ROWS]."""
     t = first + tl.arange(0, ROWS)
-    at = x + t.to(tl.int64)[:, None] * x_position
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, features, COLUMNS):
-        k = start + tl.arange(0, COLUMNS)
-        there = (t < positions)[:, None] & (k < features)[None, :]
-        each = tl.load(at + k.to(tl.int64)[None, :] * x_feature, mask=there, other=0.0).to(dtype).to(tl.float32)
+        each = _rows(x, t, positions, start + tl.arange(0, COLUMNS), features, x_position, x_feature)
+        each = each.to(dtype).to(tl.float32)
         total += each * each
     return tl.sum(total, 1)
 
@@ -412,6 +400,15 @@ def _store_reach(out, of_a, of_g, of_inputs, of_outputs):
     tl.store(out + 1, tl.sum(terms))
     tl.store(out + 2, tl.sum(a_norms) * of_inputs + tl.sum(g_norms) * of_outputs)
     tl.store(out + 3, tl.sum(terms * terms))
+
+
+@triton.jit
+def _rows(x, t, positions, k, features, x_position, x_feature):
+    """Features k of x at positions t, zero beyond both: [len(t), len(k)]."""
+    there = (t < positions)[:, None] & (k < features)[None, :]
+    return tl.load(
+        x + t.to(tl.int64)[:, None] * x_position + k.to(tl.int64)[None, :] * x_feature, mask=there, other=0.0
+    )
 
 
 @triton.jit

@@ -72,21 +72,34 @@ class OfPatches(Bilinear):
         return x if self.groups == 1 else x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:])
 
     def laid_out(self, g: Tensor, *, ghost: bool) -> Tensor:
-        return _channels_last(g) if ghost and self.turns(g) else g  # instantiation folds images into channels
+        return self._turned(g, image=self.transposed) if ghost else g  # instantiation folds images into channels
 
     def lay_out_input(self, g: Tensor) -> None:
         if self.turns(g):
-            self.x = _channels_last(self.x.to(g.dtype))
+            self.x = self._turned(self.x.to(g.dtype), image=not self.transposed)
 
     def images(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """Return `operands` in the layout that GPU kernels read fast, copied unless they were laid out before."""
         x, g = self.operands(g, samples)
-        return (_channels_last(x), _channels_last(g)) if self.turns(g) else (x, g)
+        return self._turned(x, image=True), self._turned(g, image=False)
 
     def turns(self, g: Tensor | Spec) -> bool:
-        """True if GPU kernels read channels last, because other layouts would be read entry by entry."""
+        """True if GPU kernels read patches of channels last, because other layouts would be read entry by entry."""
         multiplied = g.dtype in HALF and len(self.kernel) == 2 and math.prod(self.kernel) > 1 and self.groups == 1
-        return multiplied and kernels.fused.runs(self.parameter) and not (self.x.shape[1] % 16 or g.shape[1] % 16)
+        in_lines = not self.image[0] % 16 and not (self.outputs % 16 and self.positions % 16)
+        return multiplied and in_lines and kernels.fused.runs(self.parameter)
+
+    def _turned(self, x: Tensor, *, image: bool) -> Tensor:
+        """x with channels last if kernels read that faster.
+
+        Args:
+            image: True for what patches are taken of. The other operand may as well have its positions last.
+        """
+        if not self.turns(x) or x.is_contiguous(memory_format=torch.channels_last):
+            return x
+        if not image and kernels.cuda.in_lines(x.flatten(2), 2):
+            return x
+        return kernels.fused.turned(x.detach())
 
     def bytes_of_operands(self, g: Tensor | Spec) -> tuple[int, int]:
         """Bytes of one sample's input, and of its output gradient."""
@@ -159,10 +172,6 @@ class OfPatches(Bilinear):
 
     def _reads_one_pixel(self) -> bool:
         return self.groups == 1 and math.prod(self.kernel) == 1 and not any(self.padding)
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x if x.is_contiguous(memory_format=torch.channels_last) else kernels.fused.turned(x.detach())
 
 
 def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:

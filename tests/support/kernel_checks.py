@@ -344,8 +344,8 @@ def any_strides(device: str) -> None:
 
 def turned(device: str) -> None:
     """Half precision is copied, channels last: the output's gradient once for norm and sum, which stay the same."""
-    rule, wide, g = made((16, 32, (5, 4), (3, 2), (2, 1), (1, 0), (1, 1), 1), device, torch.float16)
-    factors = torch.rand(3, device=device)
+    dtype, factors = torch.float16, torch.rand(3, device=device)
+    rule, wide, g = made((16, 32, (5, 4), (3, 2), (2, 1), (1, 0), (1, 1), 1), device, dtype)
     for y in (g, g.mT.contiguous().mT, g.contiguous(memory_format=torch.channels_last)):
         assert with_kernels(lambda y=y: rule.laid_out(y, ghost=False)) is y
         last = with_kernels(lambda y=y: rule.laid_out(y, ghost=True))
@@ -361,6 +361,18 @@ def turned(device: str) -> None:
             close(found, wide.weighted(g.double(), factors.double()))
             with_kernels(lambda last=last: rule.lay_out_input(last))
             assert rule.x.is_contiguous(memory_format=torch.channels_last)
+    for transposed in (False, True):  # of whole lines of positions, only what patches are taken of
+        rule, wide, g = made((16, 16, (4, 4), (3, 3), (1, 1), (1, 1), (1, 1), 1), device, dtype, transposed=transposed)
+        last = with_kernels(lambda rule=rule, g=g: rule.laid_out(g, ghost=True))
+        x, of = with_kernels(lambda rule=rule, last=last: rule.images(last, slice(0, 3)))
+        assert (last is g) != transposed and of.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        for way in (GRAM_KERNEL, NORM_KERNEL):
+            squares = with_kernels(lambda rule=rule, last=last, way=way: rule.squared_norms(last, Route(True, way)))
+            close(squares, wide.squared_norms(g.double(), Route()))
+        close(
+            with_kernels(lambda rule=rule, last=last: rule.weighted(last, factors)),
+            wide.weighted(g.double(), factors.double()),
+        )
 
 
 def rows(device: str) -> None:
@@ -471,8 +483,13 @@ QUICK = ("as in ResNet18", "stride 2", "rows", "scales of layer norm", "sums in 
 OPTIONS = {"STRIDE": 1, "PADDING": 1, "DILATION": 1, "KERNEL": 3}
 GEOMETRY = {f"{name}_{axis}": value for name, value in OPTIONS.items() for axis in "HW"}
 #: Images of rows of a linear layer, and the arguments that are 1 (which Triton turns into constants)
-ROWS = {name: int("PADDING" not in name) for name in GEOMETRY} | {"height": 1, "out_height": 1}
-LAST, FIRST = ("x_channel", "g_channel"), ("x_column", "g_column")
+ROWS = {name: int("PADDING" not in name) for name in GEOMETRY} | {"height": 1}
+LAYOUTS = {
+    "dense": ("x_channel", "g_channel"),
+    "dense, positions last": ("x_channel", "g_position"),
+    "channels last": ("x_channel", "g_channel"),
+    "channels first": ("x_column", "g_position"),
+}
 
 
 def compile_tiles(
@@ -492,7 +509,9 @@ def compile_tiles(
     element = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
     others = ("out", "squares", "parts", "factors")
     kinds = {"ids": "*i64"} | dict.fromkeys("agx", element) | dict.fromkeys(others, "*fp32")
-    aligned = ("x_", "g_", "channels", "outputs") if dense else ()
+    aligned = (
+        ("x_", "g_", "channels", "outputs", *(("positions",) if "g_position" in constants else ())) if dense else ()
+    )
     compiled(getattr(cuda_programs, program), capability, kinds, values, aligned=aligned, **tiles.options())
 
 
@@ -515,8 +534,8 @@ COMPILED: dict[str, Callable[[int], None]] = {
 }
 for _dtype in DTYPES:
     for _case, _geometry, _constants in (("linear", LINEAR, ROWS), ("convolution", ((3, 3),), GEOMETRY)):
-        for _layout in ("dense", "channels last", "channels first"):
-            _ones, _dense = dict.fromkeys(FIRST if _layout == "channels first" else LAST, 1), _layout == "dense"
+        for _layout, _last in LAYOUTS.items():
+            _ones, _dense = dict.fromkeys(_last, 1), _layout.startswith("dense")
             for _program, _tiles in (
                 ("gram", partial(cuda._gram_tiles, 4096, 4096)),
                 ("gradient", partial(cuda._gradient_tiles, 4096, 4096, 4096)),
