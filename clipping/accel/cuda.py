@@ -165,12 +165,14 @@ def gram_norms(
     """
     x, g, options, sizes = _of_images(x, g, geometry, groups)
     channels, outputs, *_, positions, _ = sizes
-    tiles = _gram_tiles(positions, max(channels, outputs), g.dtype, _generation(g), rows_at_once(x, g), options)
+    tiles = _gram_tiles(
+        positions, max(channels, outputs), g.dtype, _generation(g), rows_at_once(x, g, options), options
+    )
     each = groups * pairs(positions, tiles.rows)
     out = g.new_empty(len(g), each, 4, dtype=torch.float32)
     numbers = (groups, *sizes, *x.stride(), *g.stride(), *map(float, lost))
-    constants = {"ALONE": positions <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth}
-    launch("gram", each, (x, g, out), numbers, count=len(g), **named(options), **constants, **tiles.options())
+    constants = {"ALONE": positions <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, **tiles.options()}
+    launch("gram", each, (x, g, out), numbers, count=len(g), **_of_patches(options), **constants)
     return whole(out.view(len(g) * groups, each // groups, 4))
 
 
@@ -182,13 +184,14 @@ def gradient_norms(
     x, g, options, sizes = _of_images(x, g, geometry, groups)
     channels, outputs, *_, positions, _ = sizes
     inputs = channels * math.prod(options[0])
-    tiles = _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g), options)
+    tiles = _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g, options), options)
     down, across, samples = -(-outputs // tiles.rows), -(-inputs // tiles.columns), len(g) * groups
     each = groups * down * across if positions else 0
     parts = g.new_empty(len(g), each, dtype=torch.float32)
     squares = g.new_empty(len(g), groups * (down + across), positions, dtype=torch.float32)
     numbers = (groups, *sizes, *x.stride(), *g.stride())
-    launch("gradient", each, (x, g, parts, squares), numbers, 2, count=len(g), **named(options), **tiles.sides())
+    constants = _of_patches(options) | tiles.sides()
+    launch("gradient", each, (x, g, parts, squares), numbers, 2, count=len(g), **constants)
     block = _power(positions, LINE)
     out = parts.new_empty(samples, -(-positions // block) if each else 0, 4)
     launch(
@@ -205,8 +208,14 @@ def _of_images(
     Positions of g are one dimension, as a program that computes their rows and columns would read them one by one.
     """
     x, g, options = in_two_dimensions(x.detach(), g.detach(), geometry)
+    x = x.flatten(2).unsqueeze(2) if _reads_rows(options) else x
     sizes = x.shape[1] // groups, g.shape[1] // groups, *x.shape[2:], g.shape[2] * g.shape[3], g.shape[3]
     return x, g.flatten(2), options, sizes
+
+
+def _of_patches(options: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Compile-time arguments of a geometry in two dimensions."""
+    return named(options) | {"POINT": _reads_rows(options)}
 
 
 @operation
@@ -219,7 +228,7 @@ def embedding_gram_norms(ids: Tensor, g: Tensor, lost: tuple[float, float]) -> T
         g: [n, T, p], of any strides, and zero where the padding row was read.
     """
     _, positions, outputs = g.shape
-    tiles = _gram_tiles(positions, outputs, g.dtype, _generation(g), rows_at_once(g.mT))
+    tiles = _gram_tiles(positions, outputs, g.dtype, _generation(g), rows_at_once(g.mT, g.mT))
     constants = {"BLOCK": tiles.rows, "BLOCK_K": tiles.depth}
     return _of_rows("embedding_gram", (ids, g), g.shape[1:], pairs(positions, tiles.rows), tiles, lost, constants)
 
@@ -267,11 +276,11 @@ def weighted(x: Tensor, g: Tensor, factors: Tensor, size: int, geometry: Sequenc
     x, g, options, sizes = _of_images(x, g, geometry, 1)
     channels, outputs, *_, positions, _ = sizes
     inputs = channels * math.prod(options[0])
-    tiles = _sum_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g), options)
+    tiles = _sum_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g, options), options)
     out = factors.new_empty(max(1, -(-len(g) // size)), outputs, channels, *kernel)
     numbers = (*sizes, len(g), size, *x.stride(), *g.stride())
     programs = len(out) * -(-outputs // tiles.rows) * -(-inputs // tiles.columns)
-    launch("weighted", programs, (x, g, factors, out), numbers, **named(options), **tiles.sides())
+    launch("weighted", programs, (x, g, factors, out), numbers, **_of_patches(options), **tiles.sides())
     return out
 
 
@@ -370,7 +379,8 @@ def _gram_tiles(
         return Tiles(128, 128, _power(features, depth if is_point else 32), 8, 4)
     rows = _power(positions, 64)  # two Gram tiles are in registers at once
     warps = max(rows * dtype.itemsize // 32, _warps(rows, rows, dtype))
-    depth = 16 if dtype == torch.float32 and (is_point or rows < 64) else depth
+    if dtype == torch.float32:
+        return Tiles(rows, rows, 16, warps, 2 if is_point else 3)
     return Tiles(rows, rows, _power(features, depth), warps, 4 if large else 3)
 
 
@@ -393,7 +403,7 @@ def _gradient_tiles(
         return Tiles(128, 128, depth, 8, 3 if at_once else 4)
     most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 or not (at_once or is_point) else 128
     rows, columns = _power(outputs, most), _power(inputs, most)
-    stages = 2 if dtype == torch.float32 else 3  # addresses of a third would spill
+    stages = 2 if dtype == torch.float32 or (at_once and not is_point) else 3  # addresses of a third would spill
     return Tiles(rows, columns, depth, _warps(rows, columns, dtype), stages)
 
 
@@ -409,10 +419,17 @@ def _sum_tiles(
     """For rows that are read at once, as deep as adds little padding: each depth costs a multiplication by a factor."""
     if not at_once or not _is_point(geometry):
         tiles = _gradient_tiles(positions, inputs, outputs, dtype, generation, at_once, geometry)
-        return tiles if at_once else tiles._replace(warps=8)  # two sums are in registers
+        columns = min(tiles.columns, 32 if dtype == torch.float32 else 64)  # two sums are in registers
+        return tiles if at_once else tiles._replace(columns=columns, warps=8)
     padded = {depth: -(-positions // depth) * depth for depth in DEPTHS}
     depth = next((depth for depth in DEPTHS if padded[depth] <= 1.15 * positions), DEPTHS[-1])
     return Tiles(SIDE, SIDE, depth if _has_room(dtype, generation) else min(depth, 64), 8)
+
+
+def _reads_rows(geometry: Sequence[Sequence[int]]) -> bool:
+    """True if patches are pixels, in their order."""
+    kernel, stride, padding, _ = geometry
+    return math.prod([*kernel, *stride]) == 1 and not any(padding)
 
 
 def _is_point(geometry: Sequence[Sequence[int]]) -> bool:
@@ -420,20 +437,15 @@ def _is_point(geometry: Sequence[Sequence[int]]) -> bool:
     return math.prod(geometry[0]) == 1
 
 
-def rows_at_once(x: Tensor, *others: Tensor) -> bool:
-    """True for half precision that is read 32 bytes at once: multiples of 16 channels of x, or positions of others.
-
-    Channels of the others may lie last as well.
+def rows_at_once(x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]] = LINEAR) -> bool:
+    """True for half precision that is read 32 bytes at once: multiples of 16 channels, or of positions, lie last.
 
     Args:
-        x: [n, C, *size].
-        others: [n, P, T].
+        x: [n, C, *size]. If patches are taken of it, its channels lie last.
+        g: [n, P, T].
     """
-    return (
-        len({y.dtype for y in (x, *others)}) == 1
-        and in_lines(x, 1)
-        and all(in_lines(y, 1) or in_lines(y, 2) for y in others)
-    )
+    dims = (1, x.dim() - 1) if _reads_rows(geometry) else (1,)
+    return x.dtype == g.dtype and any(in_lines(x, dim) for dim in dims) and (in_lines(g, 1) or in_lines(g, 2))
 
 
 def in_lines(x: Tensor, dim: int) -> bool:

@@ -2,7 +2,8 @@
 """Triton programs of `clipping.accel.cuda`. Importing this module requires Triton.
 
 x holds images [n, channels, height, width] of a convolution's input, and g [n, outputs, positions] its output's
-gradient, of out_width positions a row. Rows of a linear layer are images of height 1, and the kernel has one pixel.
+gradient, of out_width positions a row. If POINT, patches are pixels in their order, and the image has one row: of a
+linear layer, too.
 
 Each program writes to its own place. There are no atomic operations, so the same tensors give the same bits. Most
 programs reduce one tile to a few numbers, and torch sums the tiles of a sample. Offsets are 64-bit integers, as a batch
@@ -52,6 +53,7 @@ def gram(
     PADDING_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
+    POINT: tl.constexpr,
     ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -68,29 +70,26 @@ def gram(
     t = first * BLOCK + tl.arange(0, BLOCK)
     u = second * BLOCK + tl.arange(0, BLOCK)
     dtype = g.dtype.element_ty  # under autocast x may be wider than the dtype it was multiplied in
-    of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for start in range(0, outputs, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        left = _rows(g, t, positions, k, outputs, g_position, g_channel)
-        right = left
-        if not ALONE:
-            right = _rows(g, u, positions, k, outputs, g_position, g_channel)
-        of_g = _dot(left, tl.trans(right), of_g)
-    # positions beyond the output are read outside the image, as zero
-    t_row = tl.where(t < positions, t // out_width * STRIDE_H - PADDING_H, height)
-    u_row = tl.where(u < positions, u // out_width * STRIDE_H - PADDING_H, height)
-    t_column, u_column = t % out_width * STRIDE_W - PADDING_W, u % out_width * STRIDE_W - PADDING_W
-    chunks = tl.cdiv(channels, BLOCK_K)
-    of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for step in range(KERNEL_H * KERNEL_W * chunks):
-        down = step // chunks // KERNEL_W * DILATION_H
-        across = step // chunks % KERNEL_W * DILATION_W
-        k = step % chunks * BLOCK_K + tl.arange(0, BLOCK_K)
-        left = _pixels(x, t_row + down, t_column + across, height, width, k, channels, x_row, x_column, x_channel)
-        right = left
-        if not ALONE:
-            right = _pixels(x, u_row + down, u_column + across, height, width, k, channels, x_row, x_column, x_channel)
-        of_x = _dot(left.to(dtype), tl.trans(right.to(dtype)), of_x)
+    of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_channel, dtype, ALONE, BLOCK, BLOCK_K)
+    if POINT:
+        of_x = _gram_of_rows(x, t, u, positions, channels, x_column, x_channel, dtype, ALONE, BLOCK, BLOCK_K)
+    else:
+        # positions beyond the output are read outside the image, as zero
+        t_row = tl.where(t < positions, t // out_width * STRIDE_H - PADDING_H, height)
+        u_row = tl.where(u < positions, u // out_width * STRIDE_H - PADDING_H, height)
+        t_column, u_column = t % out_width * STRIDE_W - PADDING_W, u % out_width * STRIDE_W - PADDING_W
+        chunks = tl.cdiv(channels, BLOCK_K)
+        of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for step in range(KERNEL_H * KERNEL_W * chunks):
+            down = step // chunks // KERNEL_W * DILATION_H
+            across = step // chunks % KERNEL_W * DILATION_W
+            k = step % chunks * BLOCK_K + tl.arange(0, BLOCK_K)
+            left = _pixels(x, t_row + down, t_column + across, height, width, k, channels, x_row, x_column, x_channel)
+            right = left
+            if not ALONE:
+                y, z = u_row + down, u_column + across
+                right = _pixels(x, y, z, height, width, k, channels, x_row, x_column, x_channel)
+            of_x = _dot(left.to(dtype), tl.trans(right.to(dtype)), of_x)
     out += tl.program_id(0).to(tl.int64) * 4
     tl.store(out, tl.sum(of_x * of_g) * tl.where(first == second, 1.0, 2.0))
     same = t[:, None] == u[None, :]
@@ -121,12 +120,8 @@ def embedding_gram(
     g += sample * g_sample
     t = first * BLOCK + tl.arange(0, BLOCK)
     u = second * BLOCK + tl.arange(0, BLOCK)
-    of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for start in range(0, outputs, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        left = _rows(g, t, positions, k, outputs, g_position, g_output)
-        right = _rows(g, u, positions, k, outputs, g_position, g_output)
-        of_g = _dot(left, tl.trans(right), of_g)
+    dtype = g.dtype.element_ty
+    of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_output, dtype, False, BLOCK, BLOCK_K)
     of_t = tl.load(ids + t.to(tl.int64) * ids_position, mask=t < positions, other=0)
     of_u = tl.load(ids + u.to(tl.int64) * ids_position, mask=u < positions, other=0)
     alike = of_t[:, None] == of_u[None, :]  # ids read outside may match, but their products are zero
@@ -165,6 +160,7 @@ def gradient(
     PADDING_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
+    POINT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -191,9 +187,13 @@ def gradient(
     for start in range(0, positions, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         of_g = _rows(g, t, positions, p, outputs, g_position, g_channel)
-        row = tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H)
-        column = t % out_width * STRIDE_W
-        of_x = _patches(x, row, column, down, across, height, width, channel, d < inputs, x_row, x_column, x_channel)
+        if POINT:
+            of_x = _rows(x, t, positions, d, inputs, x_column, x_channel)
+        else:
+            row = tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H)
+            column = t % out_width * STRIDE_W
+            known = d < inputs
+            of_x = _patches(x, row, column, down, across, height, width, channel, known, x_row, x_column, x_channel)
         of_x = of_x.to(dtype)
         if tile % tiles_d == 0:
             _store_squares(squares + (tile // tiles_d).to(tl.int64) * positions, of_g, t, positions)
@@ -267,6 +267,7 @@ def weighted(
     PADDING_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
+    POINT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -291,10 +292,14 @@ def weighted(
         sample = first + step // blocks
         t = step % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
         of_g = _rows(g + sample * g_sample, t, positions, p, outputs, g_position, g_channel)
-        row = tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H)
-        column = t % out_width * STRIDE_W
         x_at = x + sample * x_sample
-        of_x = _patches(x_at, row, column, down, across, height, width, channel, d < inputs, x_row, x_column, x_channel)
+        if POINT:
+            of_x = _rows(x_at, t, positions, d, inputs, x_column, x_channel)
+        else:
+            row = tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H)
+            column = t % out_width * STRIDE_W
+            known = d < inputs
+            of_x = _patches(x_at, row, column, down, across, height, width, channel, known, x_row, x_column, x_channel)
         found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
         total += found * tl.load(factors + sample)
     at = p.to(tl.int64)[:, None] * inputs + (channel * (KERNEL_H * KERNEL_W) + d // channels)[None, :]
@@ -400,6 +405,32 @@ def _store_reach(out, of_a, of_g, of_inputs, of_outputs):
     tl.store(out + 1, tl.sum(terms))
     tl.store(out + 2, tl.sum(a_norms) * of_inputs + tl.sum(g_norms) * of_outputs)
     tl.store(out + 3, tl.sum(terms * terms))
+
+
+@triton.jit
+def _gram_of_rows(
+    x,
+    t,
+    u,
+    positions,
+    features,
+    x_position,
+    x_feature,
+    dtype: tl.constexpr,
+    ALONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """x_t · x_u of positions t and u, rounded to dtype before they are multiplied: [BLOCK, BLOCK]."""
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, features, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        left = _rows(x, t, positions, k, features, x_position, x_feature)
+        right = left
+        if not ALONE:
+            right = _rows(x, u, positions, k, features, x_position, x_feature)
+        total = _dot(left.to(dtype), tl.trans(right.to(dtype)), total)
+    return total
 
 
 @triton.jit

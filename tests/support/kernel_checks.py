@@ -292,7 +292,7 @@ def sums_of_rows(device: str) -> None:
             summed(rule, g, factors, expected.t() if turned else expected)
             if count:  # of any strides
                 several, turned_around = a.repeat(1, 1, 2)[..., :inputs], a.mT.contiguous().mT
-                for x, known in ((a, True), (several, True), (a[..., :15], False), (turned_around, False)):
+                for x, known in ((a, True), (several, True), (a[..., :15], False), (turned_around, positions == 16)):
                     assert cuda.rows_at_once(x.mT, g.mT) == known
 
 
@@ -483,13 +483,8 @@ QUICK = ("as in ResNet18", "stride 2", "rows", "scales of layer norm", "sums in 
 OPTIONS = {"STRIDE": 1, "PADDING": 1, "DILATION": 1, "KERNEL": 3}
 GEOMETRY = {f"{name}_{axis}": value for name, value in OPTIONS.items() for axis in "HW"}
 #: Images of rows of a linear layer, and the arguments that are 1 (which Triton turns into constants)
-ROWS = {name: int("PADDING" not in name) for name in GEOMETRY} | {"height": 1}
-LAYOUTS = {
-    "dense": ("x_channel", "g_channel"),
-    "dense, positions last": ("x_channel", "g_position"),
-    "channels last": ("x_channel", "g_channel"),
-    "channels first": ("x_column", "g_position"),
-}
+ROWS = {name: int("PADDING" not in name) for name in GEOMETRY} | {"height": 1, "POINT": 1}
+LAST, FIRST = ("x_channel", "g_channel"), ("x_column", "g_position")
 
 
 def compile_tiles(
@@ -504,8 +499,13 @@ def compile_tiles(
     from clipping.accel import cuda_programs  # needs Triton
 
     tiles = tiled(generation=capability // 10)
-    blocks = {"ALONE": 0, "BLOCK": cuda.LINE if program == "collected" else tiles.rows, "BLOCK_K": tiles.depth}
-    values = {**constants, **blocks, **tiles.sides(), "ROWS": cuda.ROWS, "COLUMNS": cuda.COLUMNS * tiles.warps}
+    blocks = {
+        "ALONE": 0,
+        "POINT": 0,
+        "BLOCK": cuda.LINE if program == "collected" else tiles.rows,
+        "BLOCK_K": tiles.depth,
+    }
+    values = {**blocks, **constants, **tiles.sides(), "ROWS": cuda.ROWS, "COLUMNS": cuda.COLUMNS * tiles.warps}
     element = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
     others = ("out", "squares", "parts", "factors")
     kinds = {"ids": "*i64"} | dict.fromkeys("agx", element) | dict.fromkeys(others, "*fp32")
@@ -533,8 +533,12 @@ COMPILED: dict[str, Callable[[int], None]] = {
     "reach of rows, fused": partial(compile_fused, "reach", 1),
 }
 for _dtype in DTYPES:
-    for _case, _geometry, _constants in (("linear", LINEAR, ROWS), ("convolution", ((3, 3),), GEOMETRY)):
-        for _layout, _last in LAYOUTS.items():
+    for _case, _geometry, _constants, _dense_last in (
+        ("linear", LINEAR, ROWS, FIRST),
+        ("convolution", ((3, 3),), GEOMETRY, ("x_channel", "g_position")),
+    ):
+        _layouts = {"dense": LAST, "dense, positions last": _dense_last, "channels last": LAST, "channels first": FIRST}
+        for _layout, _last in _layouts.items():
             _ones, _dense = dict.fromkeys(_last, 1), _layout.startswith("dense")
             for _program, _tiles in (
                 ("gram", partial(cuda._gram_tiles, 4096, 4096)),
@@ -542,7 +546,7 @@ for _dtype in DTYPES:
                 ("weighted", partial(cuda._sum_tiles, 4096, 4096, 4096)),
             ):
                 _tiled = partial(_tiles, _dtype, at_once=_dense, geometry=_geometry)
-                if _dtype in HALF or (not _dense and _program != "weighted"):
+                if _dtype in HALF or (not _dense and (_program, _case) != ("weighted", "linear")):
                     _compile = partial(compile_tiles, _program, _dtype, _tiled, {**_constants, **_ones}, _dense)
                     COMPILED[f"{_program}, {_case}, {_layout}, {_dtype}"] = _compile
     for _dense in (True, False) if _dtype in HALF else (False,):
