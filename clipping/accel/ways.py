@@ -16,10 +16,13 @@ from clipping.rules.base import Rule, Spec, Way, Work, of_columns
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import Bilinear, LinearWeight
+from clipping.rules.patches import FromOperands, OfPatches
 from clipping.rules.pixel_gram import compiled_norms
 
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
 """Triton's: by Gram tiles, and by tiles of the per-sample gradient."""
+GRADIENT_KERNEL = "gradient kernel"
+"""Triton's, for per-sample gradients to keep."""
 COMPILED = "compiled"
 """In C, also by Gram tiles."""
 MOST_PIXELS = 1024
@@ -79,9 +82,27 @@ class _GradientTiles(_GramTiles):
         return Work(rule.positions * rule.parameter.numel(), 2 * copied, 4096 + copied)
 
 
-def _copied(rule: Imaged, g: Tensor | Spec) -> int:
+def _copied(rule: Imaged | OfPatches, g: Tensor | Spec) -> int:
     """Bytes of one sample's copy of the input with channels last."""
-    return rule.bytes_of_operands(g)[0] if isinstance(rule, ConvolutionWeight) and rule.turns(g) else 0
+    return rule.bytes_of_operands(g)[0] if isinstance(rule, OfPatches) and rule.turns(g) else 0
+
+
+class _Instantiated(_Triton[ConvolutionWeight], FromOperands):
+    """Per-sample gradients, as clipped sums of one sample each; kept, they save the sum of a large image's patches."""
+
+    kind, name = ConvolutionWeight, GRADIENT_KERNEL
+
+    def supports(self, rule: ConvolutionWeight) -> bool:
+        known = len(rule.kernel) == 2 and rule.groups == 1 and not rule.is_pointwise()
+        return known and rule.positions > 0 and super().supports(rule)
+
+    def gradients(self, rule: OfPatches, x: Tensor, g: Tensor) -> Tensor:
+        return cuda.weighted(*rule.turned(x, g), torch.ones(len(x), device=x.device), 1, rule.geometry())
+
+    def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
+        entries, copied = rule.parameter.numel(), _copied(rule, g)
+        made = entries * torch.float32.itemsize
+        return Work(rule.positions * entries, 2 * (made + copied), made + copied)
 
 
 class _TilesOfIds(_Triton[EmbeddingWeight]):
@@ -128,7 +149,14 @@ class _CompiledPixels(_C[ConvolutionWeight]):
         return cpu.scratch_bytes(math.prod(rule.image[1:]), rule.positions, features, block, g.dtype)
 
 
-WAYS: tuple[_Triton[Any], ...] = _GramTiles(), _GradientTiles(), _TilesOfIds(), _Compiled(), _CompiledPixels()
+WAYS: tuple[_Triton[Any], ...] = (
+    _GramTiles(),
+    _GradientTiles(),
+    _Instantiated(),
+    _TilesOfIds(),
+    _Compiled(),
+    _CompiledPixels(),
+)
 
 
 def of(rule: Rule) -> tuple[Way[Any], ...]:

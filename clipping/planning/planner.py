@@ -42,16 +42,12 @@ from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import is_traced
 from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
 from clipping.provenance.derived_parameters import Source
-from clipping.rules.base import Route, Rule, Spec
+from clipping.rules.base import UNTIMED, Route, Rule, Spec
 from clipping.tape.checkpointing import with_numbers
 from clipping.tape.record import Tape
 from clipping.tape.uses import Use
 
 _LOG = logging.getLogger(__name__)
-UNTIMED = {False: 2.0, True: 3.0}
-"""Is the dtype half precision? -> factor by which an untimed plan assumes a Triton kernel multiplies more slowly than
-libraries. The kernel is chosen where writing and reading Gram matrices or gradients would take most of the time."""
-
 WORKSPACE = 1 / 4
 """The share of a rule's room that "auto" allows as a workspace on a CPU, if any route needs so little. On a GPU it is
 the whole room: smaller blocks are more launches."""

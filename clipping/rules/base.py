@@ -91,6 +91,10 @@ RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12), "cuda, half": (2.8e14, 2e1
 UNALIGNED = 5.0
 """How much slower a GPU's library forms Gram matrices in half precision whose rows are not aligned: T = 197 of ViT."""
 
+UNTIMED = {False: 2.0, True: 3.0}
+"""Is the dtype half precision? -> factor by which an untimed plan assumes a Triton kernel multiplies more slowly than
+libraries. The kernel is chosen where writing and reading Gram matrices or gradients would take most of the time."""
+
 Gradient = tuple[Any, ...]
 """(parameter or None, class of the rule, further arguments): a rule to create later. It keeps no more of the forward
 pass alive than the rule will."""

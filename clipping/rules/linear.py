@@ -19,7 +19,7 @@ from clipping.numerics import kernels
 from clipping.numerics.per_sample import added_at_once, at_once, gram_norms_and_reach, gram_product, part, within
 from clipping.numerics.products import aligned, on_gpu, padding, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands, portion
-from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Rule, Spec, Way, of_columns
+from clipping.rules.base import DIRECT, UNTIMED, Gradient, Gram, Refused, Rule, Spec, Way, of_columns
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.pixel_gram import LINEAR, Geometry
 
@@ -86,6 +86,10 @@ class Bilinear(Rule):
 
         wide = self.parameter.numel() * norm_dtype(g.dtype).itemsize  # bytes of a sum
         return added_at_once(sums, count, most, min(fitting, most * max(1, room // max(1, 2 * wide))))
+
+    def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
+        by_kernel = not kept and g.dtype in HALF and kernels.fused.runs(self.parameter)
+        return super().summing_seconds(g, kept=kept) * (UNTIMED[True] if by_kernel else 1)
 
     def _scaled(self, g: Tensor, factors: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """Scale the smaller operand. A half-precision copy is widened, as rounding would lose digits that cancel."""

@@ -79,8 +79,10 @@ class OfPatches(Bilinear):
             self.x = self._turned(self.x.to(g.dtype), image=not self.transposed)
 
     def images(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        return self.turned(*self.operands(g, samples))
+
+    def turned(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return `operands` in the layout that GPU kernels read fast, copied unless they were laid out before."""
-        x, g = self.operands(g, samples)
         return self._turned(x, image=True), self._turned(g, image=False)
 
     def turns(self, g: Tensor | Spec) -> bool:

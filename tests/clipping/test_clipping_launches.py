@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda
-from clipping.accel.ways import GRAM_KERNEL
+from clipping.accel.ways import GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL
 from clipping.accel.ways import portion as portion_of
 from clipping.numerics.per_sample import added_at_once, of_one_size, weighted_at_once
 from clipping.numerics.rounding_bounds import portion
 from clipping.planning.costs import predicted
-from clipping.planning.planner import UNTIMED
+from clipping.planning.planner import Planner, choices_of
 from clipping.rules import linear
-from clipping.rules.base import Route
+from clipping.rules.base import UNTIMED, Route, Spec
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight
@@ -98,6 +98,18 @@ def test_a_kernel_forms_gram_matrices_whose_rows_are_not_aligned(positions, way)
         rule = LinearWeight(of_half(3072, 768), of_half(64, positions, 768))
         route, _ = predicted(rule, of_half(64, positions, 3072), kernels=UNTIMED[True]).best(ghost=True)
     assert route.way == way
+
+
+@pytest.mark.parametrize(("size", "kept"), [(32, True), (16, False)])
+def test_gradients_of_a_large_image_s_convolution_are_kept(size, kept):
+    """Those of ResNet18's first stage are as small as the output's gradient; its second stage's are not."""
+    channels = 2048 // size
+    with as_on_a_gpu(Launches()):
+        image, geometry = of_half(256, channels, size, size), [[1, 1], [1, 1], [1, 1], 1]
+        rule = ConvolutionWeight(of_half(channels, channels, 3, 3), image, image.shape[2:], *geometry)
+        output = Spec(image.shape, image.dtype)
+        route = Planner()._chosen(rule, choices_of(rule, output, predicted(rule, output, kernels=UNTIMED[True]))).route
+    assert route == (Route(way=GRADIENT_KERNEL, kept=True) if kept else Route(True, NORM_KERNEL))
 
 
 def large_sums(batch_size: int) -> tuple[linear.Bilinear, ...]:

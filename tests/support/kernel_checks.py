@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda, fused, ways
-from clipping.accel.ways import GRAM_KERNEL, NORM_KERNEL
+from clipping.accel.ways import GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL
 from clipping.core.dtypes import HALF
 from clipping.numerics.per_sample import POINT
 from clipping.numerics.rounding_bounds import of_rows, row_norms
@@ -271,6 +271,9 @@ def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
             if reach:
                 none = way == "pixels" and name == "nothing but padding"
                 close(reach.lost, torch.zeros_like(least) if none else least)
+        if GRADIENT_KERNEL in rule.instantiations:
+            found = with_kernels(lambda rule=rule, g=g: rule.instantiate(g, slice(0, 3), GRADIENT_KERNEL))
+            close(found, wide.instantiate(g.double(), slice(0, 3)))
 
 
 def sums_of_rows(device: str) -> None:
@@ -366,8 +369,8 @@ def turned(device: str) -> None:
         last = with_kernels(lambda rule=rule, g=g: rule.laid_out(g, ghost=True))
         x, of = with_kernels(lambda rule=rule, last=last: rule.images(last, slice(0, 3)))
         assert (last is g) != transposed and of.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-        for way in (GRAM_KERNEL, NORM_KERNEL):
-            squares = with_kernels(lambda rule=rule, last=last, way=way: rule.squared_norms(last, Route(True, way)))
+        for way in (GRAM_KERNEL, NORM_KERNEL, GRADIENT_KERNEL):
+            squares = with_kernels(lambda rule=rule, last=last, way=way: rule.squared_norms(last, Route(way=way)))
             close(squares, wide.squared_norms(g.double(), Route()))
         close(
             with_kernels(lambda rule=rule, last=last: rule.weighted(last, factors)),
