@@ -47,7 +47,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +55,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
+from clipping.accel.tiles import (
+    SIDE,
+    Tiles,
+    gradient_tiles,
+    gram_tiles,
+    power,
+    reads_rows,
+    rows_at_once,
+    sum_tiles,
+)
 from clipping.core.microbatching import power_of_two
 from clipping.numerics.traced_operations import operation
 from clipping.rules.pixel_gram import LINEAR, in_two_dimensions
@@ -73,34 +83,8 @@ WARPS = 8
 """Groups of 32 threads in a program without tiles of its own."""
 LINE = 1024
 """Positions or entries of such a program."""
-SIDE, DEPTHS, BUSY = 128, (128, 64, 32, 16), 256
-"""For sums: a tile's side, positions that it may read at a time, and programs that occupy a GPU twice."""
-
-
-class Tiles(NamedTuple):
-    """Tile sizes of a kernel: powers of 2, at least 16.
-
-    Attributes:
-        rows: positions t of a Gram tile, or outputs p of a gradient tile.
-        columns: positions s (as many as rows), or inputs d.
-        depth: entries summed at a time: features of a Gram tile, positions of a gradient tile.
-        warps: groups of 32 threads for each tile.
-        stages: depths in shared memory at once.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int = 3
-
-    def options(self) -> dict[str, int]:
-        """Options of Triton."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
-
-    def sides(self) -> dict[str, int]:
-        """Options, and the sides of a gradient tile."""
-        return {"BLOCK_T": self.depth, "BLOCK_D": self.columns, "BLOCK_P": self.rows} | self.options()
+BUSY = 256
+"""Programs that occupy a GPU twice."""
 
 
 BY_ROWS = Tiles(ROWS, ROWS, ROWS, 8)
@@ -165,9 +149,7 @@ def gram_norms(
     """
     x, g, options, sizes = _of_images(x, g, geometry, groups)
     channels, outputs, *_, positions, _ = sizes
-    tiles = _gram_tiles(
-        positions, max(channels, outputs), g.dtype, _generation(g), rows_at_once(x, g, options), options
-    )
+    tiles = gram_tiles(positions, max(channels, outputs), g.dtype, _generation(g), rows_at_once(x, g, options), options)
     each = groups * pairs(positions, tiles.rows)
     out = g.new_empty(len(g), each, 4, dtype=torch.float32)
     numbers = (groups, *sizes, *x.stride(), *g.stride(), *map(float, lost))
@@ -184,7 +166,7 @@ def gradient_norms(
     x, g, options, sizes = _of_images(x, g, geometry, groups)
     channels, outputs, *_, positions, _ = sizes
     inputs = channels * math.prod(options[0])
-    tiles = _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g, options), options)
+    tiles = gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g, options), options)
     down, across, samples = -(-outputs // tiles.rows), -(-inputs // tiles.columns), len(g) * groups
     each = groups * down * across if positions else 0
     parts = g.new_empty(len(g), each, dtype=torch.float32)
@@ -192,7 +174,7 @@ def gradient_norms(
     numbers = (groups, *sizes, *x.stride(), *g.stride())
     constants = _of_patches(options) | tiles.sides()
     launch("gradient", each, (x, g, parts, squares), numbers, 2, count=len(g), **constants)
-    block = _power(positions, LINE)
+    block = power(positions, LINE)
     out = parts.new_empty(samples, -(-positions // block) if each else 0, 4)
     launch(
         "collected", out.numel() // 4, (parts, squares, out), (down, across, positions, *map(float, lost)), BLOCK=block
@@ -208,14 +190,14 @@ def _of_images(
     Positions of g are one dimension, as a program that computes their rows and columns would read them one by one.
     """
     x, g, options = in_two_dimensions(x.detach(), g.detach(), geometry)
-    x = x.flatten(2).unsqueeze(2) if _reads_rows(options) else x
+    x = x.flatten(2).unsqueeze(2) if reads_rows(options) else x
     sizes = x.shape[1] // groups, g.shape[1] // groups, *x.shape[2:], g.shape[2] * g.shape[3], g.shape[3]
     return x, g.flatten(2), options, sizes
 
 
 def _of_patches(options: Sequence[Sequence[int]]) -> dict[str, int]:
     """Compile-time arguments of a geometry in two dimensions."""
-    return named(options) | {"POINT": _reads_rows(options)}
+    return named(options) | {"POINT": reads_rows(options)}
 
 
 @operation
@@ -228,7 +210,7 @@ def embedding_gram_norms(ids: Tensor, g: Tensor, lost: tuple[float, float]) -> T
         g: [n, T, p], of any strides, and zero where the padding row was read.
     """
     _, positions, outputs = g.shape
-    tiles = _gram_tiles(positions, outputs, g.dtype, _generation(g), rows_at_once(g.mT, g.mT))
+    tiles = gram_tiles(positions, outputs, g.dtype, _generation(g), rows_at_once(g.mT, g.mT))
     constants = {"BLOCK": tiles.rows, "BLOCK_K": tiles.depth}
     return _of_rows("embedding_gram", (ids, g), g.shape[1:], pairs(positions, tiles.rows), tiles, lost, constants)
 
@@ -276,7 +258,7 @@ def weighted(x: Tensor, g: Tensor, factors: Tensor, size: int, geometry: Sequenc
     x, g, options, sizes = _of_images(x, g, geometry, 1)
     channels, outputs, *_, positions, _ = sizes
     inputs = channels * math.prod(options[0])
-    tiles = _sum_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g, options), options)
+    tiles = sum_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g, options), options)
     out = factors.new_empty(max(1, -(-len(g) // size)), outputs, channels, *kernel)
     numbers = (*sizes, len(g), size, *x.stride(), *g.stride())
     programs = len(out) * -(-outputs // tiles.rows) * -(-inputs // tiles.columns)
@@ -361,124 +343,9 @@ def whole(parts: Tensor) -> Tensor:
     return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
 
 
-def _gram_tiles(
-    positions: int,
-    features: int,
-    dtype: torch.dtype,
-    generation: int,
-    at_once: bool,
-    geometry: Sequence[Sequence[int]] = LINEAR,
-) -> Tiles:
-    """Use 128 positions if that pads the last block no more than 64 would, or if there are many blocks.
-
-    Addresses of patches, and of entries read one by one, take registers; so tiles of patches are shallower.
-    """
-    large, is_point = _has_room(dtype, generation), _is_point(geometry)
-    depth = 64 if at_once else 32
-    if large and at_once and (positions >= 640 or -positions % 128 < 64):
-        return Tiles(128, 128, _power(features, depth if is_point else 32), 8, 4)
-    rows = _power(positions, 64)  # two Gram tiles are in registers at once
-    warps = max(rows * dtype.itemsize // 32, _warps(rows, rows, dtype))
-    if dtype == torch.float32:
-        return Tiles(rows, rows, 16, warps, 2 if is_point else 3)
-    return Tiles(rows, rows, _power(features, depth), warps, 4 if large else 3)
-
-
-def _gradient_tiles(
-    positions: int,
-    inputs: int,
-    outputs: int,
-    dtype: torch.dtype,
-    generation: int,
-    at_once: bool,
-    geometry: Sequence[Sequence[int]] = LINEAR,
-) -> Tiles:
-    """As large as registers allow. Each tile of outputs reads the patches again, and each tile of inputs g."""
-    large, is_point = _has_room(dtype, generation), _is_point(geometry)
-    depth = _power(positions, 16 if dtype == torch.float32 else 64 if at_once and is_point else 32)
-    if large and at_once and not is_point and min(inputs, outputs) >= 64:
-        rows = _power(outputs, 128)
-        return Tiles(rows, _power(inputs, 16384 // rows), depth, 8, 4)
-    if large and is_point and min(inputs, outputs) >= 512:
-        return Tiles(128, 128, depth, 8, 3 if at_once else 4)
-    most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 or not (at_once or is_point) else 128
-    rows, columns = _power(outputs, most), _power(inputs, most)
-    stages = 2 if dtype == torch.float32 or (at_once and not is_point) else 3  # addresses of a third would spill
-    return Tiles(rows, columns, depth, _warps(rows, columns, dtype), stages)
-
-
-def _sum_tiles(
-    positions: int,
-    inputs: int,
-    outputs: int,
-    dtype: torch.dtype,
-    generation: int,
-    at_once: bool,
-    geometry: Sequence[Sequence[int]] = LINEAR,
-) -> Tiles:
-    """For rows that are read at once, as deep as adds little padding: each depth costs a multiplication by a factor."""
-    if not at_once or not _is_point(geometry):
-        tiles = _gradient_tiles(positions, inputs, outputs, dtype, generation, at_once, geometry)
-        columns = min(tiles.columns, 32 if dtype == torch.float32 else 64)  # two sums are in registers
-        return tiles if at_once else tiles._replace(columns=columns, warps=8)
-    padded = {depth: -(-positions // depth) * depth for depth in DEPTHS}
-    depth = next((depth for depth in DEPTHS if padded[depth] <= 1.15 * positions), DEPTHS[-1])
-    return Tiles(SIDE, SIDE, depth if _has_room(dtype, generation) else min(depth, 64), 8)
-
-
-def _reads_rows(geometry: Sequence[Sequence[int]]) -> bool:
-    """True if patches are pixels, in their order."""
-    kernel, stride, padding, _ = geometry
-    return math.prod([*kernel, *stride]) == 1 and not any(padding)
-
-
-def _is_point(geometry: Sequence[Sequence[int]]) -> bool:
-    """True for a kernel of one pixel, whose patches are pixels."""
-    return math.prod(geometry[0]) == 1
-
-
-def rows_at_once(x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]] = LINEAR) -> bool:
-    """True for half precision that is read 32 bytes at once: multiples of 16 channels, or of positions, lie last.
-
-    Args:
-        x: [n, C, *size]. If patches are taken of it, its channels lie last.
-        g: [n, P, T].
-    """
-    dims = (1, x.dim() - 1) if _reads_rows(geometry) else (1,)
-    return x.dtype == g.dtype and any(in_lines(x, dim) for dim in dims) and (in_lines(g, 1) or in_lines(g, 2))
-
-
-def in_lines(x: Tensor, dim: int) -> bool:
-    """True for half precision in lines of multiples of 32 bytes.
-
-    Args:
-        dim: dimension of the lines.
-    """
-    others = [size for i, size in enumerate(x.stride()) if i != dim]
-    return x.element_size() == 2 and x.stride(dim) == 1 and not any(size % 16 for size in (x.shape[dim], *others))
-
-
-def _has_room(dtype: torch.dtype, generation: int) -> bool:
-    """True if shared memory holds tiles of 128 by 128, or four stages: on data-centre GPUs since Hopper.
-
-    Large tiles read half as much for each product.
-    """
-    return generation in (9, 10) and dtype != torch.float32
-
-
 def _generation(x: Tensor) -> int:
     """Major compute capability of the device; 0 on a CPU."""
     return _capability(x.device)[0] if x.is_cuda else 0
-
-
-def _power(size: int, most: int) -> int:
-    """The least power of 2 that holds `size`, at least 16 (the smallest matrix product) and at most `most`."""
-    return min(most, max(16, 1 << max(0, size - 1).bit_length()))
-
-
-def _warps(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Warps that hold a tile's accumulators in registers: 32 for each thread, 16 for float32."""
-    return min(8, max(1, rows * columns // (512 if dtype == torch.float32 else 1024)))
 
 
 @functools.cache

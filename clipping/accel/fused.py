@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from clipping.accel import cuda
+from clipping.accel.tiles import power
 from clipping.numerics.traced_operations import operation
 
 TILE = 64
@@ -54,7 +55,7 @@ def shifted_norms(
         phases: number of phases in each dimension: the stride, or 1 if the kernel reads one phase only.
     """
     count, positions, _ = g.shape
-    block = cuda._power(positions, TILE)
+    block = power(positions, TILE)
     blocks = math.ceil(positions / block)
     each = blocks * (blocks // 2 + 1)
     out = g.new_empty(count, each, 4)
@@ -79,7 +80,7 @@ def reach(
     count, positions = g.shape
     if geometry is None:
         x, geometry, width = x.expand(count, positions).unsqueeze(1), ([1, 1], [1, 1], [0, 0], [1, 1]), positions
-    block = cuda._power(positions, cuda.LINE)
+    block = power(positions, cuda.LINE)
     out = g.new_empty(count, math.ceil(positions / block), 3)
     numbers = (positions, width, *x.shape[1:], *x.stride(), *g.stride(), *map(float, lost))
     cuda.launch("reach", out.numel() // 3, (x, g, out), numbers, **cuda.named(geometry), BLOCK=block)
@@ -95,7 +96,7 @@ def turned(x: Tensor) -> Tensor:
     """
     x, channels, pixels = x.contiguous(), x.shape[1], math.prod(x.shape[2:])
     out = torch.empty_like(x, memory_format=torch.channels_last)
-    blocks = {"BLOCK_C": cuda._power(channels, TILE), "BLOCK_N": cuda._power(pixels, TILE)}
+    blocks = {"BLOCK_C": power(channels, TILE), "BLOCK_N": power(pixels, TILE)}
     programs = len(x) * math.ceil(pixels / blocks["BLOCK_N"]) * math.ceil(channels / blocks["BLOCK_C"])
     cuda.launch("turned", programs, (x, out), (channels, pixels), **blocks)
     return out
@@ -126,7 +127,7 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
         features: entries of γ.
     """
     count, positions = len(x), mean.numel() // max(1, len(x))
-    block = cuda._power(positions, TILE)
+    block = power(positions, TILE)
     out = g.new_empty(count, math.ceil(positions / block), features, dtype=torch.float32)
     programs = count * out.shape[1] * math.ceil(features / TILE)
     cuda.launch("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)

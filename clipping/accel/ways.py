@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from clipping.accel import cpu, cuda, fused
+from clipping.accel import cpu, cuda, fused, tiles
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import Parts
 from clipping.numerics.per_sample import added_in, part
@@ -64,7 +64,7 @@ class _GramTiles(_Triton[Imaged]):
     def work(self, rule: Imaged, g: Tensor | Spec) -> Work:
         """Whole tiles of a triangle with its diagonal."""
         copied = _copied(rule, g)
-        side, offsets = cuda._power(rule.positions, 64), math.prod(rule.geometry().kernel)
+        side, offsets = tiles.power(rule.positions, 64), math.prod(rule.geometry().kernel)
         channels, outputs = (-(-size // 16) * 16 for size in (rule.inputs // offsets, rule.outputs))
         products = cuda.pairs(rule.positions, side) * side**2 * (offsets * channels + outputs)
         return Work(rule.groups * products, 2 * copied, 4096 + copied)
@@ -174,7 +174,7 @@ def weighted(rule: Rule, g: Tensor, factors: Tensor) -> Tensor | None:
     size, count, factors = portion(rule, g), rule.samples(g), factors.to(torch.float32).contiguous()
     if isinstance(rule, LinearWeight):
         whole = rule.images(g, slice(0, count))  # padded alike in each block
-        taken = rule.positions >= PADDED and cuda.rows_at_once(*whole)  # rows may be slices of longer rows
+        taken = rule.positions >= PADDED and tiles.rows_at_once(*whole)  # rows may be slices of longer rows
     else:
         whole, taken = None, len(rule.kernel) == 2 and rule.groups == 1 and rule.positions > 0
     if not taken:

@@ -79,6 +79,7 @@ class OfPatches(Bilinear):
             self.x = self._turned(self.x.to(g.dtype), image=not self.transposed)
 
     def images(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """Return `operands`, `turned`."""
         return self.turned(*self.operands(g, samples))
 
     def turned(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +100,7 @@ class OfPatches(Bilinear):
         """
         if not self.turns(x) or x.is_contiguous(memory_format=torch.channels_last):
             return x
-        if not image and kernels.cuda.in_lines(x.flatten(2), 2):
+        if not image and kernels.tiles.in_lines(x.flatten(2), 2):
             return x
         return kernels.fused.turned(x.detach())
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda, fused, ways
+from clipping.accel.tiles import Tiles, gradient_tiles, gram_tiles, rows_at_once, sum_tiles
 from clipping.accel.ways import GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL
 from clipping.core.dtypes import HALF
 from clipping.numerics.per_sample import POINT
@@ -296,7 +297,7 @@ def sums_of_rows(device: str) -> None:
             if count:  # of any strides
                 several, turned_around = a.repeat(1, 1, 2)[..., :inputs], a.mT.contiguous().mT
                 for x, known in ((a, True), (several, True), (a[..., :15], False), (turned_around, positions == 16)):
-                    assert cuda.rows_at_once(x.mT, g.mT) == known
+                    assert rows_at_once(x.mT, g.mT) == known
 
 
 def sums_over_images(device: str) -> None:
@@ -493,12 +494,12 @@ LAST, FIRST = ("x_channel", "g_channel"), ("x_column", "g_position")
 def compile_tiles(
     program: str,
     dtype: torch.dtype,
-    tiled: Callable[..., cuda.Tiles],
+    tiled: Callable[..., Tiles],
     constants: dict[str, int],
     dense: bool,
     capability: int,
 ) -> None:
-    """Compile a program for a GPU's tiles; `dense`: sizes and strides are multiples of 16 (`cuda.rows_at_once`)."""
+    """Compile a program for a GPU's tiles; `dense`: sizes and strides are multiples of 16 (`rows_at_once`)."""
     from clipping.accel import cuda_programs  # needs Triton
 
     tiles = tiled(generation=capability // 10)
@@ -544,16 +545,16 @@ for _dtype in DTYPES:
         for _layout, _last in _layouts.items():
             _ones, _dense = dict.fromkeys(_last, 1), _layout.startswith("dense")
             for _program, _tiles in (
-                ("gram", partial(cuda._gram_tiles, 4096, 4096)),
-                ("gradient", partial(cuda._gradient_tiles, 4096, 4096, 4096)),
-                ("weighted", partial(cuda._sum_tiles, 4096, 4096, 4096)),
+                ("gram", partial(gram_tiles, 4096, 4096)),
+                ("gradient", partial(gradient_tiles, 4096, 4096, 4096)),
+                ("weighted", partial(sum_tiles, 4096, 4096, 4096)),
             ):
                 _tiled = partial(_tiles, _dtype, at_once=_dense, geometry=_geometry)
                 if _dtype in HALF or (not _dense and (_program, _case) != ("weighted", "linear")):
                     _compile = partial(compile_tiles, _program, _dtype, _tiled, {**_constants, **_ones}, _dense)
                     COMPILED[f"{_program}, {_case}, {_layout}, {_dtype}"] = _compile
     for _dense in (True, False) if _dtype in HALF else (False,):
-        _tiled = partial(cuda._gram_tiles, 4096, 4096, _dtype, at_once=_dense)
+        _tiled = partial(gram_tiles, 4096, 4096, _dtype, at_once=_dense)
         _of_ids = {"g_output": 1, "ids_position": 1}
         _name = f"embedding, {'dense, ' if _dense else ''}{_dtype}"
         COMPILED[_name] = partial(compile_tiles, "embedding_gram", _dtype, _tiled, _of_ids, _dense)

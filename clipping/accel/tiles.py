@@ -1,0 +1,167 @@
+"""Tile sizes of the kernels of `clipping.accel.cuda`, by sizes, layout and dtype: none spills registers.
+
+Functions take:
+    positions, features, inputs, outputs: T, the longest rows of a Gram matrix, d and p.
+    dtype: of the products' operands.
+    generation: major compute capability.
+    at_once: from `rows_at_once`.
+    geometry: kernel, stride, padding and dilation of a convolution, one number a spatial dimension each.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from clipping.rules.pixel_gram import LINEAR
+
+SIDE, DEPTHS = 128, (128, 64, 32, 16)
+"""For sums: a tile's side, and positions that it may read at a time."""
+
+
+class Tiles(NamedTuple):
+    """Tile sizes of a kernel: powers of 2, at least 16.
+
+    Attributes:
+        rows: positions t of a Gram tile, or outputs p of a gradient tile.
+        columns: positions s (as many as rows), or inputs d.
+        depth: entries summed at a time: features of a Gram tile, positions of a gradient tile.
+        warps: groups of 32 threads for each tile.
+        stages: depths in shared memory at once.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int = 3
+
+    def options(self) -> dict[str, int]:
+        """Options of Triton."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+    def sides(self) -> dict[str, int]:
+        """Options, and the sides of a gradient tile."""
+        return {"BLOCK_T": self.depth, "BLOCK_D": self.columns, "BLOCK_P": self.rows} | self.options()
+
+
+def gram_tiles(
+    positions: int,
+    features: int,
+    dtype: torch.dtype,
+    generation: int,
+    at_once: bool,
+    geometry: Sequence[Sequence[int]] = LINEAR,
+) -> Tiles:
+    """Use 128 positions if that pads the last block no more than 64 would, or if there are many blocks.
+
+    Addresses of patches, and of entries read one by one, take registers; so tiles of patches are shallower.
+    """
+    large, is_point = _has_room(dtype, generation), _is_point(geometry)
+    depth = 64 if at_once else 32
+    if large and at_once and (positions >= 640 or -positions % 128 < 64):
+        return Tiles(128, 128, power(features, depth if is_point else 32), 8, 4)
+    rows = power(positions, 64)  # two Gram tiles are in registers at once
+    warps = max(rows * dtype.itemsize // 32, _warps(rows, rows, dtype))
+    if dtype == torch.float32:
+        return Tiles(rows, rows, 16, warps, 2 if is_point else 3)
+    return Tiles(rows, rows, power(features, depth), warps, 4 if large else 3)
+
+
+def gradient_tiles(
+    positions: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    generation: int,
+    at_once: bool,
+    geometry: Sequence[Sequence[int]] = LINEAR,
+) -> Tiles:
+    """As large as registers allow. Each tile of outputs reads the patches again, and each tile of inputs g."""
+    large, is_point = _has_room(dtype, generation), _is_point(geometry)
+    depth = power(positions, 16 if dtype == torch.float32 else 64 if at_once and is_point else 32)
+    if large and at_once and not is_point and min(inputs, outputs) >= 64:
+        rows = power(outputs, 128)
+        return Tiles(rows, power(inputs, 16384 // rows), depth, 8, 4)
+    if large and is_point and min(inputs, outputs) >= 512:
+        return Tiles(128, 128, depth, 8, 3 if at_once else 4)
+    most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 or not (at_once or is_point) else 128
+    rows, columns = power(outputs, most), power(inputs, most)
+    stages = 2 if dtype == torch.float32 or (at_once and not is_point) else 3  # addresses of a third would spill
+    return Tiles(rows, columns, depth, _warps(rows, columns, dtype), stages)
+
+
+def sum_tiles(
+    positions: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    generation: int,
+    at_once: bool,
+    geometry: Sequence[Sequence[int]] = LINEAR,
+) -> Tiles:
+    """For rows that are read at once, as deep as adds little padding: each depth costs a multiplication by a factor."""
+    if not at_once or not _is_point(geometry):
+        tiles = gradient_tiles(positions, inputs, outputs, dtype, generation, at_once, geometry)
+        columns = min(tiles.columns, 32 if dtype == torch.float32 else 64)  # two sums are in registers
+        return tiles if at_once else tiles._replace(columns=columns, warps=8)
+    padded = {depth: -(-positions // depth) * depth for depth in DEPTHS}
+    depth = next((depth for depth in DEPTHS if padded[depth] <= 1.15 * positions), DEPTHS[-1])
+    return Tiles(SIDE, SIDE, depth if _has_room(dtype, generation) else min(depth, 64), 8)
+
+
+def reads_rows(geometry: Sequence[Sequence[int]]) -> bool:
+    """True if patches are pixels, in their order."""
+    kernel, stride, padding, _ = geometry
+    return math.prod([*kernel, *stride]) == 1 and not any(padding)
+
+
+def _is_point(geometry: Sequence[Sequence[int]]) -> bool:
+    """True for a kernel of one pixel, whose patches are pixels."""
+    return math.prod(geometry[0]) == 1
+
+
+def rows_at_once(x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]] = LINEAR) -> bool:
+    """True for half precision that is read 32 bytes at once: multiples of 16 channels, or of positions, lie last.
+
+    Args:
+        x: [n, C, *size]. If patches are taken of it, its channels lie last.
+        g: [n, P, T].
+    """
+    dims = (1, x.dim() - 1) if reads_rows(geometry) else (1,)
+    return x.dtype == g.dtype and any(in_lines(x, dim) for dim in dims) and (in_lines(g, 1) or in_lines(g, 2))
+
+
+def in_lines(x: Tensor, dim: int) -> bool:
+    """True for half precision in lines of multiples of 32 bytes.
+
+    Args:
+        dim: dimension of the lines.
+    """
+    others = [size for i, size in enumerate(x.stride()) if i != dim]
+    return x.element_size() == 2 and x.stride(dim) == 1 and not any(size % 16 for size in (x.shape[dim], *others))
+
+
+def _has_room(dtype: torch.dtype, generation: int) -> bool:
+    """True if shared memory holds tiles of 128 by 128, or four stages: on data-centre GPUs since Hopper.
+
+    Large tiles read half as much for each product.
+    """
+    return generation in (9, 10) and dtype != torch.float32
+
+
+def power(size: int, most: int) -> int:
+    """The least power of 2 that holds a size, at least 16 (the smallest matrix product).
+
+    Args:
+        size: number of entries.
+        most: largest result.
+    """
+    return min(most, max(16, 1 << max(0, size - 1).bit_length()))
+
+
+def _warps(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Warps that hold a tile's accumulators in registers: 32 for each thread, 16 for float32."""
+    return min(8, max(1, rows * columns // (512 if dtype == torch.float32 else 1024)))
