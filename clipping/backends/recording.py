@@ -177,10 +177,10 @@ class Recording:
             factors = clip.factors(result.norms).to(losses.dtype)
             grads = with_zeros(gradients((factors * losses).sum(), self.parameters, keep_graph=True), self.parameters)
         found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
-        agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses))
+        agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses), clip)
         if not agreement.within(limit):  # a hook may bound gradients: those of weighted losses are other ones then
             whole = one_by_one(losses, self.parameters, clip, keep_graph=True)
-            agreement = compare(result, whole)
+            agreement = compare(result, whole, clip)
         if not agreement.within(limit):
             raise WrongGradient(self.backend.name, agreement, limit)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping.core.batches import forward, leading_dimension, map_tensors
-from clipping.core.clip_functions import Flat
+from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import formats
 from clipping.core.reference import definition
 from clipping.core.types import ClippedGradient, Clips
@@ -106,13 +106,14 @@ class WrongGradient(Exception):
         )
 
 
-def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
+def compare(result: ClippedGradient, reference: ClippedGradient, clip: ClipFunction | None = None) -> Agreement:
     """Errors of `result` relative to `reference`. A missing norm counts as error 0.
 
     If the numbers of norms differ, both errors are infinite.
 
     Args:
         reference: the oracle's result, on the same batch.
+        clip: of both; where clipped gradients cancel in the sum, its errors are then relative to the largest of them.
     """
     norm_error = 0.0
     if result.norms is not None and reference.norms is not None:
@@ -121,7 +122,8 @@ def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
         norm_error = _worst(result.norms.double(), reference.norms.double())
     if not reference.grads:
         return Agreement(norm_error, 0.0, "")
-    floor = FLOOR * float(torch.linalg.vector_norm(torch.stack([_norm(g) for g in reference.grads.values()])))
+    whole = float(torch.linalg.vector_norm(torch.stack([_norm(g) for g in reference.grads.values()])))
+    floor = FLOOR * max(whole, _largest(reference.norms, clip))
     if result.grads.keys() != reference.grads.keys():
         different = sorted(result.grads.keys() ^ reference.grads.keys())
         return Agreement(norm_error, float("inf"), different[0])
@@ -178,20 +180,20 @@ def _agreement(backend: Clips, few: Any) -> tuple[Agreement, Limit, bool]:
     if {g.dtype for g in both.reference.grads.values()} | {both.reference.losses.dtype} == {torch.float64}:
         limit = Limit(CAST_TOLERANCE, LOWERED if torch.float32 in both.formats else CAST_TOLERANCE)
         if both.formats <= {torch.float64, torch.float32}:
-            return compare(both.result, both.reference), limit, both.drew
-    return compare(both.result, both.reference), limit_of(both.formats), both.drew
+            return both.agreement(), limit, both.drew
+    return both.agreement(), limit_of(both.formats), both.drew
 
 
 def _agreement_as_it_is(backend: Clips, few: Any) -> tuple[Agreement, Limit, bool]:
     both = _both(backend, *few)
-    found, loose = compare(both.result, both.reference), limit_of(both.formats)
+    found, loose = both.agreement(), limit_of(both.formats)
     limit = Limit(loose.norm, min(loose.norm, loose.grad))
     if found.within(limit):
         return found, limit, both.drew
     wide = _in_float64(backend, few)
     if wide is None:
         return found, loose, both.drew
-    own = compare(both.reference, wide.reference)
+    own = compare(both.reference, wide.reference, both.clip)
     limit = Limit(max(limit.norm, SPREAD * own.norm_error), max(limit.grad, SPREAD * own.grad_error))
     return found, limit, both.drew
 
@@ -208,12 +210,17 @@ def _in_float64(backend: Clips, few: Any) -> _Both | None:
 
 
 class _Both(NamedTuple):
-    """Both results, the formats of the losses, and whether numbers were drawn outside of torch."""
+    """Both results and their clipping, the formats of the losses, and whether numbers were drawn outside of torch."""
 
     result: ClippedGradient
     reference: ClippedGradient
+    clip: ClipFunction
     formats: set[torch.dtype]
     drew: bool
+
+    def agreement(self) -> Agreement:
+        """The errors of the result."""
+        return compare(self.result, self.reference, self.clip)
 
 
 _Check = Callable[[Any, Any], tuple[Agreement, Limit, bool]]
@@ -240,7 +247,7 @@ def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
     first, target = map_tensors(lambda x: x[:1], copied())
     with _the_same(backend, 1), torch.enable_grad():
         losses = backend.loss_fn(forward(backend.model, first), target)
-    return _Both(result, reference, formats(losses, *reference.grads.values()), drew)
+    return _Both(result, reference, clip, formats(losses, *reference.grads.values()), drew)
 
 
 @contextmanager
@@ -313,6 +320,14 @@ def in_eval(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _largest(norms: Tensor | None, clip: ClipFunction | None) -> float:
+    """The norm of the largest clipped gradient; 0 if it is unknown."""
+    if norms is None or clip is None or not len(norms):
+        return 0.0
+    sizes = norms.clamp(max=clip.sensitivity) if clip.per_layer else clip.factors(norms) * norms
+    return float(sizes.nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _norm(x: Tensor) -> Tensor:

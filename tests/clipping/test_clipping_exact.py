@@ -15,6 +15,7 @@ from torch import nn
 
 import clipping.rules.base
 from clipping import Flat, compare, load_backend
+from clipping.backends.recording import Recording
 from dpbench.conformance.cases import CASES, Case, cross_entropy, images
 from dpbench.conformance.contract import CHECKS
 from dpbench.conformance.judging import TOLERANCE, judge
@@ -46,6 +47,20 @@ def require(name: str, *backends: str, device: str = "cpu") -> None:
 def test_exact(case: Case):
     """In float64 and in float32."""
     require(case.name, *(PRIVATE if case.name in FIFTEEN else ("vmap", "bk_mixed")))
+
+
+def test_gradients_that_cancel_in_the_sum_are_verified():
+    """One number is trained, and both records are clipped, in opposite directions: what is left are roundings."""
+    model = nn.Linear(1, 1, bias=False).double()
+    x = torch.tensor([[1.3], [-2.9]], dtype=torch.float64)
+    for name in KINDS:
+        with load_backend(name)(model, lambda outputs, x: outputs[:, 0], clip=Flat(0.1)) as b:
+            assert 0 < b(x, x).grads["weight"].abs() < 1e-15
+    with load_backend("bk_mixed")(model, cross_entropy, clip=Flat(0.1), verify=False) as b:
+        recording = Recording(b, (x,), 2)
+        with recording:
+            outputs = model(x)
+        assert 0 < recording.finish(outputs[:, 0], verify=True).grads["weight"].abs() < 1e-15
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in FIFTEEN], ids=name_of)
