@@ -137,7 +137,7 @@ class Recording:
                         self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
                     )
                 if verify:
-                    self.tape.close()
+                    self.tape.arrivals.close()
                     with self.tape.replaying(), full_precision_on_cpu():
                         self._verify(result, losses)
                 return result

@@ -355,14 +355,19 @@ def done_once(func: Any, args: Any, kwargs: Any, output: Tensor, rows: Mapping[i
     if not found:
         return None
     made = None
-    with suppress(RuntimeError, TypeError, IndexError), saved_tensors_hooks(torch.Tensor.detach, _same):
-        made = func(*replaced, **named)  # saves no tensor that a checkpoint would count
+    with suppress(RuntimeError, TypeError, IndexError), saved_as_they_are():
+        made = func(*replaced, **named)
     return made if isinstance(made, Tensor) and made.shape == (1, *output.shape[1:]) else None
 
 
 def _along(args: Any, kwargs: Any) -> int:
     dim = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else 0
     return dim if isinstance(dim, int) else 0
+
+
+def saved_as_they_are() -> saved_tensors_hooks:
+    """Context in which operations save tensors that no checkpoint counts, frees or recomputes."""
+    return saved_tensors_hooks(torch.Tensor.detach, _same)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from clipping.provenance.derived_parameters import (
     mark_data,
     parameter_source,
     remade,
+    saved_as_they_are,
 )
 from clipping.rules.base import Gradient, Refused, Spec, as_refused, title
 from clipping.rules.fallback import fallback
@@ -120,12 +121,15 @@ class Tape(TorchFunctionMode):
             return self._mark(func, args, kwargs, kernels.overwriting.run(func, args, kwargs), data)
         if func is torch.autograd.grad and self.arrivals.by_hand is not None:  # uses read copies, which it cannot find
             self.arrivals.by_hand()
-        self.hooked = self.hooked or hooks_of_saving(True) is not None
+        hooked = hooks_of_saving(True) is not None
+        self.hooked = self.hooked or hooked
         if in_transform() is not None:
             self._refuse(func, sources, Refused("is called inside of a torch.func transform", "use microbatch or vmap"))
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
-            return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
+            with saved_as_they_are() if hooked else nullcontext():  # a pull-back must not recompute a checkpoint
+                output = func(*args, **kwargs)
+            return self._derive(func, output, sources, args, kwargs)
         outer = self._composite
         try:
             output = self._as_others(func, args, kwargs, data)

@@ -26,7 +26,11 @@ PARTS = {
     "instance norm": lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.InstanceNorm2d(8, affine=True), nn.Tanh()),
     "a norm at the end": lambda: nn.Sequential(nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.GroupNorm(2, 8)),
     "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 1)), nn.PReLU()),
+    "norms of a weight and of groups": lambda: nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 1)), nn.GroupNorm(2, 8), nn.Tanh()
+    ),
     "linear": lambda: nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 6)),
+    "table": lambda: Named(),
     "attention": lambda: Attended(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)),
 }
 
@@ -62,6 +66,18 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 3, 6, 6, generator=generator, dtype=torch.float64), torch.arange(BATCH) % 3
 
 
+class Named(nn.Module):
+    """Reads rows of a table that it makes in the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 48).view(8, 6).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table.exp()
+        return x + nn.functional.embedding((x > 0).long().sum(-1), table)
+
+
 @cache
 def without(part: str, clip: float) -> ClippedGradient:
     """What the definition says, and nothing is checkpointed."""
@@ -72,6 +88,7 @@ def without(part: str, clip: float) -> ClippedGradient:
     ("part", "backend"),
     [
         *product(PARTS, ["bk_mixed"]),
+        *product(["norms of a weight and of groups"], ["mixed_ghost", "ghost", "fastgradclip"]),
         *product(["in place"], ["mixed_ghost", "ghost", "fastgradclip", "bk_ghost", "bk_mixed:time"]),
     ],
 )
@@ -122,7 +139,7 @@ def test_memory_is_saved(backend):
 @pytest.mark.parametrize(
     ("part", "backend", "looked_at"),
     [
-        *product(["in place", "attention"], ["bk_mixed"], [True]),
+        *product(["in place", "attention", "table"], ["bk_mixed"], [True]),
         *product(["group norm"], ["microbatch", "mixed_ghost", "bk_mixed:time"], [False]),
     ],
 )
