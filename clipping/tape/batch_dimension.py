@@ -9,6 +9,7 @@ without a batch dimension, therefore runs on reshaped activations (`as_rows`).
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from torch import Tensor
 from clipping.provenance.derived_parameters import TRANSPOSITIONS, methods, samples_of
 from clipping.provenance.row_owners import Rows
 from clipping.rules.base import Refused
+from clipping.rules.contraction import parsed
 from clipping.rules.rewritten import LIKE, takes_all
 
 PERMUTATIONS = TRANSPOSITIONS | methods("unbind")
 """Operations that only permute dimensions, as their arguments say."""
+
+REDUCTIONS = methods("sum", "mean", "amax", "amin", "logsumexp", "prod", "norm", "var", "std")
+"""Operations that remove dimensions, or make them 1, as their arguments say."""
 
 VIEWS = methods("view", "reshape", "flatten", "unflatten")
 """Operations that keep the order of entries and change the dimensions."""
@@ -35,7 +40,7 @@ MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
 
 def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], output: Tensor, batch_size: int) -> int:
     """Return the dimension of the samples in the output of an operation on `data`."""
-    if func in PERMUTATIONS:
+    if func in PERMUTATIONS or (func in REDUCTIONS and samples_of(data[0])):
         permutation = func, samples_of(data[0]), data[0].dim(), args[1:], tuple(kwargs.items())
         try:
             return _permuted(*permutation)
@@ -45,6 +50,8 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
         x = data[0]
         if (at := samples_of(x)) or output.shape[:1] == (1,) != x.shape[:1]:
             return _viewed(x.shape, output.shape, at, batch_size)
+    if func is torch.einsum:
+        return _named(args, data)
     for x in data:
         at = samples_of(x)
         if not at or not isinstance(at, int):  # or an index of rows; its owners are not the output's
@@ -53,6 +60,19 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
             return at
         if output.shape[: at + 1] == x.shape[: at + 1]:
             return at
+    return 0
+
+
+def _named(args: Any, data: list[Tensor]) -> int:
+    """Find the samples in the output of an einsum by their letter in an operand; 0 if the output does not have it."""
+    equation, *operands = args
+    flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    with suppress(Refused):  # takes a diagonal
+        terms, result = parsed(equation, flat) if isinstance(equation, str) else ([], "")
+        for x, term in zip(flat, terms, strict=False):
+            at = samples_of(x) if any(x is operand for operand in data) else None
+            if isinstance(at, int) and term[at : at + 1] in set(result):
+                return result.index(term[at])
     return 0
 
 

@@ -15,7 +15,7 @@ from clipping.provenance.derived_parameters import is_marked, methods, samples_o
 from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.provenance.static_values import holds, numbers_of
 from clipping.rules.rewritten import entries_of, width
-from clipping.tape.batch_dimension import PERMUTATIONS
+from clipping.tape.batch_dimension import PERMUTATIONS, REDUCTIONS
 from clipping.tape.mover import Moved, Mover, Place
 from clipping.tape.writes import WRITES
 
@@ -24,10 +24,11 @@ def _read(it: Mover) -> Moved:
     """x[index]."""
     x, index = it.args[0], it.args[1]
     entries = entries_of(index)
-    first = next((entry for entry in entries if entry is not None), None)
+    new = next((i for i, entry in enumerate(entries) if entry is not None), len(entries))
+    first = entries[new] if new < len(entries) else Ellipsis
     place = samples_of(x)
-    if place == 0 and (first is None or first is Ellipsis or (isinstance(first, slice) and first == slice(None))):
-        return None
+    if place == 0 and (first is Ellipsis or (isinstance(first, slice) and first == slice(None))):
+        return new or None
     single = isinstance(first, int) or (isinstance(first, Tensor) and not first.dim() and first.dtype != torch.bool)
     if place == 0 and single and (x.shape[0] != it.batch_size or _is_stack(x)):
         return None
@@ -35,6 +36,8 @@ def _read(it: Mover) -> Moved:
         return _left(entries, place, x.dim())
     if any(entry is Ellipsis for entry in entries):
         return None
+    if place == 0 and not any(isinstance(entry, Tensor) for entry in entries):
+        entries = entries[: new + 1]  # the others read positions of these samples
     dims = sum(width(entry) for entry in entries)
     owners = it.owners(x, dims)
     if owners is None:
@@ -110,6 +113,22 @@ def _along(position: int, default: int | None = 0) -> Callable[[Mover], Moved]:
         return _all(it, it.func(*args, **it.kwargs))
 
     return moved
+
+
+def _turned(it: Mover) -> Moved:
+    """flip and roll, along some dimensions; roll moves all entries if it names none."""
+    x, place = it.args[0], samples_of(it.args[0])
+    given = it.kwargs.get("dims", it.args[1:] if it.func in FLIPS else it.args[2:])
+    flat = given if isinstance(given, (tuple, list)) else (given,)
+    dims = [d % max(1, x.dim()) for each in flat for d in (each if isinstance(each, (tuple, list)) else (each,))]
+    moved = dims or range(x.dim())
+    known = range(place.owners.dim()) if isinstance(place, Rows) else (place,)
+    if not any(dim in known for dim in moved):
+        return place if isinstance(place, Rows) else None
+    owners = it.owners(x, max(moved) + 1)
+    if owners is None:
+        return it.unknown() if isinstance(place, Rows) else None
+    return it.rows(owners.flip(dims) if it.func in FLIPS else owners.roll(it.option(1, "shifts"), dims))
 
 
 def _gathered(it: Mover) -> Moved:
@@ -313,14 +332,14 @@ def _padded(it: Mover) -> Moved:
 UNSQUEEZES = methods("unsqueeze")
 SINGLE = methods("select", "unbind")
 TAKEN = methods("take_along_dim")
+FLIPS = methods("flip")
 VIEWS = methods("view", "reshape", "flatten", "unflatten", "squeeze", "contiguous", "clone", "detach", "ravel")
-REDUCTIONS = methods("sum", "mean", "amax", "amin", "logsumexp", "prod", "norm", "var", "std")
 GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     torch.Tensor.__getitem__: _read,
     **dict.fromkeys(methods("index_select", "narrow"), _along(1, None)),
     **dict.fromkeys(SINGLE, _along(1)),
     **dict.fromkeys(methods("chunk", "split", "tensor_split"), _along(2)),
-    **dict.fromkeys(methods("flip"), _along(1, None)),
+    **dict.fromkeys(FLIPS | methods("roll"), _turned),
     **dict.fromkeys(methods("gather", "take_along_dim"), _gathered),
     **dict.fromkeys(methods("cat", "concat", "concatenate", "stack"), _joined),
     torch.Tensor.repeat: _repeated,
@@ -338,7 +357,7 @@ MOVES: dict[Any, Callable[[Mover], Moved]] = {
     **GATHERS,
     **dict.fromkeys(VIEWS, _viewed),
     **dict.fromkeys(REDUCTIONS, _reduced),
-    **dict.fromkeys(methods("repeat_interleave", "roll"), _along(2, None)),
+    **dict.fromkeys(methods("repeat_interleave"), _along(2, None)),
     **dict.fromkeys(methods("nonzero", "where"), _positions),
     torch.Tensor.expand: _repeated,
 }

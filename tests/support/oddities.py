@@ -178,6 +178,22 @@ Taking = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """(module, rows [n, 3] of some positions, their samples [n], their positions [n]) -> [n, 3]."""
 
 
+def turned_back(m: Any, x: Tensor) -> Tensor:
+    h, turned = m.layer(x.roll(2, 0)).tanh().roll(-2, 0), m.layer(torch.flip(x, [0, 1])).sin()
+    return h * m.p + turned.flip((0, 1))
+
+
+def of_named(m: Any, x: Tensor) -> Tensor:
+    return torch.einsum("tbd->btd", m.layer(torch.einsum("btd->tbd", x)).tanh() + m.p)
+
+
+def of_lengths(m: Any, x: Tensor) -> Tensor:
+    short = [int(each[0, 0] > 0) for each in x]
+    pieces = [m.layer(x[i, : x.shape[1] - less]) for i, less in enumerate(short)]
+    padded = [F.pad(piece, (0, 0, 0, less)) for piece, less in zip(pieces, short, strict=True)]
+    return m.after(torch.stack(padded) * m.p + x[..., :3])
+
+
 def parts() -> dict[str, Any]:
     return {**layer_and_vector(), "after": nn.Linear(3, 3)}
 
@@ -271,7 +287,20 @@ WRITTEN = [
     Case("ends of rows", of_ends(flat), parts),
 ]
 
-EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS, *WRITTEN]
+PLACED = [
+    Case("a new first dimension by an index", lambda m, x: m.layer(x[None])[0] * m.p, layer_and_vector, (D,)),
+    Case("turned, and back", turned_back, layer_and_vector),
+    Case("permuted by einsum, as many positions as samples", of_named, layer_and_vector, (B, D)),
+    Case("pieces of each sample, as many positions as samples", of_lengths, parts, (B, D)),
+    Case(
+        "a mean of as many branches as samples and features",
+        lambda m, x: torch.stack([x * i for i in range(B)]).mean(0) @ m.w,
+        lambda: {"w": torch.randn(B, 3)},
+        (B,),
+    ),
+]
+
+EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS, *WRITTEN, *PLACED]
 
 
 def data_into_some_rows(m: Any, x: Tensor) -> Tensor:
@@ -369,7 +398,7 @@ REFUSED = [
         "(?=.*points: linear: a parameter is the input of the op).*extra: cat: concatenates parameters to",
     ),
     (
-        Case("positions first", lambda m, x: m.layer(x[None].expand(7, -1, -1)).mean(0), layer_and_vector, (D,)),
+        Case("positions first", lambda m, x: m.layer(x.expand(7, -1, -1)).mean(0), layer_and_vector, (D,)),
         r"layer.weight: linear: its output \[7, 5, 3\].*layer.bias: linear.*batch first",
     ),
     (
