@@ -262,7 +262,7 @@ class Tape(TorchFunctionMode):
         return self._sources.get(id(operand))
 
     def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
-        first = _next_number()
+        first, is_first = _next_number(), not any(x.requires_grad for x in data)
         try:
             for x in data:
                 if x.layout is not torch.strided or x.is_nested:
@@ -291,7 +291,7 @@ class Tape(TorchFunctionMode):
         if self._replays:
             return output
         last = _next_number()
-        if not any(x.requires_grad for x in data):
+        if is_first:
             # must not change what the operation may have saved, nor tensors that share memory with others
             in_place = handler is not None and not output._is_view()
             output = Anchored.apply(output, self.arrivals.anchor(output.device), in_place)

@@ -27,6 +27,10 @@ def layer_and_vector() -> dict[str, Any]:
     return {"layer": nn.Linear(D, 3), "p": torch.randn(3)}
 
 
+def layer_and_two_vectors() -> dict[str, Any]:
+    return {**layer_and_vector(), "q": torch.randn(D)}
+
+
 LIKE = [
     Case("view_as", lambda m, x: x + m.p.view_as(x[0]), lambda: {"p": torch.randn(T * D)}),
     Case("reshape_as", lambda m, x: x * m.p.reshape_as(x[0]), lambda: {"p": torch.randn(T * D)}),
@@ -194,6 +198,12 @@ def of_lengths(m: Any, x: Tensor) -> Tensor:
     return m.after(torch.stack(padded) * m.p + x[..., :3])
 
 
+def added_in_place(m: Any, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x += m.q
+    return m.layer(x) * m.p
+
+
 def parts() -> dict[str, Any]:
     return {**layer_and_vector(), "after": nn.Linear(3, 3)}
 
@@ -298,6 +308,7 @@ PLACED = [
         lambda: {"w": torch.randn(B, 3)},
         (B,),
     ),
+    Case("a parameter added to data in place", added_in_place, layer_and_two_vectors, (D,)),
 ]
 
 EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS, *WRITTEN, *PLACED]
