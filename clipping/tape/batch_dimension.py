@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.provenance.derived_parameters import TRANSPOSITIONS, methods, samples_of
-from clipping.provenance.row_owners import Rows
+from clipping.provenance.row_owners import NOBODY, Rows
+from clipping.provenance.static_values import holds, require_numbers
 from clipping.rules.base import Refused
 from clipping.rules.contraction import parsed
 from clipping.rules.rewritten import LIKE, takes_all
@@ -132,7 +133,7 @@ OF_WHOLE = OF_ROWS | {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_t
 """Operations that also work without a batch dimension."""
 BROADCAST = ELEMENTWISE | methods("div", "true_divide", "pow", "maximum", "minimum", "where", "lerp", "addcmul")
 """Elementwise operations."""
-OTHERWISE = LIKE | {F.embedding_bag, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+OTHERWISE = LIKE | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 """Operations whose output has other rows, or that run as their parts."""
 GATHER = "gather and scatter rows by x[index], index_add_ or cat, or use microbatch"
 REMEDY = "apply it to a batch, as x[i : i + 1], or use microbatch"
@@ -152,6 +153,10 @@ def whose(func: Any, args: Any, data: Sequence[Tensor], batch_size: int) -> tupl
         place = samples_of(x)
         if isinstance(place, Rows):
             numbers = not (x.is_floating_point() or x.is_complex())
+            if func is F.embedding_bag and x.dim() == 1:  # bags are in the order of their ids
+                if place.unknown or not _ascend(place.owners):
+                    raise Refused("its ids are not in the order of the samples", "use ids [B, L], or microbatch")
+                continue
             if func in OTHERWISE or (numbers and (not x.dim() or any(y.is_floating_point() for y in data))):
                 continue  # belongs to no sample: an expert's index, or where its rows end
             place = place.simplest
@@ -171,6 +176,11 @@ def whose(func: Any, args: Any, data: Sequence[Tensor], batch_size: int) -> tupl
     if dims and func in OF_FEATURES and any(x.dim() <= dims for x in data):
         raise Refused("numbers of several samples stand in one row", GATHER)
     return 0, order
+
+
+def _ascend(owners: Tensor) -> bool:
+    require_numbers(owners)
+    return holds(((owners >= owners.cummax(0).values) | (owners == NOBODY)).all())
 
 
 def as_rows(func: Any, args: Any, kwargs: Any, rows: Rows, data: Sequence[Tensor]) -> Any:

@@ -187,6 +187,11 @@ def turned_back(m: Any, x: Tensor) -> Tensor:
     return h * m.p + turned.flip((0, 1))
 
 
+def bags_in_order(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    return m.bag((x[order, :, 0] > 0).long() + (x[order, :, 1] > 0).long()).tanh()[order.argsort()] * m.p
+
+
 def of_named(m: Any, x: Tensor) -> Tensor:
     return torch.einsum("tbd->btd", m.layer(torch.einsum("btd->tbd", x)).tanh() + m.p)
 
@@ -300,6 +305,7 @@ WRITTEN = [
 PLACED = [
     Case("a new first dimension by an index", lambda m, x: m.layer(x[None])[0] * m.p, layer_and_vector, (D,)),
     Case("turned, and back", turned_back, layer_and_vector),
+    Case("bags of sorted samples", bags_in_order, lambda: {"bag": nn.EmbeddingBag(3, 3), "p": torch.randn(3)}),
     Case("permuted by einsum, as many positions as samples", of_named, layer_and_vector, (B, D)),
     Case("pieces of each sample, as many positions as samples", of_lengths, parts, (B, D)),
     Case(
