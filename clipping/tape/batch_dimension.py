@@ -133,7 +133,9 @@ OF_WHOLE = OF_ROWS | {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_t
 """Operations that also work without a batch dimension."""
 BROADCAST = ELEMENTWISE | methods("div", "true_divide", "pow", "maximum", "minimum", "where", "lerp", "addcmul")
 """Elementwise operations."""
-OTHERWISE = LIKE | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+OF_PARTS = {F.multi_head_attention_forward, F.bilinear}
+"""Composites of row by row operations, and of some along later dimensions."""
+OTHERWISE = LIKE | OF_PARTS | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 """Operations whose output has other rows, or that run as their parts."""
 GATHER = "gather and scatter rows by x[index], index_add_ or cat, or use microbatch"
 REMEDY = "apply it to a batch, as x[i : i + 1], or use microbatch"

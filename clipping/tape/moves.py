@@ -15,7 +15,7 @@ from clipping.provenance.derived_parameters import is_marked, methods, samples_o
 from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.provenance.static_values import holds, numbers_of
 from clipping.rules.rewritten import entries_of, width
-from clipping.tape.batch_dimension import PERMUTATIONS, REDUCTIONS
+from clipping.tape.batch_dimension import OF_PARTS, PERMUTATIONS, REDUCTIONS
 from clipping.tape.mover import Moved, Mover, Place
 from clipping.tape.writes import WRITES
 
@@ -299,6 +299,12 @@ def _recurrent(it: Mover) -> Moved:
     return [it.rows(owners), *[it.rows(first.expand(y.shape[:2])) for y in it.output[1:]]]
 
 
+def _of_parts(it: Mover) -> Moved:
+    """Composites, whose parts were tracked if they have trainable parameters."""
+    made = [it.output] if isinstance(it.output, Tensor) else [x for x in it.output if x is not None]
+    return [samples_of(x) for x in made] if is_marked(made[0]) else None
+
+
 def _padded_up(it: Mover) -> Moved:
     """pad_sequence of one sequence a sample."""
     owners = [found for x in it.args[0] if (found := it.owners(x, 1)) is not None]
@@ -360,5 +366,6 @@ MOVES: dict[Any, Callable[[Mover], Moved]] = {
     **dict.fromkeys(methods("repeat_interleave"), _along(2, None)),
     **dict.fromkeys(methods("nonzero", "where"), _positions),
     torch.Tensor.expand: _repeated,
+    **dict.fromkeys(OF_PARTS, _of_parts),
 }
 """Operations that move rows that are out of order."""

@@ -1,7 +1,8 @@
 """Track operations that write rows into tensors: the target takes the owners of the values.
 
-Rows are tracked where the target's, the values' or the index's are out of the samples' order. Otherwise the result is
-assumed to be in order, which the first batch's verification tests.
+Rows are tracked where the target's, the values' or the index's are out of the samples' order. Otherwise a constant's
+samples are in the dimension of those of the first values, and the result is assumed to be in order, which the first
+batch's verification tests.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,34 @@ from clipping.tape.mover import Moved, Mover
 def _set(it: Mover) -> Moved:
     """x[index] = values."""
     target, index, values = it.args
-    return _written(it, target, entries_of(index), values)
+    entries = entries_of(index)
+    if _irregular(target, *entries, values):
+        return _written(it, target, entries, values)
+    place = samples_of(values) if any(x is values for x in it.data) else None
+    is_constant = target._base is None and not any(x is target for x in it.data)
+    basic = all(entry is Ellipsis or type(entry) in (int, slice) for entry in entries)
+    if place is None or not is_constant or not basic:
+        return None
+    return _aligned(target.dim(), entries, place - values.dim())
+
+
+def _aligned(dims: int, index: tuple[Any, ...], place: int) -> int | None:
+    """Return the dimension of x that one of x[index] is, which values are written to.
+
+    Args:
+        dims: dimensions of x.
+        index: integers, slices and Ellipsis.
+        place: the dimension of x[index], counted from the end.
+    """
+    rest = dims - sum(entry is not Ellipsis for entry in index)
+    kept: list[int] = []
+    dim = 0
+    for entry in index if Ellipsis in index else (*index, Ellipsis):
+        size = rest if entry is Ellipsis else 1
+        if type(entry) is not int:
+            kept += range(dim, dim + size)
+        dim += size
+    return kept[place] or None
 
 
 def _put(it: Mover) -> Moved:

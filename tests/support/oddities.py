@@ -187,6 +187,21 @@ def turned_back(m: Any, x: Tensor) -> Tensor:
     return h * m.p + turned.flip((0, 1))
 
 
+def attended_in_order(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    h = x[order]
+    return m.attention(h, h, h)[0][order.argsort()] * m.q
+
+
+def by_steps(m: Any, x: Tensor) -> Tensor:
+    """States of all steps in one tensor, steps first."""
+    states = torch.zeros(x.shape[1], len(x), 3).to(x)
+    h = torch.zeros(len(x), 3).to(x)
+    for t in range(x.shape[1]):
+        states[t] = h = m.cell(x[:, t], h)
+    return m.after(states).sum(0) + m.after(states[-1])
+
+
 def bags_in_order(m: Any, x: Tensor) -> Tensor:
     order = x[:, 0, 0].argsort()
     return m.bag((x[order, :, 0] > 0).long() + (x[order, :, 1] > 0).long()).tanh()[order.argsort()] * m.p
@@ -305,6 +320,12 @@ WRITTEN = [
 PLACED = [
     Case("a new first dimension by an index", lambda m, x: m.layer(x[None])[0] * m.p, layer_and_vector, (D,)),
     Case("turned, and back", turned_back, layer_and_vector),
+    Case(
+        "attention of sorted samples",
+        attended_in_order,
+        lambda: {"attention": nn.MultiheadAttention(D, 2, batch_first=True), "q": torch.randn(D)},
+    ),
+    Case("states of steps", by_steps, lambda: {"cell": nn.GRUCell(D, 3), "after": nn.Linear(3, 3)}, (B, D)),
     Case("bags of sorted samples", bags_in_order, lambda: {"bag": nn.EmbeddingBag(3, 3), "p": torch.randn(3)}),
     Case("permuted by einsum, as many positions as samples", of_named, layer_and_vector, (B, D)),
     Case("pieces of each sample, as many positions as samples", of_lengths, parts, (B, D)),
