@@ -54,7 +54,7 @@ class EmbeddingWeight(Rule):
         weight: [V, p].
         ids: [B, *].
         padding_idx: as in torch.nn.Embedding.
-        scale: [B, T], for a bag: the weight of each position's row in the one output of its sample.
+        scale: [n, L], for bags: the weight of each position's row in the bag's output.
 
     Methods take:
         g, samples: as those of `Rule`.
@@ -132,9 +132,10 @@ class EmbeddingWeight(Rule):
         """ids [b, T] and g [b, T, p], zero where the padding row was read."""
         rows = self.rows(samples)
         count = samples.stop - samples.start
-        ids, g = self.ids[rows].reshape(count, -1), g[rows].reshape(count, -1, self.outputs)
+        ids, g = self.ids[rows].reshape(count, -1), g[rows]
         if self.scale is not None:
-            g = g * self.scale[rows].reshape(count, -1, 1).to(g.dtype)
+            g = g[:, None] * self.scale[rows, :, None].to(g.dtype)
+        g = g.reshape(count, -1, self.outputs)
         if self.padding_idx is not None:
             g = g.masked_fill((ids == self.padding_idx)[:, :, None], 0)
         return ids, g

@@ -207,6 +207,11 @@ def bags_in_order(m: Any, x: Tensor) -> Tensor:
     return m.bag((x[order, :, 0] > 0).long() + (x[order, :, 1] > 0).long()).tanh()[order.argsort()] * m.p
 
 
+def bags_of_positions(m: Any, x: Tensor) -> Tensor:
+    ids = (x[..., :2] > 0).long() + (x[..., 2:4] > 0).long()
+    return m.bag(ids.flatten(0, 1)).unflatten(0, x.shape[:2]) * m.p
+
+
 def of_named(m: Any, x: Tensor) -> Tensor:
     return torch.einsum("tbd->btd", m.layer(torch.einsum("btd->tbd", x)).tanh() + m.p)
 
@@ -327,6 +332,7 @@ PLACED = [
     ),
     Case("states of steps", by_steps, lambda: {"cell": nn.GRUCell(D, 3), "after": nn.Linear(3, 3)}, (B, D)),
     Case("bags of sorted samples", bags_in_order, lambda: {"bag": nn.EmbeddingBag(3, 3), "p": torch.randn(3)}),
+    Case("several bags a sample", bags_of_positions, lambda: {"bag": nn.EmbeddingBag(3, 3), "p": torch.randn(3)}),
     Case("permuted by einsum, as many positions as samples", of_named, layer_and_vector, (B, D)),
     Case("pieces of each sample, as many positions as samples", of_lengths, parts, (B, D)),
     Case(
