@@ -32,10 +32,11 @@ REDUCTIONS = methods("sum", "mean", "amax", "amin", "logsumexp", "prod", "norm",
 VIEWS = methods("view", "reshape", "flatten", "unflatten")
 """Operations that keep the order of entries and change the dimensions."""
 
-ELEMENTWISE = methods("add", "sub", "mul")
+BROADCAST = methods("add", "sub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where", "lerp", "addcmul")
+"""Elementwise operations."""
 CATENATIONS = methods("cat", "concat", "concatenate")
 POSITIONWISE = {F.linear, F.embedding, F.layer_norm, F.rms_norm, *methods("rms_norm", "matmul")}
-MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
+MOVABLE = BROADCAST | CATENATIONS | POSITIONWISE
 """Operations that do not depend on which leading dimension holds the samples."""
 
 
@@ -111,10 +112,10 @@ def samples_first(func: Any, args: Any, kwargs: Any, at: int, data: list[Tensor]
             return [moved(item) for item in value]
         if not isinstance(value, Tensor):
             return value
-        if id(value) in activations:
+        if id(value) in activations and (value.dim() == dims or func not in BROADCAST):
             return value.transpose(0, at)
         if func in POSITIONWISE or value.dim() < dims - at:
-            return value  # a weight, or broadcast along the samples
+            return value  # a weight, or the same for all samples
         return value.reshape((1,) * (dims - value.dim()) + tuple(value.shape)).transpose(0, at)
 
     args, kwargs = tuple(moved(value) for value in args), {key: moved(value) for key, value in kwargs.items()}
@@ -131,8 +132,6 @@ ALONG_FEATURES = {F.linear, F.layer_norm, F.rms_norm, torch.rms_norm}
 """Operations that read the whole last dimension of an activation."""
 OF_WHOLE = OF_ROWS | {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 """Operations that also work without a batch dimension."""
-BROADCAST = ELEMENTWISE | methods("div", "true_divide", "pow", "maximum", "minimum", "where", "lerp", "addcmul")
-"""Elementwise operations."""
 OF_PARTS = {F.multi_head_attention_forward, F.bilinear}
 """Composites of row by row operations, and of some along later dimensions."""
 OTHERWISE = LIKE | OF_PARTS | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}

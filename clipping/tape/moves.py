@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.provenance.derived_parameters import is_marked, methods, samples_of
+from clipping.provenance.derived_parameters import EXPANSIONS, is_marked, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.provenance.static_values import holds, numbers_of
 from clipping.rules.rewritten import entries_of, width
@@ -177,19 +177,23 @@ def _joined(it: Mover) -> Moved:
 
 
 def _repeated(it: Mover) -> Moved:
-    """repeat and expand."""
-    x, sizes = it.args[0], it.args[1:] if len(it.args) > 1 else (it.kwargs.get("size", it.kwargs.get("repeats")),)
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    place = samples_of(x)
-    if not isinstance(place, Rows) and (
-        place or it.func is not torch.Tensor.repeat or len(sizes) != x.dim() or sizes[0] == 1
-    ):
-        return None
-    owners = it.owners(x, 1)
+    """repeat, tile, expand and broadcast_to."""
+    x, place = it.args[0], samples_of(it.args[0])
+    given = it.args[1:] or tuple(it.kwargs.values())
+    sizes = tuple(given[0]) if isinstance(given[0], (tuple, list)) else given
+    new = it.output.dim() - x.dim()
+    copies = it.func in REPEATS
+    if copies:
+        sizes = (*[1] * (it.output.dim() - len(sizes)), *sizes)
+    if not isinstance(place, Rows) and (not copies or x.dim() <= place or sizes[new + place] == 1):
+        return new + place if new and x.dim() > place else None
+    owners = it.owners(x, 1 if isinstance(place, Rows) else place + 1)
     if owners is None:
         return place if isinstance(place, Rows) else None
-    found = it.func(owners.view(*owners.shape, *[1] * (x.dim() - owners.dim())), *sizes)
-    return it.rows(found[(..., *[0] * (x.dim() - owners.dim()))])
+    rest = x.dim() - owners.dim()
+    whole = owners.view(*owners.shape, *[1] * rest)
+    found = whole.repeat(sizes) if copies else whole.expand(sizes)
+    return it.rows(found.flatten(found.dim() - rest)[..., 0] if rest else found)
 
 
 def _viewed(it: Mover) -> Moved:
@@ -339,6 +343,7 @@ UNSQUEEZES = methods("unsqueeze")
 SINGLE = methods("select", "unbind")
 TAKEN = methods("take_along_dim")
 FLIPS = methods("flip")
+REPEATS = methods("repeat", "tile")
 VIEWS = methods("view", "reshape", "flatten", "unflatten", "squeeze", "contiguous", "clone", "detach", "ravel")
 GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     torch.Tensor.__getitem__: _read,
@@ -348,7 +353,7 @@ GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     **dict.fromkeys(FLIPS | methods("roll"), _turned),
     **dict.fromkeys(methods("gather", "take_along_dim"), _gathered),
     **dict.fromkeys(methods("cat", "concat", "concatenate", "stack"), _joined),
-    torch.Tensor.repeat: _repeated,
+    **dict.fromkeys(EXPANSIONS | REPEATS, _repeated),
     **dict.fromkeys(methods("sort", "argsort"), _ordered),
     **WRITES,
     **dict.fromkeys({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}, _recurrent),
@@ -365,7 +370,6 @@ MOVES: dict[Any, Callable[[Mover], Moved]] = {
     **dict.fromkeys(REDUCTIONS, _reduced),
     **dict.fromkeys(methods("repeat_interleave"), _along(2, None)),
     **dict.fromkeys(methods("nonzero", "where"), _positions),
-    torch.Tensor.expand: _repeated,
     **dict.fromkeys(OF_PARTS, _of_parts),
 }
 """Operations that move rows that are out of order."""

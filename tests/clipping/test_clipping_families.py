@@ -23,7 +23,11 @@ from dpbench.conformance.modules import Net
 P, E = 3, 3
 BACKENDS = ("fastgradclip", "ghost", "bk_mixed")
 FAST = {"bk_mixed": {"timing": False}}
-BY_FALLBACK = {"real and complex in every operation", "distances from as many points as samples"}
+BY_FALLBACK = {
+    "real and complex in every operation",
+    "distances from as many points as samples",
+    "elementwise operations of steps first",
+}
 
 
 def made(case: Case) -> tuple[nn.Module, Tensor, Tensor]:

@@ -212,6 +212,17 @@ def bags_of_positions(m: Any, x: Tensor) -> Tensor:
     return m.bag(ids.flatten(0, 1)).unflatten(0, x.shape[:2]) * m.p
 
 
+def repeated(m: Any, x: Tensor) -> Tensor:
+    """One step repeated, steps first, and a batch that stands twice in another."""
+    steps = [m.layer(x.expand(B, -1, -1)), m.layer(x.unsqueeze(0).repeat(B, 1, 1))]
+    return (steps[0] * steps[1].tanh()).sum(0) + m.layer(x.tile(2, 1)).tanh().view(2, -1, 3).sum(0) * m.p
+
+
+def steps_first(m: Any, x: Tensor) -> Tensor:
+    x = x.transpose(0, 1)
+    return m.layer(torch.where(x > 0, x, m.q) / (1 + m.q.square())).transpose(0, 1) * m.p
+
+
 def of_named(m: Any, x: Tensor) -> Tensor:
     return torch.einsum("tbd->btd", m.layer(torch.einsum("btd->tbd", x)).tanh() + m.p)
 
@@ -333,6 +344,8 @@ PLACED = [
     Case("states of steps", by_steps, lambda: {"cell": nn.GRUCell(D, 3), "after": nn.Linear(3, 3)}, (B, D)),
     Case("bags of sorted samples", bags_in_order, lambda: {"bag": nn.EmbeddingBag(3, 3), "p": torch.randn(3)}),
     Case("several bags a sample", bags_of_positions, lambda: {"bag": nn.EmbeddingBag(3, 3), "p": torch.randn(3)}),
+    Case("repeated", repeated, layer_and_vector, (D,)),
+    Case("elementwise operations of steps first", steps_first, layer_and_two_vectors),
     Case("permuted by einsum, as many positions as samples", of_named, layer_and_vector, (B, D)),
     Case("pieces of each sample, as many positions as samples", of_lengths, parts, (B, D)),
     Case(
@@ -442,7 +455,7 @@ REFUSED = [
         "(?=.*points: linear: a parameter is the input of the op).*extra: cat: concatenates parameters to",
     ),
     (
-        Case("positions first", lambda m, x: m.layer(x.expand(7, -1, -1)).mean(0), layer_and_vector, (D,)),
+        Case("positions first", lambda m, x: m.layer(x + torch.zeros(7, 1, D)).mean(0), layer_and_vector, (D,)),
         r"layer.weight: linear: its output \[7, 5, 3\].*layer.bias: linear.*batch first",
     ),
     (
