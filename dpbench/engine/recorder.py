@@ -32,7 +32,7 @@ from clipping.tape.compiled import called_from_compiled_code
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.mixing_check import Looks, require_own_rows
-from dpbench.engine.release import require_finite_losses
+from dpbench.engine.release import only_real, require_finite_losses
 from dpbench.engine.settings import batch_norm_problem, batch_norms
 from dpbench.engine.trace import Trace, plain
 
@@ -472,16 +472,6 @@ def _masked(losses: Tensor, real: int, handed: int) -> Tensor:
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Identity and version of each buffer, by name."""
     return {name: (id(x), version_of(x)) for name, x in model.named_buffers()}
-
-
-def only_real(losses: Tensor, real: Tensor) -> Tensor:
-    """Set the losses of padding to 0, without a gradient.
-
-    Args:
-        losses: [B].
-        real: [B] bool, True for the data's own samples.
-    """
-    return torch.where(real, losses, torch.zeros_like(losses))
 
 
 def _running(model: nn.Module) -> int:

@@ -374,6 +374,16 @@ def sent(flags: Tensor) -> tuple[Tensor, Any]:
     return host, arrived
 
 
+def only_real(losses: Tensor, real: Tensor) -> Tensor:
+    """Set the losses of padding to 0, without a gradient.
+
+    Args:
+        losses: [B].
+        real: [B] bool, True for the data's own samples.
+    """
+    return torch.where(real, losses, torch.zeros_like(losses))
+
+
 def require_finite_losses(losses: Tensor) -> None:
     """Raise a FloatingPointError that names the samples with losses that are not finite."""
     wrong = losses.detach().isfinite().logical_not().nonzero().flatten().tolist()

@@ -16,7 +16,7 @@ from clipping.core.types import ClippedGradient, LossFunction, Parameters, Unsup
 from clipping.program.graphs import Compile, Graphs
 from clipping.program.step import Batch
 from dpbench.engine.errors import Misuse
-from dpbench.engine.recorder import only_real
+from dpbench.engine.release import only_real
 from dpbench.engine.state import State
 
 
