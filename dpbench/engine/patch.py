@@ -108,10 +108,6 @@ class Patch:
         self._before = {name: own[name] for name in self._added if name in own}
         own.update(self._added)
 
-    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether this is the attached optimizer, or the one in accelerate's wrapper."""
-        return optimizer is self.optimizer or optimizer is self._beneath
-
     def inner_step(self, noise: float) -> None:
         """Run the optimizer's own step on the gradients in `.grad`.
 
@@ -193,6 +189,8 @@ def _beneath(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
 
 
 def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Misuse(f"expected one torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}")
     if hasattr(optimizer, "privacy_engine"):
         raise Misuse("expected an optimizer without an engine, got one that has one; detach() that first")
     if _beneath(optimizer) is not None and vars(optimizer).get("scaler") is not None:
@@ -250,16 +248,19 @@ def require_own(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
     if loose:
         raise Misuse(
             f"expected the optimizer to hold every trainable parameter, but {loose[0]!r} is not among its: freeze it "
-            "(requires_grad_(False)) or add it"
+            "(requires_grad_(False)) or add it; if another optimizer has it, attach one whose step() runs both"
         )
 
 
 def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: raise Misuse if it would move a private model without its engine."""
+    """Before any optimizer's step: raise Misuse if it would move a private model without its engine.
+
+    While the engine steps, gradients are released, and the attached optimizer may step others that it is made of.
+    """
     for engine in list(_ENGINES):
         patch = engine._patch
-        if patch is not None and patch.is_of(optimizer) and patch.stepping:
-            return
+        if patch is not None and patch.stepping:
+            continue
         if held_by(optimizer).keys().isdisjoint(map(id, dict(engine.model.named_parameters()).values())):
             continue
         if patch is not None:
