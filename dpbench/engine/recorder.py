@@ -49,7 +49,14 @@ BUFFER = (
     "buffer {!r} changed in {}: data in it are neither clipped nor noised, and not accounted; do not "
     "release it, or do without it"
 )
+SEVERAL = (
+    "expected losses that pass through the trained model of one engine, got some that pass through another one's, {}, "
+    "too: make one engine of a module that holds both, or freeze that model (requires_grad_(False)) before its forward "
+    "pass in the step of the other"
+)
 _SECOND_TIME = "backward through the graph a second time"
+_CLIPPING: list[Recorder] = []
+"""The recorder whose losses are in a backward pass now."""
 
 
 class Recorder:
@@ -255,11 +262,13 @@ class Recorder:
         dropped, self._dropped = self._dropped, 0
         if recording is None:
             return None
+        _CLIPPING.append(self)
         try:
             if looks is not None:
                 looks.follow(noted)
             return self._clipped(recording, losses, dropped, looks, drawn)
         finally:
+            _CLIPPING.pop()
             recording.close()
             if looks is not None:
                 looks.close()
@@ -312,6 +321,8 @@ class Recorder:
         return self._told(result, few)
 
     def _by_hand(self) -> None:
+        if _CLIPPING:
+            raise Misuse(SEVERAL.format(type(self._model).__name__))
         raise Misuse(BACKWARD.format(self.remedy))
 
     def _trainable(self) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """What goes wrong in the hands of a user gets one line: what was expected, what came, what to do."""
 
+import copy
 import gc
 import warnings
 import weakref
@@ -237,10 +238,52 @@ def test_another_optimizer_does_not_go_round_the_engine(loop):
     other.step()
 
 
+def test_two_engines_on_parts_of_a_model():
+    body, head = nn.Linear(5, 4), nn.Linear(4, 3)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (body, head)]
+    engines = [engine_of(part) for part in (body, head)]
+    for engine, optimizer in zip(engines, optimizers, strict=True):
+        engine.attach(optimizer)
+    losses = losses_of(nn.Sequential(body, head))
+    with says(Misuse, "got some that pass through another one's, Linear, too: make one engine of a module"):
+        optimizers[0].step(loss=losses)
+    head.requires_grad_(False)
+    optimizers[0].step(loss=losses_of(nn.Sequential(body, head)))
+    assert [engine.steps for engine in engines] == [1, 0]
+
+
+class Both(torch.optim.Optimizer):
+    """Steps two optimizers."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+
+    def step(self, closure=None):
+        for each in self.optimizers:
+            each.step()
+
+
+def test_an_optimizer_may_step_those_that_it_is_made_of():
+    model, whole, _ = made(attach=False)
+    model_too = copy.deepcopy(model)
+    parts = [torch.optim.SGD(model_too[i].parameters(), **whole.defaults) for i in (0, 2)]
+    for each, optimizer in ((model, whole), (model_too, Both(*parts))):
+        engine = engine_of(each, noise_multiplier=0.0)
+        engine.attach(optimizer)
+        torch.manual_seed(1)
+        optimizer.step(loss=losses_of(each))
+    with says(Misuse, "goes round the privacy engine"):
+        parts[0].step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), model_too.parameters(), strict=True))
+
+
 def test_parameters_of_optimizer_and_model(loop):
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    with says(Misuse, r"'0.weight' is not among its: freeze it"):
+    with says(Misuse, r"'0.weight' is not among its: freeze it .* attach one whose step\(\) runs both"):
         engine_of(model).attach(torch.optim.SGD(model[1].parameters(), lr=0.1))
+    with says(Misuse, "expected one torch.optim.Optimizer of the model's parameters, got list"):
+        engine_of(model).attach([torch.optim.SGD(part.parameters(), lr=0.1) for part in model])
     with says(Misuse, "expected an optimizer of the model's parameters alone, got 2 of others"):
         engine_of(model[1]).attach(torch.optim.SGD(model.parameters(), lr=0.1))
     model[0].requires_grad_(False)
