@@ -285,8 +285,12 @@ class _Private:
         return self.batch_to_device(self.lightning_module._on_before_batch_transfer(piece))
 
     def backward(self, closure_loss: Any, *args: Any, **options: Any) -> Any:
-        """Does nothing: `optimizer.step()` computes the clipped gradients."""
-        return closure_loss
+        """Calls the hooks around a backward pass alone: `optimizer.step()` computes the clipped gradients."""
+        self.pre_backward(closure_loss)  # type: ignore[attr-defined]
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        loss = self.precision_plugin.post_backward(loss, self.lightning_module)
+        self.post_backward(loss)  # type: ignore[attr-defined]
+        return loss
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **options: Any) -> None:
         """As Lightning's, with the engine's state beside the optimizer's."""

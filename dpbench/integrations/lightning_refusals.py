@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler, UnrepeatedDistributedSampler)
@@ -30,9 +31,12 @@ def refuse(trainer: Any) -> None:
     whole = any(isinstance(each, ModelCheckpoint) and not each.save_weights_only for each in callbacks)
     uploads = [type(each).__name__ for each in trainer.loggers if getattr(each, "_log_model", False)]
     secret = "checkpoints hold the keys of noise and sampling; leave log_model out, or keep save_weights_only=True"
+    own = [name for name in ("backward", "configure_gradient_clipping") if is_overridden(name, module)]
+    never = "optimizer.step() computes and clips the gradients, one a sample; weigh the losses in training_step"
     grows = any(isinstance(each, GradientAccumulationScheduler) for each in callbacks)
     for wrong, wanted, came, why in (
         (not module.automatic_optimization, "automatic_optimization=True", "False", steps),
+        (own, f"Lightning's own {' and '.join(own)}", "the module's", never),
         (trainer.accumulate_grad_batches != 1, "accumulate_grad_batches=1", trainer.accumulate_grad_batches, pieces),
         (tuners, "no tuner", " and ".join(tuners), trial),
         (whole and uploads, "no logger that uploads checkpoints", " and ".join(uploads), secret),

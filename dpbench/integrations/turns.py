@@ -120,7 +120,15 @@ class Steps:
 
         Args:
             turn: of the framework's loop; stores its pieces.
+
+        Raises:
+            Misuse: the last logical batch had no step.
         """
+        if turn.is_last and self._is_held:
+            raise Misuse(
+                "expected optimizer.step() after each logical batch, got the next one before it, so that its records "
+                "would be left out: step each time; for larger batches raise the engine's batch_size"
+            )
         while turn.is_last:
             piece = self._next()
             turn.pieces.append(piece)

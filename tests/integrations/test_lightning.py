@@ -455,6 +455,26 @@ class Decays(Classifier):
             p.grad = 0.1 * p.detach()
 
 
+class Penalised(Classifier):
+    def on_after_backward(self):
+        Decays.on_before_optimizer_step(self, None)
+
+
+class Scaled(Classifier):
+    def backward(self, loss):
+        (2 * loss).backward()
+
+
+class EveryOther(Classifier):
+    """Accumulates as Lightning's documentation does."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
 class Split(Classifier):
     """A body and a head."""
 
@@ -494,6 +514,9 @@ def test_the_plan_has_the_steps_of_a_limited_epoch():
         ({"overfit_batches": 1}, "overfit_batches=0"),
         ({"module": Manual}, "automatic_optimization=True"),
         ({"module": Decays}, r"got one at parameter .* would be lost: .* optimizer\.register_step_pre_hook"),
+        ({"module": Penalised}, r"got one at parameter .* would be lost"),
+        ({"module": Scaled}, "expected Lightning's own backward with a private strategy, got the module's"),
+        ({"module": EveryOther}, r"expected optimizer.step\(\) after each logical batch, got the next one before it"),
         ({"module": Without}, "expected the optimizer to hold every trainable parameter"),
         ({"loader": {"sampler": WeightedRandomSampler([1.0] * 60, 60)}}, "got WeightedRandomSampler"),
         ({"loader": {"drop_last": True}}, "got drop_last=True"),
