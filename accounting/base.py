@@ -19,6 +19,7 @@ An accountant is a function (σ, q, T, δ) → ε. These edges are answered here
 Formulas get 0 < q ≤ 1, 0 < σ < ∞, T ≥ 1, 0 < δ < 1, and may return any ε in [0, ∞].
 """
 
+import decimal
 import json
 import math
 import time
@@ -34,6 +35,22 @@ from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, unproved
 
 #: The kind of an ε. Only an upper bound is a privacy guarantee.
 Kind = Literal["upper_bound", "lower_bound", "estimate", "heuristic"]
+_ROUNDINGS = {"upper_bound": decimal.ROUND_CEILING, "lower_bound": decimal.ROUND_FLOOR}
+
+
+def rounded(value: float, kind: str | None, digits: int = 4) -> str:
+    """Few digits of a number; an upper bound is rounded up and a lower bound down, so that they remain bounds.
+
+    Args:
+        value: such as ε.
+        kind: of the number; any other is rounded to the nearest.
+        digits: significant ones.
+    """
+    if not math.isfinite(value):
+        return f"{value:g}"
+    rounding = _ROUNDINGS.get(kind or "", decimal.ROUND_HALF_EVEN)
+    shortest = repr(float(value)).removesuffix(".0")  # 0.1 stays 0.1, although the float is a little above
+    return f"{decimal.Context(prec=digits, rounding=rounding).create_decimal(shortest):g}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ Successive steps of different noise, sample rate, sampling or number are phases 
 """
 
 import argparse
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         return row
 
     rows = privacy.rows(privacy.accountants(args.accountant, *parts[0][0].scheme), args, answer)
-    print(to_json(rows) if args.format == "json" else _table(rows, parts, delta, privacy.more(args)))
+    lines = [_table(rows, parts, delta, privacy.more(args)), *(privacy.risk_lines(rows) if args.risk else ())]
+    print(to_json(rows) if args.format == "json" else "\n".join(lines))
     if suffix:
         _draw(Path(args.output), suffix, parts, rows, delta)
     return int(all(row["epsilon"] is None for row in rows))
@@ -86,7 +89,10 @@ def _suffix(args: argparse.Namespace) -> str:
         return ""
     if not args.risk or args.tuned is not None:
         raise UsageError("--output with --risk, and of one run", args.output)
-    return one_of("a suffix of --output", Path(args.output).suffix.removeprefix("."), _PICTURES)
+    path = Path(args.output)
+    if not path.parent.is_dir():
+        raise UsageError("--output in an existing folder", args.output)
+    return one_of("a suffix of --output", path.suffix.removeprefix("."), _PICTURES)
 
 
 def _table(rows: list[Row], parts: list[Part], delta: float, more: list[str]) -> str:
@@ -104,7 +110,7 @@ def _table(rows: list[Row], parts: list[Part], delta: float, more: list[str]) ->
         privacy.under(*mechanism.scheme) + "".join(f", {size:,} {what}" for what, size in sizes.items() if size),
         *more,
     ]
-    return "\n".join([privacy.table(heading, sorted(rows, key=_best_first)), *privacy.risk_lines(rows)])
+    return privacy.table(heading, sorted(rows, key=_best_first))
 
 
 def _best_first(row: Row) -> tuple[int, float]:
@@ -138,14 +144,31 @@ def _read_phases(args: argparse.Namespace) -> tuple[list[Part], str | None]:
     if not isinstance(phases, list) or not phases or not all(isinstance(phase, dict) for phase in phases):
         raise UsageError(f"one [[phase]] at least in {args.phases}", phases)
     delta = found.pop("delta", None)
-    common = _fields(found)
-    defaults = dict.fromkeys(_FIELDS) | {"sampling": "poisson"}
-    parts = [privacy.part(argparse.Namespace(**defaults | common | _fields(phase))) for phase in phases]
+    common = dict.fromkeys(_FIELDS) | {"sampling": "poisson"} | _fields(found)
+    parts = []
+    for count, phase in enumerate(phases, start=1):
+        with _named(f"{args.phases}, phase {count}"):
+            parts.append(privacy.part(argparse.Namespace(**common | _fields(phase))))
     if len({mechanism.adjacency for mechanism, _ in parts}) > 1:
         raise UsageError("one adjacency in all phases", ", ".join(mechanism.adjacency for mechanism, _ in parts))
     return parts, args.delta if args.delta is not None else None if delta is None else str(delta)
 
 
+@contextlib.contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Name the place in an error of a field."""
+    try:
+        with privacy.of_options():
+            yield
+    except UsageError as error:
+        raise UsageError.of(f"{place}: {error}") from error
+
+
 def _fields(table: dict[str, Any]) -> dict[str, str]:
-    """Every value as typed after an option."""
-    return {one_of("a field of a phase", name, (*_FIELDS, "delta")): str(value) for name, value in table.items()}
+    """Every value as typed after an option.
+
+    Raises:
+        UsageError: an unknown field, such as delta, which belongs to all phases.
+    """
+    what = "a field of a phase (delta stands above the first)"
+    return {one_of(what, name, _FIELDS): str(value) for name, value in table.items()}

@@ -28,13 +28,13 @@ from accounting import (
     SubsampledGaussian,
     load_accountant,
 )
+from accounting.base import rounded as few_digits
 from accounting.sampling import HOME, PROVED, unproved
 from accounting.tuned import DISTRIBUTIONS, Tuned
 from accounting.varying import Part
 from dpbench.cli import streams
 from dpbench.cli.columns import aligned
 from dpbench.errors import UsageError, one_of, their_code
-from dpbench.trials.privacy import rounded_bound
 from dpbench.trials.reference import load_object, split_file
 
 Row = dict[str, Any]
@@ -45,6 +45,8 @@ TUNES = ("rdp", "best")
 CANNOT = (NoAnswer, ImportError, MemoryError)
 #: Details with a place in the heading, or with their own column.
 _ELSEWHERE = ("sampling", "adjacency", "seconds", "reason", "evaluations")
+#: Details that are bounds, and their kinds.
+_BOUNDS = {"lower": "lower_bound", **dict.fromkeys(("upper", "gap", "advantage", "tpr"), "upper_bound")}
 
 
 def length(args: argparse.Namespace) -> dict[str, str | None]:
@@ -278,16 +280,20 @@ def table(heading: Sequence[str], rows: Sequence[Row], name: str = "", values: S
 
 def _how(detail: Mapping[str, Any]) -> str:
     """The accountant's further details, in a few words; the reason last."""
-    told = {name: value for name, value in detail.items() if name not in _ELSEWHERE}
-    shown = [f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in told.items()]
+    told = {
+        name: rounded(value, _BOUNDS.get(name), 4) if isinstance(value, float) else value
+        for name, value in detail.items()
+        if name not in _ELSEWHERE
+    }
+    shown = [f"{name}={value}" for name, value in told.items()]
     return ", ".join([*shown, *([str(detail["reason"])] if "reason" in detail else [])])
 
 
 def risk_lines(rows: Sequence[Row]) -> list[str]:
-    """Lines below a table: the upper and lower limits of a membership attack."""
-    risk = next((row["risk"] for row in rows if "risk" in row), None)
+    """Lines below a table: the upper and lower limits of a membership attack, by the smallest bound of the rows."""
+    risk = min((row["risk"] for row in rows if "risk" in row), key=lambda each: each["advantage"], default=None)
     if risk is None:
-        return []
+        return ["", "no limits of a membership attack: they need an accountant with an upper bound"]
     least = risk.get("at_least") or {"advantage": None, "tpr_at_fpr": {}}
     numbers = [("advantage", risk["advantage"], least["advantage"])]
     for rate, most in risk["tpr_at_fpr"].items():
@@ -301,15 +307,14 @@ def risk_lines(rows: Sequence[Row]) -> list[str]:
     return ["", said, *aligned(lines)]
 
 
-def rounded(value: float | None, kind: str | None) -> str:
-    """Six digits, rounded so that a bound stays one.
+def rounded(value: float | None, kind: str | None, digits: int = 6) -> str:
+    """Few digits, rounded so that a bound stays one.
 
     Args:
         kind: of an accountant's result, or None.
+        digits: significant ones.
     """
-    if value is None or not math.isfinite(value):
-        return "-" if value is None else "inf"
-    return f"{float(rounded_bound(value, kind, 6)):.6g}"
+    return "-" if value is None else f"{float(few_digits(value, kind, digits)):g}"
 
 
 def _whole(value: float) -> float:

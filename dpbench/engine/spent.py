@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from accounting import ADJACENCIES, SAMPLINGS, Kind
+from accounting.base import rounded
 
 #: Leaks that no accountant covers.
 NOT_ACCOUNTED = "not accounted: hyperparameters tuned on the private data, early stopping by it, other releases of it"
@@ -67,7 +68,7 @@ class PrivacySpent:
         scheme += f", {self.group_size} records at once" if self.group_size > 1 else ""
         told = "" if self.private else "; NOT PRIVATE: " + "; ".join(self.caveats[:-1])
         return (
-            f"ε = {self.epsilon:.4g} at δ = {self.delta:.3g} after {self.steps} steps "
+            f"ε = {rounded(self.epsilon, self.kind)} at δ = {self.delta:.3g} after {self.steps} steps "
             f"({self.kind.replace('_', ' ')} by {self.accountant}; {scheme}){told}"
         )
 

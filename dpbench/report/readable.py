@@ -1,16 +1,15 @@
 """Formats tables for people: units, signs and words in place of base units, as Markdown."""
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 
+from accounting.base import rounded
 from dpbench.report import style
 from dpbench.report.style import missing
-from dpbench.trials.privacy import rounded_bound
 
 #: Name of a column -> its text of a row.
 Columns = Mapping[str, Callable[[Any], str]]
@@ -150,24 +149,13 @@ def paired(frame: pd.DataFrame, sizes: Columns) -> pd.DataFrame:
     return texts(frame, columns, (*optional, "Published time ratio", "Published memory ratio"))
 
 
-def rounded_epsilon(value: float, kind: str, digits: int = 4) -> str:
-    """An upper bound is rounded up and a lower bound down, so that they remain bounds.
-
-    Args:
-        value: ε.
-        kind: of the accountant's result.
-        digits: significant ones.
-    """
-    return f"{rounded_bound(value, kind, digits) if math.isfinite(value) else value:g}"
-
-
 def epsilon(instead: str = "note") -> Callable[[Any], str]:
     """A function from a row to its ε, rounded by its kind.
 
     Args:
         instead: the column of the words for an empty cell.
     """
-    return lambda row: of("epsilon", lambda value: rounded_epsilon(value, row.kind), instead)(row)
+    return lambda row: of("epsilon", lambda value: rounded(value, row.kind), instead)(row)
 
 
 def _published(value: float | str) -> str:

@@ -1,6 +1,5 @@
 """The trials of an accountant: compute ε, or calibrate the noise or the number of steps to an ε."""
 
-import decimal
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -106,18 +105,3 @@ class CalibrationTrial(_AccountingTrial):
 
     def label(self) -> str:
         return f"{super().label()}, {self.unknown} at ε {self.target_epsilon:g}"
-
-
-_ROUNDINGS = {"upper_bound": decimal.ROUND_CEILING, "lower_bound": decimal.ROUND_FLOOR}
-
-
-def rounded_bound(value: float, kind: str | None, digits: int) -> decimal.Decimal:
-    """A finite number with few digits: an upper bound is rounded up and a lower one down, so that they stay bounds.
-
-    Args:
-        value: such as ε.
-        kind: of the accountant's result; any other is rounded to the nearest.
-        digits: significant ones.
-    """
-    rounding = _ROUNDINGS.get(kind or "", decimal.ROUND_HALF_EVEN)
-    return decimal.Context(prec=digits, rounding=rounding).create_decimal(value)

@@ -10,6 +10,7 @@ import pytest
 from spent import answer, epsilon
 
 from accounting import ACCOUNTANTS, VARIANTS, SubsampledGaussian, load_accountant
+from accounting.base import rounded
 from accounting.moments import Moments
 from accounting.series import log_moments
 
@@ -159,3 +160,10 @@ def test_nothing_heavy_is_imported(names, allowed):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == allowed
+
+
+def test_bounds_are_rounded_to_the_safe_side():
+    kinds = ("upper_bound", "lower_bound", "estimate")
+    assert [rounded(1.25961, kind) for kind in kinds] == ["1.260", "1.259", "1.260"]
+    exact = {math.inf: "inf", 0.0: "0", 0.1: "0.1", 2.0: "2", 1e-9: "1e-9"}
+    assert all(rounded(value, kind) == text for value, text in exact.items() for kind in kinds)

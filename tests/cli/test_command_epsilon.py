@@ -204,6 +204,19 @@ def test_risk_is_told_below_the_table_and_drawn(tmp_path, dpbench):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_no_printed_bound_is_rounded_to_the_unsafe_side(dpbench, rows):
+    asked = ["epsilon", *point(steps="100"), "--accountant", "prv"]
+    found = rows(*asked)["prv"]["detail"]
+    _, out, _ = dpbench(*asked)
+    shown = dict(word.split("=") for word in out.splitlines()[-1].replace(",", "").split() if "=" in word)
+    assert float(shown["lower"]) <= found["lower"] <= found["upper"] <= float(shown["upper"])
+
+
+def test_an_estimate_has_no_risk(dpbench):
+    code, out, _ = dpbench("epsilon", *point(steps="100"), "--accountant", "gdp", "--risk")
+    assert code == 0 and out.endswith("they need an accountant with an upper bound\n")
+
+
 def test_a_risk_that_no_grid_holds_is_drawn_by_epsilon_alone(tmp_path, dpbench):
     picture = tmp_path / "risk.png"
     asked = [*point(noise_multiplier="1e-200"), "--accountant", "rdp", "--risk", "--output", str(picture)]
@@ -229,7 +242,8 @@ def test_phases_of_a_file(tmp_path, dpbench, rows):
         (PHASES.replace("steps", "step"), [], "did you mean 'steps'"),
         (PHASES.replace("delta = 1e-5", ""), [], "expected --delta"),
         (PHASES.replace("noise_multiplier = 2", ""), [], "expected --noise-multiplier"),
-        (PHASES.replace("multiplier = 2", "multiplier = -2"), [], "expected --noise-multiplier to be a number >= 0"),
+        (PHASES.replace("multiplier = 2", "multiplier = -2"), [], "toml, phase 2: expected --noise-multiplier to be a"),
+        (PHASES + "delta = 1e-3", [], "phase 2: expected a field of a phase (delta stands above the first), one of"),
         ("[phase", [], "expected TOML"),
         (PHASES + 'adjacency = "replace_one"', [], "expected one adjacency in all phases"),
         (None, [], "No such file"),

@@ -15,13 +15,14 @@ from marks import slow_unless
 from report_every import everything
 from report_records import RunFile, save_no_pictures
 
+from accounting.base import rounded
 from dpbench.cli import main
 from dpbench.execution import machines
 from dpbench.experiment import load_experiment
 from dpbench.records import environment, store
 from dpbench.records.reader import from_line
 from dpbench.records.store import read_runs
-from dpbench.report import FIGURES, readable, style, write_report
+from dpbench.report import FIGURES, style, write_report
 from dpbench.report.output import files
 from dpbench.trials import line_shapes as whole
 from dpbench.trials.line_shapes import flaw_of_line, flaw_of_result
@@ -276,7 +277,7 @@ def test_a_byte_order_mark_is_passed_over(tmp_path):
 
 
 def test_an_epsilon_that_is_no_number_is_not_infinite():
-    shown = [readable.rounded_epsilon(value, "upper_bound") for value in (math.nan, math.inf, 1.23456)]
+    shown = [rounded(value, "upper_bound") for value in (math.nan, math.inf, 1.23456)]
     assert shown == ["nan", "inf", "1.235"]
 
 

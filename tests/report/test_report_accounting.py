@@ -6,7 +6,9 @@ import pytest
 from drawn import assert_apart, draw
 from matplotlib.collections import PolyCollection
 
+from accounting.membership import TradeOff
 from dpbench.report import FIGURES
+from dpbench.report.drawing import trade_off_plot
 from dpbench.trials import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial, TunedTrial
 
 POINT = {"sample_rate": 0.01, "noise_multiplier": 4.0, "steps": 10_000, "delta": 1e-5}
@@ -152,6 +154,12 @@ def test_tuned_runs_stand_beside_one_run(run):
     ten = frame[(frame.runs == 10) & (frame.noise_multiplier == 1.0)]
     assert list(ten.ratio) == [pytest.approx((2 + 10**0.4) / 3)] * 2
     assert len(drawn.axes) == 2 and "becomes" in FIGURES["tuning"].finding(frame)
+
+
+def test_what_a_trade_off_curve_says_at_most_is_rounded_up():
+    figure = trade_off_plot.draw(TradeOff(mu=0.5), 2.10132, 1e-5)
+    (said,) = [text.get_text().replace("\n", " ") for text in figure.texts if "at most" in text.get_text()]
+    assert "Advantage: 0.198 at most" in said and "= (2.102, 1e-5)" in said  # 2Φ(1/4) - 1 = 0.19741
 
 
 def test_of_solid_curves_that_coincide_the_first_is_drawn_wider(run):

@@ -1,11 +1,13 @@
 """Draws the trade-off curve of a run: what membership attacks can and cannot reach."""
 
+import functools
 import math
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from accounting.base import rounded
 from accounting.membership import RATES, TradeOff, line
 from dpbench.report import style
 from dpbench.report.drawing.sheet import grid, logarithmic
@@ -22,16 +24,17 @@ def draw(curve: TradeOff, epsilon: float | None, delta: float) -> Figure:
         epsilon: the smallest upper bound on ε at `delta`, drawn too; or None.
         delta: δ.
     """
+    at_most = functools.partial(rounded, kind="upper_bound", digits=3)
+    found = [f"{at_most(100 * curve.true_positives(rate))} % at {100 * rate:g} % false ones" for rate in RATES]
     words = [
         "An attack that says of a record whether it was in the data, at most: shaded, from guessing up to the upper "
-        f"bound. Advantage: {curve.advantage:.3g} at most; true positives "
-        + ", ".join(f"{100 * curve.true_positives(rate):.3g} % at {100 * rate:g} % false ones" for rate in RATES)
-        + "."
+        f"bound. Advantage: {at_most(curve.advantage)} at most; true positives {', '.join(found)}."
     ]
     if curve.lower is not None:
         words.append("Dashed: what the best attack certainly reaches.")
     if epsilon is not None and math.isfinite(epsilon):
-        words.append(f"Dotted: the bound that (ε, δ) = ({epsilon:.4g}, {style.plain(delta)}) alone gives.")
+        point = f"({rounded(epsilon, 'upper_bound')}, {style.plain(delta)})"
+        words.append(f"Dotted: the bound that (ε, δ) = {point} alone gives.")
     alone = None if epsilon is None or not math.isfinite(epsilon) else TradeOff((line(epsilon, delta),))
     figure, axes = grid(" ".join(words), 2, 2, 3.3, left=0.75, gap=0.95)
     rates = np.geomspace(1e-4, 0.999, 120)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from accounting.base import rounded
 from dpbench.records.reader import LeftOut, Record, grouped
 from dpbench.report import readable, style
 from dpbench.report.captions import join
@@ -17,7 +18,7 @@ from dpbench.report.data.statistics import Row, frame_of
 from dpbench.report.drawing import privacy_plots
 from dpbench.report.drawing.privacy_plots import ADJACENCIES, BASE, LOWER, SETTING
 from dpbench.report.parts import FigureKind
-from dpbench.report.readable import of, rounded_epsilon
+from dpbench.report.readable import of
 from dpbench.report.summary import several
 
 #: Bounds composed of the others, so never worse than them.
@@ -319,7 +320,7 @@ def _prices_finding(frame: pd.DataFrame) -> str:
 
 
 def _epsilon(row: Any) -> str:
-    return rounded_epsilon(float(row.epsilon), row.kind)
+    return rounded(float(row.epsilon), row.kind)
 
 
 _BY = ("experiment", "sample_rate", "steps", "delta")

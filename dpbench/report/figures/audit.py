@@ -12,12 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from accounting.base import rounded
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import style
 from dpbench.report.captions import span_of
 from dpbench.report.drawing.sheet import MARGIN, WIDTH, beside, grid
 from dpbench.report.parts import FigureKind
-from dpbench.report.readable import digits, rounded_epsilon
+from dpbench.report.readable import digits
 from dpbench.training import FAULTS, FORMS, TESTS
 
 _TOP, _ROW, _HEAD, _NAMES, _WORDS = 1.02, 0.2, 0.28, 3.95, 1.55
@@ -74,7 +75,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
     """A row for each fault, backend and form of batches, over its seeds."""
-    certified = partial(rounded_epsilon, kind="lower_bound", digits=3)
+    certified = partial(rounded, kind="lower_bound", digits=3)
     three, four = digits(3), digits(4)
     rows = []
     for setting, part in _grouped(frame):
