@@ -122,9 +122,15 @@ def going_on() -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, or None if none resembles it."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return close[0] if close else None
+    """The known name closest to `name`, or that begins with it; None if none resembles it.
+
+    Case and the dashes before an option are ignored.
+    """
+    plain = {each.lstrip("-").lower(): each for each in known}
+    typed = name.lstrip("-").lower()
+    longer = [each for each in plain if typed and each.startswith(typed)]
+    close = difflib.get_close_matches(typed, longer or list(plain), n=1, cutoff=0.0 if longer else 0.5)
+    return plain[close[0]] if close else None
 
 
 def one_of(what: str, name: str, known: Iterable[str]) -> str:

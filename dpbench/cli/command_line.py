@@ -36,7 +36,7 @@ COMMANDS = {
         "an experiment's times and memory over versions of the code, with the steps found",
     ),
     "scorecard": ("dpbench.cli.scorecard", "one page of every backend and every claim, from all records"),
-    "epsilon": ("dpbench.cli.epsilon", "ε of a training run, by each accountant"),
+    "epsilon": ("dpbench.cli.epsilon", "the ε of a training run, by each accountant"),
     "calibrate": ("dpbench.cli.calibrate", "the noise, steps or sample rate for a target ε, by each accountant"),
 }
 #: The command that shows its own progress on a terminal.
@@ -118,8 +118,10 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
         print(completion.script(argv[1:], _with_commands(top)))
         return None
     if argv[0].startswith("-"):
+        top.parse_known_args(argv[:1])  # --help and --version print and exit
+        if any(word in COMMANDS for word in argv):
+            raise UsageError(f"a command before {argv[0]}", "none")
         top.parse_args(argv[:1])
-        raise UsageError(f"a command before {argv[0]}, one of {', '.join(COMMANDS)}", "none")
     name = one_of("a command", argv[0], COMMANDS)
     module, doc = COMMANDS[name]
     command = importlib.import_module(module)
