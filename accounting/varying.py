@@ -92,8 +92,8 @@ def _spending(counts: dict[SubsampledGaussian, float]) -> dict[SubsampledGaussia
         for mechanism, steps in counts.items()
         if steps > 0 and mechanism.sample_rate > 0 and mechanism.noise_multiplier < math.inf
     }
-    if len({mechanism.adjacency for mechanism in counts}) > 1:
-        raise NoAnswer("no bound of steps with different adjacency: name one that all have")
+    if len({(mechanism.adjacency, mechanism.group_size) for mechanism in counts}) > 1:
+        raise NoAnswer("no bound of steps with different adjacency or group size: name one that all have")
     found: dict[SubsampledGaussian, float] = {}
     for mechanism, steps in _merged(counts).items():
         home = at_home(mechanism)

@@ -149,8 +149,10 @@ def _read_phases(args: argparse.Namespace) -> tuple[list[Part], str | None]:
     for count, phase in enumerate(phases, start=1):
         with _named(f"{args.phases}, phase {count}"):
             parts.append(privacy.part(argparse.Namespace(**common | _fields(phase))))
-    if len({mechanism.adjacency for mechanism, _ in parts}) > 1:
-        raise UsageError("one adjacency in all phases", ", ".join(mechanism.adjacency for mechanism, _ in parts))
+    for name in ("adjacency", "group_size"):
+        values = [str(getattr(mechanism, name)) for mechanism, _ in parts]
+        if len(set(values)) > 1:
+            raise UsageError(f"one {name} in all phases", ", ".join(values))
     return parts, args.delta if args.delta is not None else None if delta is None else str(delta)
 
 

@@ -1,6 +1,7 @@
 """ε of steps whose noise changes: beside Opacus' accountant, and beside the bounds from both sides."""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -140,3 +141,6 @@ def test_what_has_no_bound_says_so():
         guarantee_of_parts(
             load_accountant("prv"), [(ONE, 3), (SubsampledGaussian(1.0, 0.02, sampling="shuffled"), 3)], delta=1e-5
         )
+    for name in ("prv", "best", "rdp"):
+        with pytest.raises(NoAnswer, match=r"drawn in different ways|different adjacency or group size"):
+            compose(name, [(ONE, 3), (replace(ONE, group_size=2), 3)]).epsilon(delta=1e-5)

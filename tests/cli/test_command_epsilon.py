@@ -246,6 +246,7 @@ def test_phases_of_a_file(tmp_path, dpbench, rows):
         (PHASES + "delta = 1e-3", [], "phase 2: expected a field of a phase (delta stands above the first), one of"),
         ("[phase", [], "expected TOML"),
         (PHASES + 'adjacency = "replace_one"', [], "expected one adjacency in all phases"),
+        (PHASES + "group_size = 2", [], "expected one group_size in all phases, got '1, 2'"),
         (None, [], "No such file"),
     ],
 )
