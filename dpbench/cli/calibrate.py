@@ -39,9 +39,7 @@ def run(args: argparse.Namespace) -> int:
     names = privacy.accountants(args.accountant, scheme["sampling"], scheme["adjacency"])
     given = _given(args, unknown)
     target, words = _target(args)
-    if args.delta is None:
-        raise UsageError("--delta", "none")
-    delta = number("delta", args.delta)
+    delta = privacy.delta_of(args.delta, args.dataset_size)
 
     def answer(accountant: Accountant) -> Row:
         found = calibrate(accountant, unknown, **target, **given, delta=delta, **scheme)

@@ -26,7 +26,7 @@ from typing import Any
 from accounting import Accountant, compose
 from accounting.varying import Part
 from dpbench.cli import privacy
-from dpbench.cli.privacy import Row, number
+from dpbench.cli.privacy import Row
 from dpbench.errors import UsageError, one_of
 from dpbench.records.toml_file import read_toml
 from dpbench.trials.json_text import to_json
@@ -64,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a row for each accountant; 0, or 1 if none has an answer."""
     suffix = _suffix(args)
     parts, delta_text = _read_phases(args) if args.phases else ([privacy.part(args)], args.delta)
-    if delta_text is None:
-        raise UsageError("--delta", "nothing")
-    delta = number("delta", delta_text)
+    delta = privacy.delta_of(delta_text, args.dataset_size)
 
     def answer(accountant: Accountant) -> Row:
         composition = compose(accountant, parts)

@@ -139,6 +139,26 @@ def part(args: argparse.Namespace) -> Part:
     return mechanism, number("steps", str(found["steps"]))
 
 
+def delta_of(text: str | None, dataset_size: str | None) -> float:
+    """Parse δ; warn on standard error if it is 1/n or more.
+
+    Args:
+        text, dataset_size: as typed, or None.
+
+    Raises:
+        UsageError: no δ.
+    """
+    if text is None:
+        raise UsageError("--delta", "nothing")
+    delta, records = number("delta", text), number("dataset_size", dataset_size or "nan")
+    if records > 0 and 1 / records <= delta <= 1:
+        streams.say(
+            f"Warning: delta={delta:g} is not below 1/dataset_size={1 / records:g}: publishing a record at random "
+            "would be as private; take it well below"
+        )
+    return delta
+
+
 def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> list[str]:
     """The requested names, each once; the default is all, and those made for the scheme."""
     known = [*ACCOUNTANTS, *VARIANTS, *OF_SCHEMES]

@@ -212,6 +212,14 @@ def test_no_printed_bound_is_rounded_to_the_unsafe_side(dpbench, rows):
     assert float(shown["lower"]) <= found["lower"] <= found["upper"] <= float(shown["upper"])
 
 
+@pytest.mark.parametrize("command", [["epsilon", "--noise-multiplier", "1"], ["calibrate", "--target-epsilon", "1"]])
+def test_a_delta_that_protects_nobody_is_told(command, dpbench):
+    of_100 = ["--batch-size", "10", "--dataset-size", "100", "--steps", "10", "--accountant", "rdp"]
+    for delta, warns in (("0.01", True), ("1/101", False)):
+        code, _, err = dpbench(*command, *of_100, "--delta", delta)
+        assert code == 0 and ("delta=0.01 is not below 1/dataset_size=0.01" in err) == warns
+
+
 def test_an_estimate_has_no_risk(dpbench):
     code, out, _ = dpbench("epsilon", *point(steps="100"), "--accountant", "gdp", "--risk")
     assert code == 0 and out.endswith("they need an accountant with an upper bound\n")
