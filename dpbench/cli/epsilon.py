@@ -1,19 +1,7 @@
 """``dpbench epsilon``: ε of a run by each accountant, and its meaning.
 
-Successive steps of different noise, sample rate, sampling or number are phases of a TOML file::
-
-    delta = 1e-5             # fields above the phases hold for all of them
-    dataset_size = 60_000
-
-    [[phase]]
-    batch_size = 256
-    noise_multiplier = 1.1
-    epochs = 10
-
-    [[phase]]
-    sample_rate = 0.01
-    noise_multiplier = 2
-    steps = 500
+Successive steps of different noise, sample rate, sampling or number are phases of a TOML file, as in
+`dpbench.guide.accountants`.
 """
 
 import argparse
@@ -46,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "phases",
         metavar="PHASES.toml",
         nargs="?",
-        help="phases of different steps: a [[phase]] each, with noise_multiplier, sample_rate, steps, or other options",
+        help="phases of different steps: delta, then a [[phase]] each with noise_multiplier, sample_rate, steps, or "
+        "other options",
     )
     parser.add_argument(
         "--risk",

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=folder,
         metavar="DIR",
-        help="figures' folder (default: that of the records); if `run --output DIR` left this experiment's records "
-        "in there, these are drawn",
+        help="folder of the figures (default: that of the records); after `run --output DIR`, the same DIR finds its "
+        "records",
     )
     parser.add_argument(
         "--readme",

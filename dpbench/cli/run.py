@@ -13,9 +13,8 @@ from dpbench.experiment import load_experiment
 from dpbench.records.environment import DEVICES
 
 _VARIABLES = """\
-DPBENCH_HOST=NAME      what this machine is called in records; machines of one name are taken for one, so that what one
-                       has recorded another goes on with, wherever the records were copied to
-DPBENCH_COMMIT=SHA     the commit that runs, where git does not say; SHA-dirty if sources differ from it"""
+DPBENCH_HOST=NAME      this machine's name in records; machines of one name resume each other's runs
+DPBENCH_COMMIT=SHA     the commit, if git cannot tell; SHA-dirty if the sources differ from it"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

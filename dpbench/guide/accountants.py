@@ -53,6 +53,40 @@ there is none. So do the adjacencies (add or remove a record, zero it out, repla
 that of Poisson samples, and every epoch uses every record. `prv` has the bound with amplification; the other
 accountants count an epoch as one Gaussian step.
 
+## Other questions
+
+| question | answer |
+|---|---|
+| What can an attack on membership reach? | `epsilon --risk`; `calibrate --target-tpr` takes it as the target |
+| And if steps differ? | `epsilon phases.toml`, below |
+| And if the best of several runs is published? | `--tuned N` |
+| And for all records of a person? | `--group-size K` |
+
+A file of phases has a `[[phase]]` for each kind of steps; fields above the first hold for all:
+
+```toml
+delta = 1e-5
+dataset_size = 60_000
+
+[[phase]]
+batch_size = 256
+noise_multiplier = 1.1
+epochs = 10
+
+[[phase]]
+sample_rate = 0.01
+noise_multiplier = 2
+steps = 500
+```
+
+```python
+from accounting import compose, risk
+
+other = SubsampledGaussian(noise_multiplier=2.0, sample_rate=0.01)
+compose("prv", [(step, 10_000), (other, 500)]).epsilon(delta=1e-5)  # 1.059
+risk("prv", step, steps=10_000, delta=1e-5)["advantage"]  # 0.101
+```
+
 ## Is the claim true?
 
 An accountant trusts the code to do what it says. `python -m dpbench run audit` attacks runs with canaries and

@@ -20,7 +20,7 @@ engine = PrivacyEngine(
     model, batch_size=512, sample_size=len(x), epochs=5, max_grad_norm=1.0, target_epsilon=2
 )
 engine.attach(optimizer)
-for epoch in range(4):
+for epoch in range(4):  # the fifth is below, by `make_step`
     for images, targets in engine.data_loader(data):
         losses = torch.nn.functional.cross_entropy(model(images), targets, reduction="none")
         optimizer.step(loss=losses)
