@@ -5,18 +5,19 @@
     with load_backend("bk_mixed")(model, loss_fn, clip=Flat(max_grad_norm=1.0)) as backend:
         out = backend(inputs, targets)      # out.grads, out.norms [B], out.losses [B]
 
-`dpbench.guide.backends` lists the backends, and `dpbench.guide.algorithms` explains them. All of ours but `vmap` and
-`microbatch` work on a *tape* of operations, not of modules (`clipping.tape.record`). A backend refuses a model that it
-cannot clip exactly, with the reason and the remedy. These checks detect wrong gradients:
+`dpbench.guide.backends` lists the backends, and `dpbench.guide.algorithms` explains them. From `fastgradclip` to
+`bk_mixed` they use a *tape*, which records operations, not modules (`clipping.tape.record`). A backend refuses a model
+that it cannot clip exactly, with the reason and the remedy. These checks detect wrong gradients:
 
-- every read of a parameter in the graph of the losses must be one that the tape recorded, and each gradient must arrive
-  once (`clipping.tape.graph`, in every call);
-- two samples of the first batch are compared with the definition, in float64 (`clipping.checks.verification`);
+- the tape must have recorded every read of a parameter in the graph of the losses, and each gradient must arrive once
+  (`clipping.tape.graph`, in every call);
+- two samples of the first batch are compared with the definition, in float64 if the model can be cast
+  (`clipping.checks.verification`);
 - samples must not mix: checked for new graphs and shapes, and in random steps (`clipping.checks.sample_independence`);
-- one record moves the sum by C(1 + η) at the most, in floating point too (`clipping.numerics.rounding_bounds`).
+- one record moves the sum by at most C(1 + η), rounding included (`clipping.numerics.rounding_bounds`).
 
-`bk_mixed` times the ways to each norm on the device (`clipping.planning.planner`). `compile=True` runs a step as one
-program (`clipping.program.graphs`). Kernels for CPUs are compiled once by `cc` (`clipping.accel.cpu`).
+`bk_mixed` times the ways to compute each norm on the device (`clipping.planning.planner`). `compile=True` runs a step
+as one program (`clipping.program.graphs`). Kernels for CPUs are compiled once by `cc` (`clipping.accel.cpu`).
 
 Importing this package imports no torch: the names and one line about each backend can be listed at once.
 
@@ -29,7 +30,8 @@ Functions take:
     x, dtype, device: any tensor; of the operands or gradients; of the result.
     func, args, kwargs, output: an operation, its arguments and its output.
     data: its operands that depend on the batch, at least one.
-    tape, use, source: of a forward pass; an operation on parameters; the tensor made of parameters that it reads.
+    tape, use, source: the record of a forward pass; an operation on parameters; the tensor made of parameters that it
+        reads.
     rule, g: of a use (`clipping.rules`); the gradient of the use's output, [B, ...].
     grads: name -> gradient, of the parameter's shape.
     result: of a call of a backend.

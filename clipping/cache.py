@@ -26,10 +26,10 @@ def folder() -> Path | None:
 
 
 def own_folder(path: Path) -> Path:
-    """Make a folder if it is missing; return its path without links.
+    """Make a folder if it is missing; return its path with links resolved.
 
     Raises:
-        Untrusted: others could put something there.
+        Untrusted: another user could put a file there.
         OSError: it cannot be made.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

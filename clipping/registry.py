@@ -1,4 +1,4 @@
-"""Every backend by name: where it is, one line about it, how figures show it, whose it is. A new one is a row here.
+"""The table of backends: class, one-line description, style in figures, origin. A new backend needs one row.
 
 Importing this imports no torch.
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class BackendInfo(NamedTuple):
-    """What is to be known of a backend without importing it.
+    """Description of a backend that needs no import of it.
 
     Attributes:
         reference: module:class.
         doc: one line.
-        title, color, marker: in figures; '' for the name itself, in black.
-        peer: another library's, behind our interface.
+        title, color, marker: in figures; an empty title is the name, and an empty color black.
+        peer: True for another library behind our interface.
         modules: third-party modules that it imports, worth importing before a trial is forked.
     """
 
@@ -177,7 +177,7 @@ VARIANTS: dict[str, BackendInfo] = {
         )
     },
 }
-#: "name" of "name:M" -> function of M (samples) that returns the class. A different mechanism, which no list shows.
+#: "name" -> function of M (samples) that returns the class of "name:M". A different mechanism, so no list shows it.
 FAMILIES: dict[str, BackendInfo] = {
     "tf_microbatch": BackendInfo(
         "clipping.backends.microbatch:tf_microbatch",
@@ -190,22 +190,22 @@ FAMILIES: dict[str, BackendInfo] = {
 
 
 def known_backends() -> list[str]:
-    """Every name that `load_backend` takes, for messages: a family as ``name:M``."""
+    """Every name that `load_backend` accepts, for messages; a family is shown as ``name:M``."""
     return [*BACKENDS, *VARIANTS, *(f"{family}:M" for family in FAMILIES)]
 
 
 def is_backend(name: str) -> bool:
-    """Whether `load_backend` takes this name."""
+    """Return whether `load_backend` accepts this name."""
     family, _, size = name.partition(":")
     return name in BACKENDS or name in VARIANTS or (family in FAMILIES and bool(re.fullmatch("[1-9][0-9]*", size)))
 
 
 def load_backend(name: str) -> type[Backend]:
-    """The class of the backend called `name`: of `BACKENDS`, ``"name:variant"`` of `VARIANTS`, ``"name:M"`` of
+    """Return the class of a backend: a name in `BACKENDS`, ``"name:variant"`` in `VARIANTS`, or ``"name:M"`` of
     `FAMILIES`.
 
     Raises:
-        ValueError: for an unknown name, with every known one and the nearest.
+        ValueError: the name is unknown; the message lists the known names and the nearest.
     """
     if not is_backend(name):
         known = known_backends()

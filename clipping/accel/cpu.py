@@ -1,8 +1,8 @@
 """Squared per-sample norms on CPUs by kernels in C, which store no Gram matrix of the batch.
 
-    gram_norm_and_reach   Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
-    pixel_norms           the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
-    patch_reach           Σ_t ‖a_t‖ ‖g_t‖ of a convolution's patches         reads pixels' norms for each kernel offset
+    gram_norm_and_reach   Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²        multiplications n T² (d + p) / 2
+    pixel_norms           the same of a convolution, from its pixels      multiplications n (N² C + T² p) / 2
+    patch_reach           Σ_t ‖a_t‖ ‖g_t‖ of a convolution's patches      reads pixels' norms for each kernel offset
 
 torch's matrix libraries are built for large matrices; the Gram matrices of one sample are small and symmetric. Here a
 tile of inner products stays in registers for all features, only a triangle is computed, and entries of the two Gram

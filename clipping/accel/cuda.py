@@ -204,7 +204,7 @@ def _of_patches(options: Sequence[Sequence[int]]) -> dict[str, int]:
 def embedding_gram_norms(ids: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     """Σ_{t,u} [id_t = id_u] (g_t · g_u) of each sample, ‖∂/∂W‖² of an embedding, and the reach: [n, 4] float32.
 
-    The reach is that of rows a_t of norm 1.
+    The reach is for rows a_t of norm 1.
 
     Args:
         g: [n, T, p], of any strides, and zero where the padding row was read.

@@ -141,6 +141,7 @@ class Backend(ABC):
 
         Raises:
             ValueError: the tensors disagree about B, or the loss does not have shape [B].
+            RuntimeError: the backend is closed.
             UnsupportedModel: this backend cannot treat an operation on a trainable parameter exactly, or samples mix.
             WrongGradient: the first batch differs from the oracle.
             FloatingPointError: a record's gradient is NaN or infinite (raised on a CPU only; elsewhere the sum shows
@@ -163,7 +164,7 @@ class Backend(ABC):
         self._verify |= self._verifies and self._hooks != before  # a hook that changes a gradient must be found
         if self._verify:
             verify(self._bare(self.loss_fn), inputs, targets)
-            self._verify = batch_size <= self.together  # one sample cannot show that samples are told apart
+            self._verify = batch_size <= self.together  # one sample cannot show whether samples mix
         with torch.enable_grad():
             found = self.graphs and self.graphs(Batch(parameters, inputs, targets, batch_size))
             if found is None and self.occasions is not None:
@@ -298,8 +299,9 @@ class Backend(ABC):
 
         Returns:
             The bound, in units of the gradient, for the shapes seen so far; before the first call, for T = 1,024
-            positions. Infinite for `nonprivate` and for peers, whose arithmetic is unknown. It holds if both data sets
-            run in the same way (`ways`), because a program may round the other records' norms differently.
+            positions. Infinite for `nonprivate` and for peers, whose arithmetic is unknown. It holds if the batches
+            with and without the record run in the same way (`ways`), because another program may round the other
+            records' norms differently.
         """
         excess = self._rounding(batch_size)
         if excess is None:

@@ -1,4 +1,4 @@
-"""Reference backends: one sample at a time, which defines the answer, and no clipping at all.
+"""Reference backends: `Microbatch` (one sample at a time) defines the result, and `NonPrivate` does not clip.
 
 `TfMicrobatch` clips the mean of several samples, which is a different mechanism; do not compare it with the others.
 """
@@ -37,9 +37,9 @@ class TfMicrobatch(Microbatch):
 
     **Not per-sample clipping**, unless m = 1. Replacing one sample moves one clipped mean anywhere in the ball of
     radius C, so it moves the sum by up to 2C, not C. Adding or removing one moves later samples to other microbatches,
-    and the sum by up to 2C for each. A larger m is faster, but leaves K = B/m means of length at most C beside the same
-    noise. (TF Privacy, `num_microbatches` = K of `DPKerasSGDOptimizer`; l2_norm_clip is its "max L2 norm of per
-    microbatch gradients". It then divides by K; this backend does not.)
+    and each of these moves the sum by up to 2C. A larger m is faster, but only K = B/m means of length at most C stand
+    against the same noise. (TF Privacy, `num_microbatches` = K of `DPKerasSGDOptimizer`; l2_norm_clip is its "max L2
+    norm of per microbatch gradients". It then divides by K; this backend does not.)
 
     If m does not divide B, the last microbatch is smaller; TF Privacy refuses such a batch. `norms` are [K], of the
     means.

@@ -6,8 +6,8 @@
     losses = ...                    # [B], of the outputs; may be computed outside `with`
     gradient = recording.finish(losses)
 
-A parameter that is read outside `with` is found in the graph of the losses and refused. Microbatch differentiates one
-loss after the other, which is the definition and needs no tape; it records one only to check that samples do not mix.
+A parameter that is read outside `with` is found in the graph of the losses and refused. Microbatch needs no tape,
+because it differentiates one loss after the other. It records one only to check that samples do not mix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from clipping.tape.graph import read_before, unrecorded
 from clipping.tape.record import Tape
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Tolerance of verification, by the formats of the computation. Both sides use one graph; only the sums may differ."""
+"""Tolerance of verification, by the dtype of the computation. Both sides use one graph; only the sums may differ."""
 
 
 class Recording:
@@ -88,7 +88,7 @@ class Recording:
                 mark_data(x)
 
     def __enter__(self) -> Recording:
-        self._entered += 1  # a loss that is recorded may run the model
+        self._entered += 1  # contexts nest: a recorded loss may run the model
         if self.tape is not None and self._entered == 1:
             self.tape.__enter__()
         return self
@@ -100,13 +100,13 @@ class Recording:
             self.tape.__exit__(kind, error, tb)
 
     def given(self, outputs: Any) -> Any:
-        """Return the outputs, with activations in place of parameters copied for each sample; before `__exit__`."""
+        """Replace outputs that are a parameter copied for each sample by activations. Call it before `__exit__`."""
         if self.tape is None or not self.gave_parameters(outputs):
             return outputs
         return map_tensors(self.tape.given, outputs)
 
     def gave_parameters(self, outputs: Any) -> bool:
-        """Returns whether tensors made of parameters alone are among the outputs, where a loss may read them."""
+        """Return whether an output, which the loss may read, is made of parameters alone."""
         return self.tape is not None and any(map(self.tape.is_source, tensors_of(outputs)))
 
     def finish(self, losses: Tensor, *, verify: bool = False) -> ClippedGradient:
@@ -178,7 +178,7 @@ class Recording:
             grads = with_zeros(gradients((factors * losses).sum(), self.parameters, keep_graph=True), self.parameters)
         found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
         agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses), clip)
-        if not agreement.within(limit):  # a hook may bound gradients: those of weighted losses are other ones then
+        if not agreement.within(limit):  # a hook may bound gradients; then weighted losses have other gradients
             whole = one_by_one(losses, self.parameters, clip, keep_graph=True)
             agreement = compare(result, whole, clip)
         if not agreement.within(limit):
@@ -186,7 +186,7 @@ class Recording:
 
 
 def recordable(cls: type[Backend]) -> bool:
-    """Can this backend clip losses that its caller computed?"""
+    """Return whether this backend can clip losses that its caller computed."""
     return issubclass(cls, (TapeBackend, Microbatch))
 
 

@@ -11,8 +11,8 @@ arXiv:2009.03106; Li et al. 2021, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.1
 and on the weight gradients. Book-keeping spends the same, because it forms Σ_i c_i g_iᵀa_i once, with the library's own
 kernels, from what the backward pass left. Only the norms are extra. (Bu et al. 2022, arXiv:2210.00038, Algorithm 1)
 
-Per-layer clipping gives each parameter its own factors, which no weights on the losses can express. All backends then
-form the weighted gradient where they find the norm.
+Per-layer clipping gives each parameter its own factors, which depend on the norms of that parameter alone. All backends
+then form the weighted gradient where they find the norm.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,7 +113,7 @@ class TapeBackend(Backend):
         return {use: [self.route(*rule, use.output) for rule in use.rules] for use in tape.uses}
 
     def route(self, source: Source, rule: Rule, output: Spec) -> Route:
-        """Choose by `by_ghost` and the cost formulas; keep gradients that take no more memory than (a, g)."""
+        """Choose by `by_ghost` and the cost formulas; keep small gradients (`Rule.is_kept`)."""
         ghost = source.rearranged and bool(rule.ghosts) and self.by_ghost(rule)
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output, self.chosen_for))
 

@@ -30,8 +30,8 @@ from clipping.core.batches import same_values
 from clipping.numerics.rng_replay import Draws, OwnGenerator
 
 LEVELS, MANY = 3, 1000
-"""Levels of containers and objects, from the model, in which a step may change something; the most entries of a
-container that are looked into."""
+"""Levels of containers and objects, counted from the model, that are searched for state; most entries of a container to
+search."""
 LARGEST = 2**26
 """Bytes of the largest tensor or array outside of modules that is copied. A dataset that a loss can reach is larger."""
 _CONTAINERS = list, deque, set, dict
@@ -154,7 +154,7 @@ class Moving:
                 if begin is not None:
                     modes = [(module, module.training) for module in self._model.modules()]
                     begin.restore()
-                    for module, mode in modes:  # a look may run in eval mode
+                    for module, mode in modes:  # a check may run in eval mode
                         module.training = mode
                 yield present
         finally:
@@ -165,9 +165,9 @@ class State(NamedTuple):
     """A copy of the state of `Moving`.
 
     Attributes:
-        held: (a module's attributes, or a container or an object's attributes among them; their entries).
+        held: (container, its entries): attributes of a module or of an object, or a list, set or dict among them.
         kept: as for `put_back`.
-        generators: of random numbers, of the model's or the loss's own.
+        generators: random generators that the model or the loss holds.
     """
 
     held: list[tuple[Any, list[Any]]]
@@ -175,7 +175,7 @@ class State(NamedTuple):
     generators: list[OwnGenerator]
 
     def restore(self) -> bool:
-        """Restore the state, and return whether it was another one, but for random generators."""
+        """Restore the state, and return whether anything but random generators had changed."""
         moved = False
         for of, before in self.held:
             now = _entries(of)

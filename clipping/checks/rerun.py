@@ -46,9 +46,9 @@ OF_OTHER_SHAPES, OF_ROUNDED_OPERANDS = 10, 2e-2
 """For a batch of another size, whose kernels round differently: the factor on `TOLERANCE`, and the least tolerance
 where operands are rounded (TF32)."""
 ITSELF = (
-    "what the model computes of a batch differs from one run to the next by itself (it reads an iterator, a clock or "
-    "something deep within other objects): whether samples stay apart was looked at by NaN alone, and runs that check "
-    "it moved what it reads"
+    "the model's results for one batch differ from run to run (it reads an iterator, a clock or something deep within "
+    "other objects): that samples do not mix was checked by NaN alone, and the check's own runs have advanced what it "
+    "reads"
 )
 _CHECKED = {F.binary_cross_entropy, torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_}
 _CHECKED |= {torch.multinomial, Tensor.multinomial, torch.poisson}
@@ -103,7 +103,7 @@ class Change(NamedTuple):
         return x
 
     def alone(self, losses: Tensor) -> Tensor:
-        """Losses with those of the other records set to 0, which have no gradient; all of them if `whole`.
+        """Set the losses of the other records to 0, so that they have no gradient; if `whole`, change nothing.
 
         Args:
             losses: [B'].

@@ -2,14 +2,14 @@
 
 rows    For a subset S of the samples, run a backward pass of Σ_{i∈S} ℓ_i. The gradient of each use's output must be
         exactly zero in the rows of all other samples; else samples mix, or rows are not in the order of the samples.
-        It must be zero in rows of no sample, too: norms by rows leave them out.
+        It must also be zero in rows that belong to no sample, because norms by rows leave them out.
 others  Run the step again with other records, or more or fewer of them, beside those of S. Losses and norms of S must
         not change (`clipping.checks.rerun`). This finds what no gradient shows (a detached mean of the batch).
 
-"rows" runs when the graph of the losses is new, "others" when shapes are new, and each in steps 2, 4, 8, ..., as a
-schedule may begin to mix samples, and in about one step of 400. A graph is new until the gradient of each use was not
-zero once, as zeros show nothing (a gate that begins at 0), but in at most 8 steps.
-The first check of rows uses enough sets S to separate any two samples.
+"rows" runs when the graph of the losses is new, and "others" when shapes are new. Both also run in steps 2, 4, 8, ...,
+as a schedule may begin to mix samples, and in about one step of 400. A graph stays new, for at most 8 steps, until all
+uses have nonzero gradients in one step, as zeros show nothing (a gate that begins at 0). The first check of rows uses
+enough sets S to separate any two samples.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOBODYS = (
 """Reason and remedy."""
 RATE = 1 / 400
 PATIENCE = 8
-"""Most steps that a graph is new in."""
+"""Most steps in which a graph counts as new."""
 KNOWN = 32
 """Most graphs and shapes to distinguish. Further graphs count as known; further sizes are rounded to powers of two."""
 

@@ -78,10 +78,10 @@ class Agreement(NamedTuple):
 
 
 def limit_of(dtypes: Iterable[torch.dtype]) -> Limit:
-    """What rounding explains of a computation in these formats, if it cannot run in wider ones.
+    """The errors that rounding explains in a computation in these dtypes, if it cannot run in wider ones.
 
     Args:
-        dtypes: of all that took part; at least one.
+        dtypes: of all tensors that took part; at least one.
     """
     limits = [_limit_of(dtype) for dtype in dtypes]
     return Limit(max(limit.norm for limit in limits), max(limit.grad for limit in limits))
@@ -144,9 +144,9 @@ def verify(backend: Clips, inputs: Any, targets: Any) -> None:
 
 
 def agreement_with_oracle(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
-    """The errors on the first `samples` samples, and what rounding explains of them.
+    """The errors on the first `samples` samples, and the limit that rounding explains.
 
-    Computed in float64 if the model can be cast, so that any error is one of the method; else in the model's own
+    Computed in float64 if the model can be cast, so that larger errors come from the method; else in the model's own
     arithmetic. A backend that clips the means of m samples is compared with its own definition, on m times as many
     samples. Random numbers from numpy or Python cannot be drawn per sample: if they cause a difference, eval mode
     decides.
@@ -210,7 +210,7 @@ def _in_float64(backend: Clips, few: Any) -> _Both | None:
 
 
 class _Both(NamedTuple):
-    """Both results and their clipping, the formats of the losses, and whether numbers were drawn outside of torch."""
+    """Both results, their clipping, the dtypes of their computation, and whether numbers were drawn outside of torch."""
 
     result: ClippedGradient
     reference: ClippedGradient

@@ -69,7 +69,7 @@ class Flat(_Flat):
     Formal guarantees: ‖c_i g_i‖ ≤ C for every finite g_i, hence `sensitivity` = C under add/remove adjacency.
 
     ============  =======================================================
-    C = 0         every factor is 0
+    C = 0         every factor is 0 (NaN for a norm of inf)
     C = inf       every factor is 1 (ordinary training, no privacy)
     ‖g_i‖ = 0     the factor is 1 (0 if C = 0)
     ‖g_i‖ = inf   the factor is 0; 0·inf leaves NaN in the gradient
@@ -164,7 +164,7 @@ class PerLayer(_Flat):
     Formal guarantees: ‖c_{l,i} g_{l,i}‖ ≤ C/√L in each layer l, hence `sensitivity` = √(Σ_l C²/L) = C.
 
     =====================  ==============================================================
-    C = 0                  every factor is 0
+    C = 0                  every factor is 0 (NaN for a norm of inf)
     C = inf                every factor is 1
     ‖g_{l,i}‖ = 0          that layer's factor is 1 (0 if C = 0)
     ‖g_{l,i}‖ = inf, NaN   that layer's factor is 0, NaN; the other layers keep theirs
@@ -204,7 +204,8 @@ def factors_by_name(
     Args:
         layers: norms [L, B] of each layer.
         names: names of the L layers.
-        parameters: number of entries of one gradient; it bounds what entries too small to be squared add to a norm.
+        parameters: number n of entries of one gradient. Entries whose squares underflow add at most √n · `smallest` to
+            a norm.
     """
     norms = torch.linalg.vector_norm(layers, dim=0)
     lost = math.sqrt(parameters) * smallest(layers.dtype)

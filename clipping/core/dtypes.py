@@ -30,7 +30,7 @@ def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float])
 
     Args:
         tensors: results, with their graphs if any.
-        tolerances: relative tolerance by dtype; a missing dtype uses that of float32.
+        tolerances: relative tolerance by dtype; a missing dtype has the tolerance of float32.
     """
     given = list(tensors)
     found = formats(*given)
@@ -48,7 +48,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Cast as autocast does before a product: once, where several products need it."""
+    """Cast as autocast does before a product; one call serves several products of x."""
     kind = x.device.type
     wanted = x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
     return x.to(torch.get_autocast_dtype(kind)) if wanted and x.is_floating_point() else x

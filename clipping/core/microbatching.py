@@ -1,8 +1,8 @@
 """Process a batch in blocks of samples, so that temporaries fit a workspace.
 
 All such loops call `each`, which keeps the result of every block, or `added`, which sums them. Block sizes differ by
-at most one, the last block is one of the largest, and the results of earlier blocks are allocated by then: the last
-block has the peak memory. A simulation of the memory therefore runs only the last one (`taken_by`).
+at most one, and the last block is one of the largest. It runs when the results of all earlier blocks are allocated, so
+memory peaks there. A simulation of the memory therefore runs the last block alone (`taken_by`).
 
 Functions take:
     of_block, blocks: function from the samples of a block to its tensor or tensors; slices of the batch, at least one.
@@ -47,7 +47,7 @@ def power_of_two(count: int) -> int:
 
 
 def sum_dtype(part: Tensor) -> torch.dtype:
-    """The dtype to accumulate in: float64, so that number and order of parts do not matter; MPS has no float64."""
+    """The dtype to accumulate in: float64, so that number and order of parts hardly matter. MPS has no float64."""
     if part.device.type == "mps":
         return wide_dtype(part.dtype)
     return torch.complex128 if part.dtype.is_complex else torch.float64
@@ -57,7 +57,7 @@ class InTurn:
     """Runs several blocks one after the other. Only a block's result outlives it."""
 
     def each(self, of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
-        """Return the result of `of_block` for each block; a subclass may join several."""
+        """Return the result of `of_block` for each block; a subclass may run several blocks as one."""
         return [of_block(block) for block in blocks]
 
     def added(self, of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
@@ -76,7 +76,7 @@ def each(of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]
 
 
 def added(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-    """Return the sum of `of_block` over the blocks: several accumulate in float64; the result is float32 or wider."""
+    """Return the sum of `of_block` over the blocks. Several are added in float64, and returned in float32 or wider."""
     return of_block(blocks[0]) if len(blocks) == 1 else _way.added(of_block, blocks)
 
 

@@ -35,7 +35,7 @@ def definition(
     """The result that every backend must return, computed one sample at a time.
 
     Args:
-        around: context manager to enter around each sample's run.
+        around: returns a context manager to enter around each sample's run.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     alone = []

@@ -11,7 +11,7 @@ from clipping.core.types import LossFunction
 
 
 def loss_of_one(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function (parameters, sample, target) -> (its loss, the same detached), of one sample without batch."""
+    """Return a function (parameters, sample, target) -> (loss, detached loss) of a sample without batch dimension."""
     of_batch = _Losses(model, loss_fn)
 
     def one(values: dict[str, Tensor], sample: Any, target: Any) -> tuple[Tensor, Tensor]:

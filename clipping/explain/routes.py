@@ -4,9 +4,9 @@ The decisions are those of the two-pass backends (`clipping.backends.tape`), wit
 recorded, one backward pass gives every use the gradient of its output, and only shapes are read, so fake tensors will
 do. The plan is made by `clipping.planning.planner` from that tape.
 
-Costs are those of one sample, by the formulas of the rule, in the way that they prefer (a convolution's Gram matrices
-may come from pixels or from patches, its gradient from patches or a grouped convolution). With the T positions, d
-inputs, p outputs and G groups of arXiv:2205.10683, section 4, in short:
+Costs are for one sample, by the rule's formulas, in the way that the formulas prefer (a convolution's Gram matrices may
+come from pixels or from patches, its gradient from patches or a grouped convolution). With the T positions, d inputs, p
+outputs and G groups of arXiv:2205.10683, section 4, in short:
 
 ==============  ===========================  ==============================================================
 route           operations                   bytes, in entries: `Rule.work(...).workspace`
@@ -15,9 +15,9 @@ route           operations                   bytes, in entries: `Rule.work(...).
 `instantiate`   2 T p d G                    p d G: the per-sample gradient; and by patches T d G
 ==============  ===========================  ==============================================================
 
-A multiplication and an addition are two operations. Those of `ghost` are `2 · Rule.work(...).multiplications`: pixels
-take 2 (T² p + N² C) G, and from `numerics.per_sample.HALVED` positions on the symmetry of a Gram matrix saves some.
-Bytes are workspace beside the operation's own input and output gradient, before it is cut into blocks. Besides:
+A multiplication and an addition are two operations. `ghost` takes `2 · Rule.work(...).multiplications` operations:
+pixels take 2 (T² p + N² C) G, and from `numerics.per_sample.HALVED` positions on the symmetry of a Gram matrix saves
+some. Bytes are workspace beside the operation's own input and output gradient, before it is cut into blocks. Besides:
 
 - An embedding's inputs are one-hot; both its norm and its gradient add up T rows of p.
 - A parameter without a linear form (bias, norm, bare parameter) takes one or two operations for an entry of g.
@@ -27,7 +27,7 @@ Bytes are workspace beside the operation's own input and output gradient, before
 - The gradient of a slice, a cast or another function of parameters is instantiated, then pulled back to each parameter.
   It counts for the first of them.
 
-Seconds are those of the whole batch: of the norm, and of the use's share of the clipped sum.
+Seconds are for the whole batch: the norm, and the use's share of the clipped sum.
 """
 
 from collections import Counter, defaultdict

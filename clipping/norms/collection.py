@@ -31,7 +31,7 @@ from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use
 
 SMALL = 64
-"""A gradient is small if a batch of it fits this often into the workspace. Small gradients are always kept."""
+"""A gradient is small if the workspace holds a batch of it this many times. Small gradients are always kept."""
 
 
 def _unknown(squares: Tensor) -> Reach:
@@ -182,7 +182,7 @@ class Norms(ABC):
         """Return ‖g_i‖ [B], and name -> Σ_i c_i g_i for the parameters that the loss depends on."""
 
     def coverage(self) -> dict[str, float]:
-        """Share of the parameters by route of their norm. Those that the loss did not reach count as instantiated."""
+        """Share of the parameters by route of their norm. Parameters without a gradient count as instantiated."""
         shares = dict.fromkeys(("ghost", "instantiated", "fallback"), 0.0)
         for name, p in self._parameters.items():
             shares[self._kinds.get(name, "instantiated")] += p.numel() / max(1, self._entries_of_all)

@@ -8,8 +8,8 @@ that layout, frees these copies, and then copies the result back. With ' for a c
     weight gradient   max(y' + x' + w' + s', w' + w)
 
 An operand that the kernel reads as it lies is not copied: an input of less than a block, or groups whose number of
-channels does not fit the blocks. Weight gradients of such groups use the patches of one sample in each thread, as do
-those of kernels larger than their image without AVX-512. Where oneDNN is not used (one small sample, or float64), the
+channels does not fit the blocks. Weight gradients of such groups use the patches of one sample in each thread; without
+AVX-512, so do the ones of kernels larger than their image. Where oneDNN is not used (one small sample, or float64), the
 forward pass and the weight gradient use the patches of the whole batch. s' is one copy of the weight for each further
 thread, where threads share the positions of an image: each reads a part of it, and the partial results are summed.
 

@@ -29,7 +29,7 @@ SUMMED = 4096
 WIDENED = 2**22
 """Entries of gradients to copy to a wider dtype at once."""
 HALVED = 160
-"""Number of positions above which to use a Gram matrix's symmetry: smaller blocks cost more than they save."""
+"""Number of positions from which to use a Gram matrix's symmetry: below, smaller blocks cost more than it saves."""
 
 ROWS = 128
 """Rows of a block of a symmetric Gram matrix; more where there are many rows."""

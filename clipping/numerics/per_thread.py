@@ -1,4 +1,4 @@
-"""A value that each thread has for itself: what one thread captures or traces is no concern of another that trains."""
+"""A variable with its own value in each thread, so that one thread may capture or trace while another trains."""
 
 import threading
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ class PerThread(threading.local, Generic[T]):
     """A variable of each thread.
 
     Args:
-        value: the first one, in every thread.
+        value: the initial value in every thread.
 
     Methods take:
-        value: of this thread from now on.
+        value: the new value in this thread.
     """
 
     def __init__(self, value: T) -> None:

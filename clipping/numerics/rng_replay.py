@@ -146,7 +146,7 @@ class WithoutDropping(TorchFunctionMode):
 def undropped(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of an operation as `WithoutDropping` changes them, if it is active beneath the caller's mode.
 
-    For modes that compute the operation by others (`clipping.tape`), which that mode would not know.
+    For modes (`clipping.tape`) that replace the operation by others, whose dropout `WithoutDropping` does not know.
     """
     if func in DROPPED and any(isinstance(mode, WithoutDropping) for mode in _get_current_function_mode_stack()):
         return _without_dropping(func, args, kwargs)

@@ -29,7 +29,7 @@ CLIPPING: dict[type, tuple[str, str]] = {
 def engine_of(model: nn.Module, **options: Any) -> Any:
     """fastDP's engine, without its own forward passes for models of transformers, which end in a TypeError since 5.0.
 
-    They hand each sample its position ids; ``positions=true`` in a model's reference does.
+    Those passes give each sample its own position ids, as ``positions=true`` in a model's reference does.
     """
     support = importlib.import_module("fastDP.transformers_support")
     with mock.patch.object(support, "forward_swapper", lambda module: None):

@@ -39,12 +39,15 @@ Clock = Callable[[Callable[[], object]], float]
 HOPELESS = 4
 """Skip a way whose predicted time exceeds this multiple of the best time measured."""
 MOST_SAMPLES = 64
+"""Most samples to time a way on."""
 SHORTLIST = 3
+"""Keys that are timed again with flushed caches, of Gram matrices and of instantiations each."""
 CACHES = 32 * 2**20
 """Bytes beyond the caches of any one core."""
 CACHED = 2**17
 """Bytes of a block that is not halved: it stays in any core's cache."""
 REPEATS = 2
+"""Runs of a first timing, of which the shortest counts."""
 TURNS = 4
 """Repetitions of the timing of the best ways, so that a disturbance does not stay on record."""
 
@@ -56,7 +59,8 @@ class Costs(NamedTuple):
         norms: (ghost, way, block) -> seconds of the norm.
         weight_gradient: of its share of the sum by the ordinary weight gradient.
         kept: of its share of the sum from kept gradients; None if none was instantiated.
-        reach: of the size of its terms, which an instantiated gradient that is not kept needs besides.
+        reach: of the size of its terms (`numerics.rounding_bounds`), needed for instantiated gradients that are not
+            kept.
     """
 
     norms: dict[Key, float]

@@ -136,7 +136,7 @@ class Planner:
         """Return the plan of a recorded step. Only a new kind of step is planned.
 
         Args:
-            count: number of samples to plan for; 0 for those of the batch.
+            count: number of samples to plan for; 0 for the size of the batch.
         """
         readings = [(use, source, rule) for use in tape.uses for source, rule in use.rules]
         count = count or losses.shape[0]
@@ -280,7 +280,7 @@ def kind(rule: Rule, output: Spec, count: int) -> Kind:
 
 
 def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:
-    """True if the norm can be computed in several ways, and is that of its parameter alone."""
+    """True if the norm can be computed in several ways, and no other use has a share in it."""
     alone = all(counts[name] == 1 for name in source.parameters)
     return alone and source.rearranged and len(rule.ways) > 1 and not rule.is_fallback
 

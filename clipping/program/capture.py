@@ -92,7 +92,7 @@ class Capture:
             found: Tensor = marked(losses_of(inputs, targets))
             return found
 
-        # Dynamo stores graphs by code object: without an own one it would count other captures' graphs, too
+        # Dynamo stores graphs by code object: with a shared one it would count other captures' graphs, too
         own: Any = types.FunctionType(losses.__code__.replace(), losses.__globals__, closure=losses.__closure__)
         self._losses = torch.compile(own, backend=self._captured, fullgraph=True, dynamic=False)
 
@@ -219,8 +219,8 @@ _READERS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 class Readers(Interpreter):
     """Runs a captured graph, and refuses functions that read values where a tracer sees no operation.
 
-    Some of torch's functions (`tensor_split` at the indices in a tensor) read them from memory. TorchDynamo knows that
-    their shapes depend on values. A trace on one batch's values would keep these.
+    Some of torch's functions (`tensor_split` at the indices in a tensor) read values from memory. TorchDynamo knows
+    that their shapes depend on values. A trace would keep one batch's values as constants.
 
     Raises:
         NotCaptured: there is such a function.

@@ -79,7 +79,7 @@ class Replayed:
     Args:
         step: a function that reads nothing back from the device.
         given: its arguments, on one CUDA device; recording runs the step several times, which may change them.
-        moving: indices of the arguments that are another tensor in each call.
+        moving: indices of the arguments that differ in each call, such as the batch.
         pool: memory of activations and outputs.
         lent: number of outputs, the last ones, that another graph of the pool may overwrite; the others are copied.
     """
@@ -112,7 +112,7 @@ class Replayed:
         return copies + self._outputs[len(own) :]
 
     def _run(self) -> None:
-        self._outputs: list[Tensor] = []  # frees those of the run before
+        self._outputs: list[Tensor] = []  # frees the previous run's outputs
         self._outputs = list(self._step(*self._own))
 
     def _record(self, given: Sequence[Tensor]) -> None:
@@ -127,9 +127,9 @@ class Replayed:
 
 
 def needs_host(graph: GraphModule, device: torch.device) -> bool:
-    """Whether a replay would lack what the host computes of its own arguments and random numbers, or copies.
+    """Return whether the host computes or copies a part of the step, which a replay would not repeat.
 
-    A kernel may take a number of the host that is constant.
+    Constant numbers of the host do not count: a kernel may take them as arguments.
 
     Args:
         graph: a traced step, from make_fx.

@@ -20,8 +20,9 @@ small model, or of any model on a GPU. A graph runs in one of these ways:
 A new graph is compared with the eager step and timed in each way, and the fastest is taken: on a CPU Inductor makes a
 ViT faster and a ResNet slower, also without privacy. Each step reads parameters, buffers and the random numbers of
 dropout. The caller's Python may depend on things that TorchDynamo does not guard. So it also runs when a graph is made,
-in the graph's second step, where losses and gradient are compared, and in one of 200 later ones, where the losses are.
-One step of 400 runs eagerly and checks that samples do not mix.
+in the graph's second step, where losses and gradient are compared, and in one of 200 later steps, where only losses are
+compared. One step of 400 runs eagerly and checks that samples do not mix, but not beside a CUDA graph, whose memory may
+leave no room for it.
 """
 
 import logging

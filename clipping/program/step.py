@@ -227,7 +227,7 @@ class Graph:
     def require_same_step(
         self, given: Sequence[Tensor], batch: Batch, *, is_traced: bool = True, only_losses: bool = False
     ) -> None:
-        """Compare a step with that of the caller's code, which runs once more.
+        """Compare a step with the caller's code, which runs once more.
 
         TorchDynamo computes some things once (`random.shuffle`), does not guard others (a generator's next item, an
         environment variable), and captures some custom functions with another gradient. Code may also check whether it
@@ -235,11 +235,11 @@ class Graph:
 
         Args:
             batch: the caller's batch.
-            is_traced: run the traced step; else that of the captured graph.
+            is_traced: compare the traced step; else the step of the captured graph under the tape.
             only_losses: run no backward pass of the caller's code.
 
         Raises:
-            UnsupportedModel: they differ, or the code draws random numbers outside torch.
+            UnsupportedModel: the steps differ, or the code draws random numbers outside torch.
             OtherValues: a condition does not hold.
         """
         draws, tensors = Draws(), tensors_of((batch.inputs, batch.targets))

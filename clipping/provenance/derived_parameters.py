@@ -1,7 +1,7 @@
 """Sources: tensors made of parameters alone, and the pullback of their gradients to the parameters.
 
 Let D = f(θ) be such a tensor (a view, a slice, a cast, a concatenation, a reparametrisation), the same for every
-sample. The per-sample gradient of θ is J_fᵀ applied to that of D: one batched vector-Jacobian product through the graph
+sample. The per-sample gradient of θ is J_fᵀ ∂ℓ_i/∂D: one batched vector-Jacobian product through the graph
 from θ to D. If f only rearranges entries (a view, a transpose), both gradients have the same norm. If f only copies
 entries (a table read at fixed indices, a concatenation), J_fᵀ sums the gradients of the copies of each entry of θ.
 Applying f to the indices of θ's entries shows which are copies, without the graph.
@@ -324,7 +324,7 @@ ROWWISE = methods(*_NAMES) | {F.linear, F.layer_norm, F.rms_norm, torch.rms_norm
 ROWWISE |= {F.gelu, F.silu, F.softplus, F.relu, F.leaky_relu, F.elu}
 """Operations that treat each row independently, if their result for one row has the shape of an output row."""
 ALONG = methods("softmax", "log_softmax") | {F.softmax, F.log_softmax}
-"""Those with a dimension as second argument; they are rowwise unless it is the rows' own dimension."""
+"""Operations of `ROWWISE` whose second argument is a dimension; rowwise unless it is the dimension of the rows."""
 
 
 def done_once(func: Any, args: Any, kwargs: Any, output: Tensor, rows: Mapping[int, Tensor]) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 The owners of rows are computed beside the step (`clipping.provenance.row_owners`), from shapes and from the step's own
 index tensors. Values from shapes are available during tracing if they are computed outside of it (`with_numbers`). So
-are those of an `arange`, and of operations that only rearrange one (`note`). All others depend on the batch: another
-batch may have rows in another order.
+are the values of an `arange`, also after operations that only rearrange it (`note`). All others depend on the batch:
+another batch may have rows in another order.
 
 A step may then be traced on the values of one batch (`assuming`). Owners are computed within the graph. A decision that
 reads them (`holds`) becomes a condition, which the graph checks in each batch.
@@ -31,6 +31,7 @@ REARRANGE = {
     torch.Tensor.view,
     torch.unsqueeze,
 }
+"""Operations that only rearrange, select or cast values of their first operand."""
 _ASSUMED: PerThread[list[Tensor] | None] = PerThread(None)
 _known = WeakTensorKeyDictionary()
 """Tensor of a traced step -> its values, and its version at that time: a write may change them."""
@@ -72,7 +73,7 @@ def holds(condition: Tensor) -> bool:
 
 
 def rely_on(condition: Callable[[], Tensor]) -> None:
-    """Let a step traced on one batch's values rely on a condition if it is true there. Do nothing in other steps."""
+    """Let a step traced on one batch's values rely on a condition if it holds there. Do nothing in other steps."""
     if _ASSUMED.value is not None:
         holds(condition())
 
@@ -117,4 +118,4 @@ def require_numbers(owners: Tensor) -> None:
         RuntimeError: a traced step would depend on the values of one batch.
     """
     if is_traced() and isinstance(owners, FakeTensor):
-        raise RuntimeError("rows have left the batch's order, and whose they are is known by numbers alone")
+        raise RuntimeError("rows have left the batch's order, and their owners depend on the batch's values")

@@ -137,7 +137,7 @@ R = TypeVar("R", bound="Rule")
 
 
 def of_columns(found: Tensor) -> Parts:
-    """Return the result of `Way.norms` from that of a kernel.
+    """Convert the result of a kernel to the result of `Way.norms`.
 
     Args:
         found: [b, 1 + k]: squared norms, and the columns of a reach.
@@ -253,7 +253,7 @@ class Rule(ABC):
         return tuple(way.name for way in self.ways if not way.ghost)
 
     def named(self, way: str) -> Way[Any]:
-        """Return the way of this name; `DIRECT` for another rule's."""
+        """Return the way of this name; `DIRECT` for the name of another rule's way."""
         for mine in self.ways:
             if mine.name == way:
                 return mine
@@ -359,7 +359,7 @@ class Rule(ABC):
         return g.numel() * g.element_size() // max(1, self.samples(g))
 
     def is_kept(self, g: Tensor | Spec, count: int) -> bool:
-        """True if the instantiated gradients of `count` samples need no more memory than the tensors they replace."""
+        """True if the instantiated gradients of `count` samples fit the workspace, or are no larger than g."""
         each = self.bytes_of_each(g)
         return count * self.instantiated_bytes(g) <= max(self.room(), count * each)
 

@@ -2,8 +2,8 @@
 
 Let A [B, groups, T, d] be the patches of the padded input, with T = ∏ output size and d = C/groups · ∏ kernel size.
 Then a convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d] (arXiv:2205.10683, equation 2.5).
-The gradient of a transposed convolution's weight is that of the adjoint: patches are of the output's gradient, and the
-input multiplies them.
+A transposed convolution exchanges the roles: the patches come from the output's gradient, and the input multiplies
+them.
 """
 
 from collections.abc import Sequence

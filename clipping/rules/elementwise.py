@@ -1,7 +1,7 @@
 """Addition, multiplication and concatenation of an activation and a tensor D made of parameters, with broadcasting.
 
 y = x + D: the gradient of D is g, summed over the dimensions that D was broadcast along, except the samples'.
-y = x · D: the same with g · x. Output rows are samples; each row of D, if it has as many, meets its own output row.
+y = x · D: the same with g · x. Output rows are samples; if D has as many rows, each row enters one output row.
 A bias is such a sum, and the scale of a normalisation such a product (`clipping.rules.normalisation`).
 """
 
@@ -27,7 +27,7 @@ class Broadcast(Rule):
 
     Args:
         parameter: D, broadcast to the output's shape.
-        output: that shape, [n, ...].
+        output: shape of the output, [n, ...].
         factor: multiplies g (for a product, the other factor); None is 1.
         dim, start: position of D in the output if it was concatenated along `dim` rather than broadcast.
 
@@ -96,7 +96,7 @@ class Broadcast(Rule):
         return g
 
     def sizes(self, g: Tensor, at: slice) -> Tensor:
-        """Return the terms, or larger numbers where a term is a difference itself, up to their signs."""
+        """Return the terms up to their signs; for a term that is a difference, a larger magnitude."""
         return self.terms(g, at)
 
     def _summed(self, g: Tensor, at: slice) -> Tensor:

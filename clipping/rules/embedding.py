@@ -21,7 +21,7 @@ from clipping.rules.linear import LinearWeight
 
 
 class _Sorted(Way["EmbeddingWeight"]):
-    """Reads only the rows that were read: sorts positions by id, adds up those of one id, and sums the squares.
+    """Sorts positions by id, adds up the gradients of equal ids, and sums the squares; skips rows that were not read.
 
     (The ghost norm of arXiv:2110.05679, §4.2, Σ_{t,s} [id_t = id_s] (g_t · g_s), has the same value and takes T²
     comparisons.)

@@ -1,4 +1,4 @@
-"""Rules for rows out of the samples' order: routed to experts, of a loop's one sample, or of jagged sequences.
+"""Rules for rows out of the samples' order: routed to experts, of one sample in a loop, or of jagged sequences.
 
 A weight's rows are gathered for each sample and padded with zeros, which do not change any product. Norms and gradients
 are then those of ordinary layers with as many positions. The clipped sum needs no order: each row is scaled by its
@@ -107,7 +107,7 @@ class _Gathered(_OfRows):
         self.ways = (*type(rule).ways, *kernels.ways.of(self))
 
     def by_position(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """The same of the rule, gathered."""
+        """`by_position` of the rule, with the rows gathered by sample."""
         x, g = type(self.rule).by_position(self, g, slice(0, len(g)))
         index = self.order.padded[samples]
         return taken(x, index).flatten(1, 2), taken(g, index, filled=True).flatten(1, 2)

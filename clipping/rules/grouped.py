@@ -172,7 +172,7 @@ def grouped_mm(
 
 
 def grouped_by_transformers(input: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Sequence[Gradient]]:
-    """The same product, as an operator of transformers that TorchDynamo captures in place of `grouped_mm`.
+    """The product of `grouped_mm`, as an operator of transformers that TorchDynamo captures in its place.
 
     Args:
         input: [n, d], sorted by expert.

@@ -32,7 +32,7 @@ class Bilinear(Rule):
 
     Methods take:
         x: input of some samples, as from `operands`.
-        g: gradient of the output, [B·fold, ...]; together with x, of the same samples as from `operands`.
+        g: gradient of the output, [B·fold, ...]; beside x, of the same samples and as from `operands`.
         samples: slice of the batch.
         count: number of portions.
         found, squares: [b · groups, 1 + k] and [b · groups], results of each sample and group.
@@ -185,7 +185,7 @@ class LinearWeight(Bilinear):
         return self.positions * entries * g.element_size()
 
     def geometry(self) -> Geometry:
-        """That of a convolution of `images`."""
+        """Geometry of the convolution of `images`."""
         return LINEAR
 
     def images(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from clipping.numerics.per_sample import part
 from clipping.numerics.products import products
 
 HALVED = 256
-"""Number of positions above which to use the symmetry: the margins of small blocks cost more than they save."""
+"""Number of positions from which to use the symmetry: the margins of small blocks cost more than it saves."""
 
 
 class Geometry(NamedTuple):

@@ -79,7 +79,7 @@ def recurrence(layer: Layer, from_input: Tensor, hidden: Tensor, state: Tensor) 
 
 
 class _Ran(NamedTuple):
-    """Each step's input and, if projected, its cell's output, [B, T, ·]; slopes; the layer's output."""
+    """The hidden state that each step reads and, if projected, the cell's output, [B, T, ·]; slopes; the results."""
 
     read: Tensor
     given: Tensor | None
@@ -240,7 +240,7 @@ def _stepped(
 
 
 def _as_rows_of(x: Tensor, state: Tensor) -> Tensor:
-    """Expand a state [B, H] to the rows of x [B, ...]; initial zeros have them, too."""
+    """Mark a state [B, H] that does not depend on data (initial zeros) with the rows of x [B, ...]."""
     return mark_data(state, samples_of(state if depends_on_data(state) else x))
 
 

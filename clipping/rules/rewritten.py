@@ -6,7 +6,7 @@
     changes a tensor in place                                on a copy of the parameters for each row
 
 A copy for each row is an activation: operations on it need no rule, and its gradient is the per-sample gradient of the
-copied tensor. The backward pass requests that gradient itself, so later changes in place do not matter.
+copied tensor. The backward pass requests that gradient directly, so later changes in place do not matter.
 
 Functions take:
     rows: copies tensors made of parameters (`clipping.tape.uses.Activations`).
@@ -52,7 +52,7 @@ INTO_PARAMETERS = "writes data into a tensor made of parameters", "join them by 
 
 
 def broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Instead:
-    """target += D and its like; the other operands are broadcast to the target's shape.
+    """target += D and similar operations; the other operands are broadcast to the target's shape.
 
     Raises:
         Refused: the target is made of parameters.

@@ -2,12 +2,12 @@
 
 The backward pass needs something to differentiate with respect to. If an operation's own input needs no gradient (the
 first layer, an embedding), its output is tied to a zero scalar, the anchor. The gradient with respect to the anchors
-runs through every use and computes no weight gradient, as autograd computes only the inputs on the path. Copies of
-tensors made of parameters are requested themselves, as are leaves that the model made (a hidden state that requires a
-gradient).
+runs through every use and computes no weight gradient, as autograd computes only the inputs on the path. Gradients are
+also requested directly for copies of tensors made of parameters, and for leaves that the model made (a hidden state
+that requires a gradient).
 
 Each use has a hook before the node that its output comes from. The hook receives the output's gradient before any
-in-place change. Module hooks and custom functions fail there on an in-place ReLU.
+in-place change. Module hooks and custom functions fail if an in-place ReLU follows.
 """
 
 from collections import Counter

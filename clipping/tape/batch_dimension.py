@@ -56,7 +56,7 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
         return _named(args, data)
     for x in data:
         at = samples_of(x)
-        if not at or not isinstance(at, int):  # or an index of rows; its owners are not the output's
+        if not at or not isinstance(at, int):  # `Rows` describe the operand, not the output
             continue
         if output.dim() == x.dim() and output.shape[at] % batch_size == 0:  # heads may be folded in
             return at

@@ -27,7 +27,7 @@ Handled = Callable[[Any, Any, Any, Any], Any]
 
 
 class Replay(TorchFunctionMode):
-    """Runs recomputed operations by `handled`, in every backward pass within it."""
+    """Runs recomputed operations by `handled`, in every backward pass within the context."""
 
     def __init__(self, handled: Handled) -> None:
         super().__init__()

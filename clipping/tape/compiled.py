@@ -2,7 +2,7 @@
 
 torch.compile passes its own graph to its compiler. While a TorchFunctionMode such as the tape is active, it either
 runs the module uncompiled (torch 2.11) or fails with an internal error (torch 2.15). The first case is refused in
-advance, as it would report the time of an uncompiled model as that of a compiled one; the second is explained.
+advance, because a benchmark would report the uncompiled model's time as compiled; the second is explained.
 """
 
 import sys

@@ -1,9 +1,9 @@
 """Find parameters that the losses' graph reads without the tape having seen it.
 
-A use's nodes have the numbers from `Use.first` up to `Use.last`. An edge into a parameter, or into a tensor made of
-parameters alone, is a read, and must come from such a node. The results of these nodes may leave through the use's
-output alone: not through a weight that they transposed (as in a second derivative), nor through the base of an output
-that is a view. Otherwise the norm would lack a share. Every call is checked, as any call may take another path.
+A use's nodes have numbers from `Use.first` to `Use.last`, exclusive. An edge into a parameter, or into a tensor made of
+parameters alone, is a read, and must come from such a node. The results of these nodes may leave only through the use's
+output: not through a weight that they transposed (as in a second derivative), nor through the base of an output that is
+a view. Otherwise the norm would miss a part of the gradient. Every call is checked, as any call may take another path.
 """
 
 import functools
@@ -28,9 +28,9 @@ _CAST: Any = _NODES.ToCopyBackward0
 def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Problem]:
     """Return problems for parameters that the loss's graph reads where the tape saw no use.
 
-    Tells the tape which of its uses are in this graph, and so how many gradients must arrive; a use whose result the
-    loss does not depend on is not. Also tells it the graph's number, which other graphs of the same nodes share, and
-    tells activation functions whether they own the gradient that they receive.
+    Tells the tape which of its uses are in this graph (the loss depends on them), and so how many gradients must
+    arrive. Also tells it the graph's number, which graphs with the same nodes share, and tells activation functions
+    whether they own the gradient that they receive.
 
     Raises:
         RuntimeError: autograd's error for an input that was changed in place since.

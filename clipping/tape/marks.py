@@ -71,7 +71,7 @@ class Marks:
         return x
 
     def placed(self, x: Tensor) -> Tensor:
-        """Return a tensor whose rows are those of the current use; marks it if they are not in the samples' order."""
+        """Return a tensor with the rows of the current use; mark it if these are not in the samples' order."""
         return x if self.order is None else self.put(x, self.order)
 
     def _moved(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> bool:

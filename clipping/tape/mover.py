@@ -33,7 +33,8 @@ class Mover:
         """Return the owners of x for at least `dims` leading dimensions; None if unknown.
 
         Args:
-            beside: dimension in which a constant of B·k rows has rows in the batch's order, as x lies beside such rows.
+            beside: dimension along which x is joined to rows in the batch's order. A constant with B·k rows there has
+                the same owners.
         """
         place = samples_of(x)
         constant = not isinstance(place, Rows) and not any(x is operand for operand in self.data)

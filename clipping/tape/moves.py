@@ -1,8 +1,8 @@
 """Track how operations move the rows of activations, and the owners of these rows with them.
 
-An operation that only moves entries is applied to the owners as well. While rows are in order, only the few operations
-of `GATHERS` are tracked; once rows have left that order, the others are, too. `clipping.tape.writes` has operations
-that write rows into a tensor.
+An operation that only moves entries is applied to the owners as well. While rows are in order, only the operations of
+`GATHERS` are tracked; once rows have left that order, all operations of `MOVES` are. `clipping.tape.writes` has
+operations that write rows into a tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def _left(entries: Sequence[Any], place: int, dims: int) -> int | None:
 
 
 def _is_stack(x: Tensor) -> bool:
-    """True for a stack of tensors of one row a sample, or of layer states: dimension 0 is not the samples'."""
+    """True for a stack of tensors with one row a sample, or of layer states: dimension 0 does not hold samples."""
     name = type(x.grad_fn).__name__
     return name.startswith(("Stack", "Unsqueeze")) or (x.output_nr > 0 and ("Rnn" in name or "RNN" in name))
 
@@ -197,7 +197,7 @@ def _repeated(it: Mover) -> Moved:
 
 
 def _viewed(it: Mover) -> Moved:
-    """view and its like: the same entries in the same order."""
+    """view and similar operations: the same entries in the same order."""
     x = it.args[0]
     place = samples_of(x)
     if not isinstance(place, Rows) or place.unknown or not isinstance(it.output, Tensor):
@@ -251,7 +251,7 @@ def _reduced(it: Mover) -> Moved:
     inside = [d % max(1, x.dim()) for d in over if d % max(1, x.dim()) < place.owners.dim()]
     if not inside:
         return place
-    if not place.owners.numel():  # of no rows
+    if not place.owners.numel():  # no rows
         sums = place.owners.sum(inside, keepdim=bool(it.kwargs.get("keepdim", False)))
         return it.rows(torch.full_like(sums, NOBODY))
     highest, lowest = place.owners.amax(inside, keepdim=True), place.owners

@@ -59,7 +59,7 @@ from clipping.tape.uses import Activations, Use, count_parts, given
 _next_number = torch.autograd._get_sequence_nr
 """Returns the number of the next node that this thread makes."""
 in_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
-"""Returns None outside of vmap, grad, jvp and the like; inside them a row need not be a sample's."""
+"""Returns None outside of vmap, grad, jvp and similar transforms; inside them a row may belong to no sample."""
 Naming = Callable[[Tensor], str | None]
 
 
@@ -68,8 +68,8 @@ class Tape(TorchFunctionMode):
 
     Args:
         batch: inputs and targets; tensors computed from them depend on data.
-        stand_in: returns the name of the parameter that a tensor replaces (`clipping.distributed.spread`), or None; or
-            None without replacements.
+        stand_in: maps a tensor to the name of the parameter that it replaces (`clipping.distributed.spread`), or to
+            None. None if no parameter is replaced.
         lets_go: free inputs of uses within checkpoints until they are recomputed.
 
     Attributes:
@@ -119,7 +119,7 @@ class Tape(TorchFunctionMode):
             data = [x for x in data if is_marked(x) or id(x._base) not in self._sources]
         if not sources or not torch.is_grad_enabled():
             return self._mark(func, args, kwargs, kernels.overwriting.run(func, args, kwargs), data)
-        if func is torch.autograd.grad and self.arrivals.by_hand is not None:  # uses read copies, which it cannot find
+        if func is torch.autograd.grad and self.arrivals.by_hand is not None:  # it cannot find the copies of uses
             self.arrivals.by_hand()
         hooked = hooks_of_saving(True) is not None
         self.hooked = self.hooked or hooked
@@ -224,11 +224,11 @@ class Tape(TorchFunctionMode):
         return list(self._sources.values())
 
     def is_source(self, x: Tensor) -> bool:
-        """Returns whether a tensor is made of parameters alone."""
+        """Return whether a tensor is made of parameters alone."""
         return id(x) in self._sources
 
     def given(self, x: Tensor) -> Tensor:
-        """Return an output of the model; an activation in its place if it is a parameter copied for each sample."""
+        """Return an output of the model, or an activation if the output is a parameter copied for each sample."""
         source = self._sources.get(id(x))
         if source is None or x.shape[:1] != (self._batch_size,) or (source.row is None and self._batch_size > 1):
             return x
@@ -239,7 +239,7 @@ class Tape(TorchFunctionMode):
             self._composite = None
 
     def name_of(self, leaf: Any) -> str:
-        """Return the name of a sharded model's parameter that was read unseen by the tape; "" for other leaves.
+        """Return the name of a sharded model's parameter whose read the tape did not see; "" for other leaves.
 
         Args:
             leaf: leaf of the losses' graph.
@@ -304,7 +304,7 @@ class Tape(TorchFunctionMode):
         return output
 
     def _as_others(self, func: Any, args: Any, kwargs: Any, data: list[Tensor]) -> Any:
-        """Run a use as operations that have rules; NotImplemented if it is to run as it is.
+        """Run a use as operations that have rules; return NotImplemented if it has to run unchanged.
 
         Raises:
             Refused: it has no exact rule.
@@ -339,7 +339,7 @@ class Tape(TorchFunctionMode):
         return NotImplemented
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """True if the operands of a composite that must be activations are; otherwise it is not handled here."""
+        """True if each operand that the composite needs as an activation is one; else it is not handled here."""
         names = OF_DATA.get(func, ())
         operands = [*args[: len(names)], *(kwargs[name] for name in names if name in kwargs)]
         return all(depends_on_data(x) and id(x) not in self._sources for x in operands)
@@ -362,7 +362,7 @@ class Tape(TorchFunctionMode):
         return fallback(func, args, kwargs, output, [source.tensor for source in sources], data)
 
     def _mine(self, gradients: Sequence[Gradient], sources: list[Source]) -> list[tuple[Source, Gradient]]:
-        """Return the gradients of this tape's sources; frees what the others hold.
+        """Return the gradients of this tape's sources, and drop the others.
 
         Raises:
             Refused: a source has no gradient, as it was the input and not the weight.
@@ -399,7 +399,7 @@ class Tape(TorchFunctionMode):
         return source
 
     def _note(self, source: Source, gradient: Gradient, output: Spec, copies: Tensor) -> None:
-        """Record a use whose output's gradient is requested itself."""
+        """Record a use whose output's gradient is requested directly."""
         if self._replays:
             return
         node = copies.grad_fn

@@ -1,8 +1,8 @@
 """Uses: operations on tensors made of parameters, as recorded in the forward pass and as settled afterwards.
 
 `Activations` turns tensors made of parameters into activations: one copy for each row, whose gradient is per sample.
-Operations on an activation need no rule. The backward pass requests the activation's own gradient, so later changes in
-place do not matter.
+Operations on an activation need no rule. The backward pass requests the gradient of the activation directly, so later
+changes in place do not matter.
 """
 
 from collections import Counter
@@ -30,15 +30,15 @@ class Use:
     """One operation on sources. The forward pass records it; it is settled, with its rules, when the tape exits.
 
     Attributes:
-        operation: the function; settled, its name, or the name of the function that it is a part of.
+        operation: the function; once settled, its name, or the name of the composite function that called it.
         output: shape and dtype of its output and of g.
         arrives: the node of its output, and the index among the node's outputs, until a hook is registered.
         node: number of that node, in the order in which the forward pass made nodes.
         view: number of the output's own node if the output is a view of everything that `node` returns; else as `node`.
         gradients: each source with the arguments of its rule, until it is settled.
         first, last: the operation's nodes have numbers from `first` to `last`, exclusive.
-        copies: the output, if its gradient is requested itself, until a hook is registered.
-        rows: owners of the output's rows; None if rows are B·k with k consecutive ones a sample.
+        copies: the output, if its gradient is requested directly, until a hook is registered.
+        rows: owners of the output's rows; None for B·k rows, k consecutive rows a sample.
         again: returns complete `gradients` if the inputs of these were freed; see `clipping.tape.checkpointing`.
         rules: each source with the rule of its gradient.
         names: of the parameters that its sources are made of; kept when `rules` are freed.
@@ -77,7 +77,7 @@ class Use:
         return found
 
     def largest(self, g: Tensor, batch_size: int) -> Tensor:
-        """Return each sample's largest magnitude in the output's gradient, and last that of nobody's rows: [B + 1]."""
+        """Return the largest magnitude of g for each sample, and last for rows without an owner: [B + 1]."""
         if self.rows is None:
             return F.pad(torch.linalg.vector_norm(g.reshape(batch_size, -1), torch.inf, dim=1), (0, 1))
         owners = self.rows.owners

@@ -1,8 +1,8 @@
 """Track operations that write rows into tensors: the target takes the owners of the values.
 
-Rows are tracked where the target's, the values' or the index's are out of the samples' order. Otherwise a constant's
-samples are in the dimension of those of the first values, and the result is assumed to be in order, which the first
-batch's verification tests.
+Owners are tracked if rows of the target, the values or the index are out of the samples' order. Otherwise the result is
+assumed to be in order, which the first batch's verification tests; in a constant, the samples take the dimension that
+they have in the first values.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def _put(it: Mover) -> Moved:
 
 
 def _by_index(it: Mover) -> Moved:
-    """x.index_add(0, index, values) and its like."""
+    """x.index_add(0, index, values) and similar operations."""
     target, dim, index, values = (it.option(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
     if dim % max(1, target.dim()):
         return _beside(it, target, values)
@@ -65,7 +65,7 @@ def _by_index(it: Mover) -> Moved:
 
 
 def _scattered(it: Mover) -> Moved:
-    """x.scatter_add(0, index, values) and its like, with one index for each row, expanded over the row."""
+    """x.scatter_add(0, index, values) and similar ones, with one index for each row, expanded over the row."""
     target, dim, index, values = (it.option(i, n) for i, n in enumerate(("input", "dim", "index", "src")))
     if dim % max(1, target.dim()):
         return _beside(it, target, index, values)
