@@ -27,15 +27,15 @@ accelerate) ends in `PrivacyEngine.step` and `Recorder.finish`, which enforce th
 | It equals the eager step and keeps the rules above. | compared, checked | when code is captured |
 
 Gradients and replaced records are also checked in eager steps 2, 4, 8, ...: mixing that a schedule begins in step t is
-looked for by step 2t. In these steps the batches of `data_loader` are followed, so that the rules cover what you
-compute of inputs and labels before the model and in the loss. The rule on more or fewer records covers losses if the
-loss function is known: in `make_step` and `load_backend`. In other loops it covers the model's outputs; losses there
-that are divided by their number are not detected: divide by constants.
+found by step 2t. In these steps the batches of `data_loader` are followed, so that the rules cover what you compute
+from inputs and labels before the model and in the loss. The rule on more or fewer records covers losses if the loss
+function is known: in `make_step` and `load_backend`. In other loops it covers the model's outputs, and does not detect
+losses that are divided by their number: divide by constants.
 
-Nothing of an earlier batch may be in a later loss (a queue of outputs, a running mean of losses or labels): its records
-would be in several sums, clipped in one. `make_step` detects it in what the model and the loss function hold. Other
-loops detect tensors computed from the first batches before the step. They do not detect tensors written in place,
-numbers that left torch, and what is computed after the step.
+A loss must not read an earlier batch (a queue of outputs, a running mean of losses or labels): the earlier records
+would move several sums, but be clipped in only one. `make_step` detects it in what the model and the loss function
+hold. Other loops detect tensors computed from the first batches before the step. They do not detect tensors written in
+place, numbers that left torch, and what is computed after the step.
 
 A compiled program does the same to every batch of its shape. A model whose behaviour depends on values in tensors, such
 as one that mixes samples once a buffer reaches some count, is detected in eager steps only, 1 in 800.

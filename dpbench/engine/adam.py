@@ -33,8 +33,8 @@ class AdamBC(Adam):
     Args:
         params, lr, betas, eps, weight_decay: as in `torch.optim.Adam`.
         floor: γ' > 0, in squared units of a gradient divided by the batch size. None: the standard deviation that noise
-            alone gives v̂, (2 Σ_i w_i² Φ_i²)^½ with v̂'s weights w_i; a smaller entry cannot be told from one without a
-            gradient. The paper tunes γ'; this default is not the paper's.
+            alone gives v̂, (2 Σ_i w_i² Φ_i²)^½ with v̂'s weights w_i; a smaller entry cannot be distinguished from
+            noise. The paper tunes γ'; this default is not the paper's.
         options: maximize, foreach and decoupled_weight_decay, as in `torch.optim.Adam`.
 
     Raises:
@@ -80,7 +80,7 @@ class AdamBC(Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step. Raises Misuse if `noise` is unknown.
+        """Perform one step. Raises Misuse if `noise` is unknown, and ValueError for complex parameters.
 
         Args:
             closure: computes the loss, as in torch; the engine passes none.

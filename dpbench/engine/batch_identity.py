@@ -32,9 +32,9 @@ from clipping.core.batches import tensors_of
 from dpbench.engine.errors import Misuse, PrivacyWarning
 
 ROWS, COLUMNS, CANDIDATES = 16, 4, 256
-"""Samples and features compared of a tensor; the features are those of the largest variance among the candidates."""
+"""Samples and features of a tensor to compare: the features of the largest variance among evenly spaced candidates."""
 CLOSED, COMPARED = 64, 2
-"""Finished batches that are remembered; the last few of them are recognised by copies, too."""
+"""Number of finished batches to remember, and of the last ones that are also recognised by copies."""
 EXACT = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest error that casting leaves in a scaled copy, relative to its spread; 1e-4 in other dtypes."""
 
@@ -212,7 +212,7 @@ class Tickets:
         self.take(0)
 
     def take_empty(self, drawn: int) -> Ticket | None:
-        """The same for a batch of no samples, which the model may not have read."""
+        """As `take`, for a batch of no samples, which the model may not have read."""
         if self.current in self._open:
             return self.take(drawn)
         fresh = (ticket for ticket in self._open if not ticket.released)

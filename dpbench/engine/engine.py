@@ -330,7 +330,8 @@ class PrivacyEngine(State):
         It holds the keys of noise and sampling, and is as secret as the data. Save the state of torch's global
         generator (dropout) yourself. With `replay` or a generator, resume from it only once: two trainings would draw
         the same noise, which cancels in their difference. It lacks steps taken later and lost in a crash: count them if
-        their results were seen. Each process saves its own state; between logical batches the first one's serves all.
+        their results were seen. Each process saves its own state; between logical batches the first process's state
+        serves all.
         Raises a FloatingPointError if the last step on a GPU was not finite; the next call saves.
         """
         self._unread.read(wait=True)
@@ -358,8 +359,8 @@ class PrivacyEngine(State):
         ε never falls: steps that this engine has released since, or in another training, still count.
 
         Raises:
-            ValueError: a setting differs, so that ε would hold for neither run; or the state has another process's part
-                of a logical batch, whose records would be in the sum twice.
+            ValueError: a setting differs, so that ε would hold for neither run; or the state holds another process's
+                part of a logical batch, whose records would enter the sum twice.
         """
         mine = {**self.settings.as_state(), "sensitivity": self.clip.sensitivity}
         saved = {**state["settings"], "sensitivity": state["sensitivity"]}

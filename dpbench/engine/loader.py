@@ -32,7 +32,7 @@ from dpbench.engine.errors import Misuse
 from dpbench.engine.state import State
 
 RECORDS = 8
-"""Largest number of records, spread over the data set."""
+"""Most records to collate for a check, spread over the data set."""
 DRAWS = 16
 """Batches compared of a collator that draws random numbers: one that mixes half of its batches passes 1 time in 65,000.
 """
@@ -45,14 +45,14 @@ class PrivateLoader:
     """An iterable over physical batches; each iteration runs to the end of the current epoch of training.
 
     Args:
-        engine: draws the batches, and learns which piece is the last. A process has every n-th record of n processes.
+        engine: draws the batches, and learns which piece is the last. Each of n processes gets every n-th record.
         dataset, pad, options: as in `PrivacyEngine.data_loader`.
         most: samples in a physical batch; None for no limit.
 
     Attributes:
         dataset: as given.
         is_last: the last yielded physical batch ends its logical batch.
-        is_empty: it holds no record of the data, but for padding.
+        is_empty: it holds no record, or padding alone.
 
     Raises:
         ValueError: the arguments conflict, or an empty batch cannot be made.

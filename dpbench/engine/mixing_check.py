@@ -8,7 +8,7 @@ A model may also store information about its records: in a persistent buffer or 
 without noise, or for a later step, whose gradient then depends on records that are not clipped with it. So if a forward
 pass writes to the model, batches of different records must leave the same state_dict, and the same outputs of the next
 batch. A rerun begins from the state before the step, so that it detects a layer that its first batch initialises. What
-a known loss function holds (attributes of an object, variables of a closure, globals that it names) is treated alike.
+a known loss function holds (attributes of an object, variables of a closure, globals) is treated in the same way.
 """
 
 from collections.abc import Callable, Sequence

@@ -93,8 +93,8 @@ class Noise(ABC):
         """Called before each step; see `dpbench.engine.correlated`.
 
         Args:
-            ahead: the loader's batches so far less the steps, which grows if a batch is left out. None for a batch of
-                the caller's.
+            ahead: number of the loader's batches so far minus number of steps, which grows if a batch is left out.
+                None for a batch of the caller's.
         """
 
     def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
@@ -243,7 +243,7 @@ class Secure(Noise):
 
 @contextmanager
 def emptied_and_divided(flat: Tensor, spoiled: Tensor | None = None, divisor: float = 1.0) -> Iterator[None]:
-    """Context that adds noise to sums; empties them before, and divides the result.
+    """Context in which the caller adds noise to sums: sets spoiled sums to 0 before, and divides the result.
 
     Args:
         flat: the sums, changed in place.

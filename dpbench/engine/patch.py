@@ -38,7 +38,7 @@ def disclaim(engine: State) -> None:
 
 
 class Patch:
-    """Replaces `optimizer.step` and adds `optimizer.virtual_step`; a scheduler may wrap the former.
+    """Replaces `optimizer.step` and adds `optimizer.virtual_step`; a scheduler may wrap the new `step`.
 
     accelerate may have wrapped the optimizer. Its `prepare` returns an attached optimizer unchanged, as the `step` of
     its wrapper takes no losses.

@@ -76,7 +76,7 @@ class Recorder:
         self._dropped, self._skipped = 0, False  # number of the node after a dropped recording; 0 for none
         self._verify, self._leaf_hooks = True, 0
         self._occasions = None if backend.sharded else Occasions()
-        self._watches = backend.sharded  # buffers, as no look reruns a step
+        self._watches = backend.sharded  # buffers, as no check reruns a step
         self._buffers: dict[str, tuple[int, int]] = {}
         self._looks: Looks | None = None
         self._followed: list[Trace] = []  # of batches that the model has not read yet
@@ -106,7 +106,7 @@ class Recorder:
         """Hook the model: before any other pre-hook, and after the forward pass even if it raises.
 
         Args:
-            owner: lives as long as the model, until `close`: its steps would be forgotten with it.
+            owner: kept alive by the model until `close`, so that its steps are not forgotten.
         """
         self._owner = owner
         before, after = Hook(torch.compiler.disable(self._before)), Hook(torch.compiler.disable(self._after))
@@ -157,11 +157,11 @@ class Recorder:
         return recording
 
     def hand_over(self, losses: Tensor, gradient: ClippedGradient | Exception) -> None:
-        """Make the next `finish` with these losses return or raise this; the forward pass ran as part of a graph.
+        """Make the next `finish` with these losses return or raise `gradient`; the forward pass ran within a graph.
 
         Args:
             losses: [B].
-            gradient: of this backend.
+            gradient: the backend's result or error.
         """
         self.drop()
         self._given = losses, gradient
@@ -210,7 +210,7 @@ class Recorder:
         return Looks(self.backend, changes, self._known, trace) if changes else None
 
     def _trace_of(self, batch: Any) -> Trace | None:
-        """The record of the loader's batch that this one was computed from; earlier ones are dropped."""
+        """The trace of the loader's batch from which this one was computed; earlier traces are dropped."""
         for i, trace in enumerate(self._followed):
             if any(map(trace.knows, tensors_of(batch))):
                 del self._followed[: i + 1]

@@ -52,7 +52,7 @@ WORST = 1e-2
 DEVIATIONS = 12
 """Deviations above the expected batch size: larger Poisson batches have probability below 1e-30."""
 SMALL = 2**14
-"""Entries of a sum that one process on a CPU copies into the flat tensor: that costs less than a draw of its own."""
+"""Most entries of a sum that one process on a CPU copies into the flat tensor, which costs less than its own draw."""
 _OVERFLOWED = "a loss or an activation has overflowed"
 
 

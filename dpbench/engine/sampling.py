@@ -15,8 +15,8 @@ Amplification by sampling assumes that the batches are secret: keep the key secr
     shuffled             a permutation an epoch, cut into ⌊n/b⌋ batches; the rest is left out
     one_pass             the records in their order, cut in the same way, every epoch
 
-All but the last two are accounted for adding or removing one record. Those two are accounted for making one record's
-gradient zero, as removing it would shift every later batch (`accounting.sampling.PROVED`).
+ε is for adding or removing one record; under the last two schemes, for making one record's gradient zero, as removing
+it would shift every later batch (`accounting.sampling.PROVED`).
 """
 
 import hashlib

@@ -57,7 +57,7 @@ class Settings:
         mechanism: one step.
         epoch: steps of an epoch, if not those of the sizes.
         earlier: (mechanism, steps) of the first steps, which had other noise than `mechanism`.
-        bands: b of `accounting.banded`; `mechanism` is then that of b steps. 1 for other noise.
+        bands: b of `accounting.banded`; `mechanism` then stands for b steps. 1 for other noise.
         blt: parameters of `accounting.blt`; all steps are then one mechanism. None for other noise.
     """
 
@@ -223,7 +223,7 @@ def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: fl
 def require_sensitivity(clip: ClipFunction) -> None:
     """Raise a ValueError if a clipped gradient is longer than the clipping function's stated sensitivity.
 
-    Tries norms over the whole range of float32, alone and, for a function that clips layers apart, in several layers.
+    Tries norms from 1e-18 to 1e18 times the sensitivity; for a per-layer function, in several layers.
     """
     norms = torch.logspace(-18, 18, 721, dtype=torch.float64, device="cpu")
     norms = torch.cat([norms.new_zeros(1), norms]) * max(clip.sensitivity, 1e-12)
@@ -250,7 +250,7 @@ def usable_backend(backend: str, ghost_clipping: bool | None, mixed: bool | None
         ghost_clipping, mixed: the switches, or None.
 
     Raises:
-        ValueError: a backend and a switch, or a backend that does not clip each sample's gradient, given the losses.
+        ValueError: both a backend and a switch, or a backend that cannot clip each sample's gradient from its loss.
     """
     if (ghost_clipping, mixed) != (None, None):
         if backend != "bk_mixed":

@@ -27,7 +27,7 @@ from clipping.core.batches import map_tensors, tensors_of
 from clipping.numerics.rng_replay import Draws
 
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
-"""Returns the tensor that a view refers to, and computes nothing. (torch.compile reads it, and that of the result.)"""
+"""Returns the tensor that a view refers to, and computes nothing. (torch.compile reads it, also of results.)"""
 
 _CONSTANT = {torch.zeros_like, torch.ones_like, torch.empty_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty}
 """Functions whose results depend on no value."""
@@ -46,7 +46,7 @@ class Trace:
     """Records the operations on some tensors until closed.
 
     Args:
-        of: equal in all steps of a training.
+        of: identifies the training: the same in all of its steps.
 
     Attributes:
         room: most memory of results before the model reads the batch, relative to the batch.

@@ -107,7 +107,7 @@ class WholeStep:
         return self._loss_fn(forward(self._engine.model, inputs), targets)
 
     def _losses_of(self, inputs: Any, targets: Any) -> Tensor:
-        """ℓ [B], 0 for padding. `targets` are those of the loss, and [B] bool, False for padding."""
+        """ℓ [B], 0 for padding. `targets` is (targets of the loss, [B] bool that is False for padding)."""
         targets, real = targets
         return only_real(self._losses(inputs, targets), real)
 
