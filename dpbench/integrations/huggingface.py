@@ -88,7 +88,7 @@ class PrivacyArguments:
         vars(self).update(max_grad_norm=max_grad_norm, generator=generator, log=log, compile=compile)
 
     def for_engine(self, max_grad_norm: float) -> dict[str, Any]:
-        """As arguments of `PrivacyEngine`, with this C by default.
+        """Return the arguments of `PrivacyEngine`, with this C by default.
 
         Args:
             max_grad_norm: C, of TrainingArguments.
@@ -300,7 +300,7 @@ class PrivateTrainer(Trainer):
         return self._get_collator_with_removed_columns(self.data_collator, description="training")
 
     def _look_at_records(self) -> None:
-        """Check, before the engine records the model, that a record's loss is its own, and the model's."""
+        """Check, before the engine records the model, that a record's loss is the model's, and depends on it alone."""
         if self.compute_loss_func is None and type(self).compute_loss is PrivateTrainer.compute_loss:
             self._look_at_loss()
         self.model.train()
@@ -313,7 +313,7 @@ class PrivateTrainer(Trainer):
         )
 
     def _look_at_loss(self) -> None:
-        """Check, for the first record that has one, that the model's own loss is the one trained with."""
+        """Check on the first record with a finite loss that training uses the model's own loss."""
         self.model.eval()
         with torch.no_grad(), Draws().again(), self.compute_loss_context_manager():
             for i in range(min(RECORDS, len(self.train_dataset))):

@@ -210,10 +210,10 @@ class _Private:
         super().on_train_start()  # type: ignore[misc]
 
     def _look_at_records(self, others: tuple[Any, ...]) -> None:
-        """Check that a record's loss is its own; nothing is logged or kept.
+        """Check that a record's loss depends on that record alone; nothing is logged or kept.
 
-        In the first step, as hooks of the module may prepare what `training_step` reads. A module sharded by FSDP2 is
-        looked at before, and only with a collate_fn of its own: the optimizer's parameters must not be gathered.
+        Called in the first step, as hooks of the module may prepare what `training_step` reads. A module sharded by
+        FSDP2 is checked before, and only with a collate_fn: the optimizer's parameters must not be gathered.
         """
         module, source = self.lightning_module, self._source
         with mock.patch.object(module, "log", lambda *args, **options: None):

@@ -120,9 +120,9 @@ class _Seen:
         return self.beside_copies()
 
     def beside_copies(self) -> tuple[int, float, float, str] | None:
-        """The same for two records, beside others and beside copies of each, with the same random numbers.
+        """As `differing`, for two records among others and among copies of each, with the same random numbers.
 
-        Further random numbers are tried while the collator draws them, and cost a loss only if they change the record.
+        While the collator draws random numbers, others are tried. They cost a loss only if the record's rows differ.
         """
         for drawn in range(DRAWS):
             for place in range(2):

@@ -407,7 +407,7 @@ def test_what_cannot_be_run_again_is_said():
         o.mul_(0.5)
         return F.cross_entropy(o, y) * scale
 
-    with pytest.warns(PrivacyWarning, match="nobody has seen that the loss keeps samples apart"):
+    with pytest.warns(PrivacyWarning, match="whether the loss mixes samples could not be checked"):
         private().train(loss)
 
 

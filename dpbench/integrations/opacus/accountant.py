@@ -140,7 +140,7 @@ class Accountant:
         self.hand_over()
 
     def know(self, state_dict: Any) -> None:
-        """Load a state no more, as the engine counts its steps.
+        """Remember a state whose steps the engine counts already, so that it is not loaded.
 
         Args:
             state_dict: the state.

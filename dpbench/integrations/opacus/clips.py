@@ -20,8 +20,8 @@ NAMES = ("flat", "per_layer", "automatic", "adaptive")
 class PerTensor:
     """Clips each trainable parameter at its own threshold: factors min(1, C_l / (‖g_{l,i}‖ + 1e-6)).
 
-    Formal guarantees: ‖c_{l,i} g_{l,i}‖ ≤ C_l in each, hence `sensitivity` = √(Σ_l C_l²). If the number of parameters
-    is not that of the thresholds, all have equal shares of the same sensitivity.
+    Formal guarantees: ‖c_{l,i} g_{l,i}‖ ≤ C_l in each, hence `sensitivity` = √(Σ_l C_l²). If there are
+    more or fewer parameters than thresholds, all have equal shares of the same sensitivity.
 
     Args:
         thresholds: C_l ≥ 0, in the order of the model's trainable parameters.

@@ -109,7 +109,7 @@ class PrivacyEngine:
 
         Raises:
             ValueError, TypeError: an invalid argument, named.
-            Misuse: arguments without accounting, or a second call.
+            Misuse: arguments that cannot be accounted for, or a second call.
             UnsupportedModel: a model that mixes samples.
         """
         require_known("grad_sample_mode", grad_sample_mode, MODES)

@@ -72,8 +72,8 @@ class DPDataLoader(DataLoader[Any]):
 class Epochs:
     """Counts how often the iterations of a loader may have used a record.
 
-    An iteration counts as many times as there were steps after one of its batches and before the next, also if it is
-    interrupted: the next one may begin with the same records. So may one that it takes turns with, as in zip.
+    An iteration counts as often as there were steps between two of its batches, also if it is interrupted, because the
+    next iteration may begin with the same records. So may an iteration that alternates with it, as in zip.
     """
 
     def __init__(self, engine: PrivacyEngine) -> None:
@@ -149,7 +149,7 @@ class _Pieces:
 
 
 def records_of(source: DataLoader[Any]) -> int:
-    """The chosen batch size of all processes together; a loader with a DistributedSampler has that of one process.
+    """The chosen batch size of all processes together; a loader with a DistributedSampler has the size of one process.
 
     Args:
         source: the caller's loader.

@@ -1,4 +1,4 @@
-"""Check that the gradient at a sample's outputs is that sample's own, by rerunning the loss.
+"""Check that the gradient at a sample's outputs depends on that sample alone, by rerunning the loss.
 
 The check records what the caller computes from the outputs and from the loader's tensors (labels, masks, weights), in
 the first few batches, in the batch after each new kind of loss, and in one of 200 later ones
@@ -118,7 +118,7 @@ class Look(Trace):
         self._losses.clear()
 
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
-        """Raise an UnsupportedModel unless the gradients at the outputs, [B, ...] each, are the samples' own.
+        """Raise an UnsupportedModel unless each sample's gradient at the outputs, [B, ...], depends on it alone.
 
         Args:
             arrived: gradient at each output given to the caller; None without one.
@@ -259,7 +259,7 @@ def _twice(x: Tensor, batch_size: int) -> Tensor:
 
 def _unknown(why: str) -> None:
     warnings.warn(
-        f"nobody has seen that the loss keeps samples apart: {why}; take the batches as make_private "
+        f"whether the loss mixes samples could not be checked: {why}; take the batches as make_private "
         "hands them out, and keep to torch's operations",
         PrivacyWarning,
         stacklevel=2,

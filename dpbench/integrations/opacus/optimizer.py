@@ -105,7 +105,7 @@ class DPOptimizer(Optimizer):
         self.clip_at(value, self._clips.noise_multiplier)
 
     def clip_at(self, norm: float, noise_multiplier: float) -> None:
-        """Clip future logical batches at this norm, whose count, if it adapts, has its share of this noise.
+        """Clip future logical batches at this norm; an adaptive norm's count gets its share of the noise.
 
         Args:
             norm: C.
@@ -118,7 +118,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def expected_batch_size(self) -> int:
-        """b, which divides the noisy sum: that of the engine."""
+        """The engine's b, which divides the noisy sum."""
         return self._engine.settings.batch_size
 
     @property

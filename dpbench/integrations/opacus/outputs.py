@@ -29,7 +29,7 @@ from dpbench.integrations.opacus.inner_loss import MANY, LossInside, depends_on
 from dpbench.integrations.opacus.loss_check import Look
 
 FIRST, RATE, KNOWN = 3, 1 / 200, 32
-"""Number of first batches to check, share of later ones, and number of losses told apart."""
+"""Number of first batches to check, share of later ones, and number of losses to distinguish."""
 ACCUMULATION = (
     "expected optimizer.step() after each backward(), got another batch before it: gradients of several batches are "
     "not accumulated; take a larger batch_size, and BatchMemoryManager(max_physical_batch_size=...) for its pieces"

@@ -35,7 +35,7 @@ def grouped(users: Tensor, inputs: Tensor, targets: Tensor, k: int) -> TensorDat
     Args:
         users: [N] int64, each example's user.
         inputs, targets: [N, ...] and [N].
-        k: examples of a user, the first ones; their weight is 1, and that of padding 0.
+        k: number of examples of a user to keep, the first ones; their weight is 1, the weight of padding 0.
 
     Raises:
         ValueError: k below 1.
