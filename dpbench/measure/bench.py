@@ -77,11 +77,12 @@ class Step:
 class Memory:
     """Peak memory of a step, in bytes.
 
-    source: "cuda_allocator", "cpu_allocator" or "simulated". They see different things: compare within one source.
-    peak_bytes: the most alive at once, including the baseline and, on CUDA, the pools of CUDA graphs.
-    baseline_bytes: parameters, buffers and the batch.
-    reserved_bytes: CUDA's peak of memory reserved from the card.
-    phases: the peak of each part of the step (`Phases`), if recorded.
+    Attributes:
+        source: "cuda_allocator", "cpu_allocator" or "simulated". They count different things: compare within one.
+        peak_bytes: the most alive at once, including the baseline and, on CUDA, the pools of CUDA graphs.
+        baseline_bytes: parameters, buffers and the batch.
+        reserved_bytes: CUDA's peak of memory reserved from the card.
+        phases: the peak of each part of the step (`Phases`), if recorded.
     """
 
     source: str

@@ -12,8 +12,8 @@ The oracle gives g_i and ‖g_i‖ of each sample by itself. The expected result
 with that mechanism, ordinary training with Σ_i w_i g_i. Errors are those of `dpbench.measure.verify`.
 
 A model may cast to a narrower dtype itself (Llama's RMSNorm computes in float32). Rounding in *that* dtype then limits
-how closely the gradient of c·ℓ is c times that of ℓ, in the oracle too. So before reporting a mismatch, compare the
-oracle's gradient of ℓ/3 with a third of its gradient of ℓ; if they differ, use the tolerance for casts.
+how closely the gradient of c·ℓ equals c times the gradient of ℓ, in the oracle too. So before reporting a mismatch,
+compare the oracle's gradient of ℓ/3 with a third of its gradient of ℓ; if they differ, use the tolerance for casts.
 
 Functions take:
     case: samples and weights.

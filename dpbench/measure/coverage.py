@@ -1,8 +1,8 @@
 """Run a `CoverageTrial`: compare several backends on one model with autograd's per-sample gradients.
 
 The model is in train mode, in float64, with dropout off. The reference has the gradients of ℓ_0 ... ℓ_{B-1} of one
-forward pass over the whole batch. A model has no such gradients if it draws random numbers, so that two passes give
-different losses, or mixes samples, so that the gradient of a sample in a batch of its own is another.
+forward pass over the whole batch. A model has no such gradients if it draws random numbers (two passes give different
+losses) or mixes samples (a sample alone has another gradient than in the batch).
 
 Each backend computes two batches: all samples, then the last and the first alone, which reveals state kept from the
 first batch. The threshold lies between two norms, so some samples are clipped. The backend's own verification is off.
@@ -133,8 +133,8 @@ def _trained(trial: CoverageTrial, size: int | None, dtype: str) -> _Opened:
 def _stir(model: nn.Module, seed: int) -> None:
     """Add noise to all parameters.
 
-    Many biases begin at zero, as does the last scale of many residual branches: a wrong gradient of the layers before
-    them, or that these mix samples, would not show.
+    Many biases begin at zero, as does the last scale of many residual branches. Zeros would hide wrong gradients and
+    mixed samples in the layers before them.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

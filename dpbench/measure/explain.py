@@ -46,7 +46,7 @@ STEPS, MAX_SECONDS = 5, 10.0
 def run(trial: ExplainTrial) -> dict[str, Any]:
     """{"rows": [...], "summary": {...}}; {"usage": line} or {"problems": [...]} if the model cannot be explained.
 
-    A row has the keys of `_row_of`. The summary has those of `_summary_of` and `planned`, "inputs" (the shape of each,
+    A row has the keys of `_row_of`. The summary has the keys of `_summary_of` and `planned`, "inputs" (each one's shape
     for the whole batch), "batch_size", and "real_tensors": None, or the reason why fake ones did not work.
     """
     try:

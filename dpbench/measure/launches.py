@@ -64,7 +64,7 @@ _MEMORY = 80 * 2**30
 
 
 def run(trial: LaunchesTrial) -> dict[str, Any]:
-    """{"parameters", "backends": {name: entry}}; an entry is that of `counted`, or a failure's "outcome", "evidence".
+    """{"parameters", "backends": {name: entry}}; an entry is `counted`'s result, or a failure's "outcome", "evidence".
 
     Raises:
         PartlyFailed: a backend's entry is an `error`; with the whole result.

@@ -1,7 +1,7 @@
 """Applies a precision profile (`dpbench.trials.precision`) to torch, and reads torch's switches.
 
-TF32 is switched for cuBLAS and cuDNN alike: torch's default has it on in cuDNN and off in cuBLAS, which is neither
-profile. Autocast wraps the forward pass and the losses, not the backward pass, which runs in the same formats anyway.
+TF32 is switched for cuBLAS and cuDNN together: torch's default has it on in cuDNN and off in cuBLAS, which is neither
+profile. Autocast wraps the forward pass and the losses, not the backward pass, which runs in the same dtypes anyway.
 """
 
 import functools
@@ -95,7 +95,7 @@ def autocasting(workload: Workload, dtype: str, device: torch.device) -> Workloa
     """Make the forward pass and the losses run under torch.autocast; this changes the model itself.
 
     Args:
-        dtype: that products use, a dtype's name in torch.
+        dtype: torch's name for the dtype that products use.
     """
     model = workload.model
     around = functools.partial(_under, device.type, getattr(torch, dtype))
@@ -117,11 +117,11 @@ def _under(device: str, dtype: torch.dtype, function: Callable[..., Any]) -> Cal
 
 
 def facts(precision: str, workload: Workload, inputs: Any, targets: Any) -> dict[str, Any]:
-    """Read torch's switches, and the formats in which the losses of a batch's first samples are computed.
+    """Read torch's switches, and the dtypes in which the losses of a batch's first samples are computed.
 
     {"profile", "parameters": [dtypes], "computed": [dtypes], "tf32": {"cublas", "cudnn"}, "matmul", "override"}: "tf32"
-    has torch's words ("ieee" and "none" are in full), "matmul" its `float32_matmul_precision`, which affects a CPU as
-    well, "override" the environment's NVIDIA_TF32_OVERRIDE or None.
+    has torch's words ("ieee" and "none" mean full float32), "matmul" its `float32_matmul_precision`, which affects a
+    CPU as well, "override" the environment's NVIDIA_TF32_OVERRIDE or None.
     """
     few, target = map_tensors(lambda x: x[:2], (inputs, targets))
     with torch.enable_grad():

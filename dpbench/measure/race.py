@@ -1,7 +1,7 @@
 """Finds the fastest backend: a short race among all, then more rounds for the finalists. Needs no torch.
 
 In a round every backend, ordinary training among them, takes turns in a fresh order. Short steps have many short turns
-in a round, so that load from other programs falls on all alike. A round gives one ratio for each: the median of its
+in a round, so that load from other programs affects all equally. A round gives one ratio for each: the median of its
 steps over the median of ordinary training's. `heats` are TURNS rounds of all; `finals` are at least ROUNDS rounds of
 the fast ones (`finalists`), until each interval is narrow or the time is up.
 

@@ -46,14 +46,14 @@ DISTURBED = 1.5
 #: An ordinary step of the race takes less than RACE_STEP seconds, or has FEWEST samples.
 RACE_STEP = 0.15
 FEWEST = 2
-#: Cost of comparing the likely backends, in ordinary steps of one sample; and of opening one, in those of the race.
+#: Cost of comparing the likely backends, in ordinary steps of one sample; of opening one, in steps of the race.
 WORTH, OPENING = 120, 15
 #: Shares of the remaining time: for opening backends; for finals with more samples than the heats; and for finals
 #: with more than ROUNDS rounds.
 OPEN_SHARE, MOVE_SHARE, FINAL_SHARE = 0.5, 0.7, 0.6
 #: Backends opened in any case: the likely winner and the well-known ones.
 FIRST = 3
-#: By this factor the costs of the rest may be underestimated.
+#: Safety factor on the estimated costs of the rest.
 UNSURE = 1.5
 #: Drop a backend with a first step of more than HOPELESS times ordinary training's and more than LONG seconds.
 HOPELESS, LONG = 8.0, 1.0

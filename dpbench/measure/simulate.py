@@ -16,8 +16,8 @@ for a device that this machine lacks. The experiment `memory_accuracy` compares.
 reference, but never under a mode. The tracker subtracts the difference: a sum made by the autograd engine that directly
 outlives its first summand counts as that summand.
 
-**A loop over blocks of a batch**, or over its samples (`clipping.core.microbatching`), runs its last block alone. That
-is one of the largest, and the results of the other blocks exist while it runs, so their bytes are added (`LastForAll`).
+**A loop over blocks of a batch**, or over its samples (`clipping.core.microbatching`), runs the last of its largest
+blocks alone. The results of the blocks before it exist while it runs, so their bytes are added (`LastForAll`).
 """
 
 import gc
@@ -161,7 +161,7 @@ class StorageLifetimes(TorchDispatchMode):
 
 
 class LastForAll(InTurn):
-    """Runs the last block alone, and derives the size of the other blocks' results from its own.
+    """Runs the last of the largest blocks alone, and derives the size of the other blocks' results from its result.
 
     Args:
         lifetimes: of the step.
@@ -262,7 +262,7 @@ def simulated_peak(open_step: OpenStep, *, temporaries: bool = True, phases: Pha
 def simulated_device(name: str) -> str:
     """The device of fake tensors: `name`, or the CPU if this machine lacks such a device.
 
-    (Autograd calls the device's driver for its streams even for fake tensors.) Backends choose alike on both.
+    (Autograd calls the device's driver for its streams even for fake tensors.)
 
     Args:
         name: "cpu" or "cuda".

@@ -61,7 +61,7 @@ def run(trial: TrainingStepTrial) -> dict[str, Any]:
 
 
 class _Given(NamedTuple):
-    """What an engine is opened on: its name, model and data of its own, the optimizer of that model, and the batch."""
+    """What an engine is opened on: its name, its own model and data, the optimizer of that model, and the batch."""
 
     name: str
     workload: Workload
@@ -152,7 +152,7 @@ class _Engine(Entry):
         self._batch_bytes = storage_bytes(tensors_of((inputs, targets)))
 
     def turn(self, number: int, position: int) -> None:
-        """As for a backend's entry, with energy. Our engine checks every optimizer's step; only ours pays for that."""
+        """As for a backend's entry, with energy. Other libraries' turns run without our engine's optimizer hooks."""
         before = self.joules() if self.joules is not None else 0.0
         with mock.patch.dict(_global_optimizer_pre_hooks, clear=self.name in _OF_OTHERS):
             super().turn(number, position)

@@ -3,7 +3,7 @@
 The errors are those of `clipping.checks.verification.compare`. A trial's step is checked twice. First in float64, to
 which its model is cast and back: is the method exact? (In float32 a pre-activation near zero may pass a ReLU in a batch
 of one and not in a batch of two, and an exact backend then differs by 10⁻².) Then in the trial's own precision, which
-runs other kernels: is it as exact as that arithmetic allows? Limits depend on the formats in which the losses are
+runs other kernels: is it as exact as that arithmetic allows? Limits depend on the dtypes in which the losses are
 computed, or on an explicit dtype (`dpbench check --dtype`). Ordinary training is compared with an oracle that does not
 clip. On CUDA, TF32 is off except in the check in the trial's own precision.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """What the process is told.
+    """Settings of the worker's process.
 
     Attributes:
         model: a key of `dpbench.measure.jax_peer.models.MODELS`.

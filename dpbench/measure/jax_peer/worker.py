@@ -22,7 +22,7 @@ with contextlib.suppress(ImportError):  # documentation is built without jax; `h
 #: Samples whose gradients are computed at once by vmap: all of the batch, or one. The faster is timed.
 MICROBATCHES = (None, 1)
 NOISE_MULTIPLIER = 1.0
-#: Those of this process.
+#: The steps of this process, once it has started.
 _STEPS: list["_Steps"] = []
 
 
@@ -103,7 +103,7 @@ class _Steps:
         )
 
     def _start(self) -> Any:
-        params = jax.tree.map(jnp.copy, self._params)  # a step takes the memory of its state over
+        params = jax.tree.map(jnp.copy, self._params)  # a step reuses the memory of its state
         return params, self._optimizer.init(params)
 
     def _plain(self, state: Any, batch: Any) -> Any:
@@ -140,7 +140,7 @@ def _device(number: int) -> Any:
 
 
 def _compiled(step: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, float]:
-    """The compiled step, which takes the memory of its state over, and the seconds that tracing and compiling took."""
+    """The compiled step, which reuses the memory of its state, and the seconds that tracing and compiling took."""
     before = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
     return compiled, time.perf_counter() - before
