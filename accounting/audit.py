@@ -11,7 +11,7 @@ If the right side is below β for the observed v, the mechanism is not (ε, δ)-
 probability at most β.
 
 *Many releases of one mechanism* (Nasr et al. 2023, arXiv:2302.07956). For each release the adversary says whether a
-record is in it: wrongly "yes" at rate α, wrongly "no" at rate β. If the mechanism is μ-GDP, no test is better than that
+record is in it: wrongly "yes" at rate α, wrongly "no" at rate β. If the mechanism is μ-GDP, no test beats the best test
 of N(0, 1) against N(μ, 1) (Dong, Roth and Su 2019, arXiv:1905.02383), so that
 
     Φ⁻¹(1 - α) - Φ⁻¹(β) <= μ

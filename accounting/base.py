@@ -81,8 +81,8 @@ class Accountant(ABC):
     """Maps a mechanism, a number of steps and δ to ε. Instances hold only options and can be reused.
 
     A subclass defines `kind`, the kind of its ε; `supports`, the schemes (sampling, adjacency) of its formula; whether
-    it `composes` unlike steps numerically (`accounting.varying`); whether its ε is `plain`, that of the steps alone;
-    and `_inside`, the formula.
+    it `composes` unlike steps numerically (`accounting.varying`); whether it is `plain`, so that its ε covers the steps
+    and nothing else; and `_inside`, the formula.
 
     Methods take:
         mechanism: one step: its noise, sampling and adjacency.

@@ -69,7 +69,7 @@ class Composition:
 def compose(accountant: Accountant | str, parts: Sequence[Part]) -> Composition:
     """Compose phases of unlike steps: ``compose("pld", [(step, 1000), (other, 500)]).epsilon(delta=1e-5)``.
 
-    A pass over the data (`sampling="shuffled"` and its like) goes on from one phase to the next.
+    A pass over the data (sampling in `accounting.sampling.BY_EPOCH`) continues from one phase to the next.
 
     Raises:
         ArgumentError: no parts, or an invalid one.

@@ -97,7 +97,7 @@ class Tilt:
 
 
 class Tilted:
-    """The same for the sum of all steps: ΣTK."""
+    """ΣTK: K for the sum of the losses of all steps."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = [(Tilt(losses), steps) for losses, steps in parts]

@@ -4,11 +4,11 @@ With z standard normal under Q and μ = 1/σ, the pair that dominates a Poisson 
 
     P = (1 − q) N(0, 1) + q N(μ, 1),   Q = N(0, 1),   loss y(z) = ln P/Q = ln(1 − q + q e^{μz − μ²/2}),
 
-and that on adding one is (Q, P), with losses −y (Zhu, Dong and Wang 2022, Theorem 11).
+and the pair on adding one is (Q, P), with losses −y (Zhu, Dong and Wang 2022, Theorem 11).
 
 The pessimistic grid is "connect the dots" (Doroshenko et al. 2022): mass between two neighbouring losses jh goes to
 these two so that both P and Q are kept. This spreads L = e^y with its mean under Q kept, so every δ(ε) = E_Q[(L −
-e^ε)₊] grows, and so does that of a composition, in both directions. Mass beyond the ends goes to losses of ±∞. The
+e^ε)₊] grows, and so does δ(ε) of a composition, in both directions. Mass beyond the ends goes to losses of ±∞. The
 optimistic grid is in `accounting.optimistic_grid`.
 
 Per step the grids differ from the truth by variances of h²/6 and −h²/3, where the loss has a smooth density, at the

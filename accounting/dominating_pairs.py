@@ -14,7 +14,7 @@ has the losses of the regimes in these shares.
   (Schuchardt et al. 2024, Unified Mechanism-Specific Amplification by Subsampling: one insertion and one deletion).
 - *without replacement*: to remove (see `accounting.sampling`) the pairs at σ/2. To replace, δ(ε) of one step is that of
   "removed" at σ/2 for ε ≥ 0 and of "added" for ε < 0 (Zhu, Dong and Wang 2022, Theorem 11). This curve is convex in
-  e^ε, so it is one distribution of losses: those above 0 of the first, those below of the second, the rest at 0.
+  e^ε, so it is one distribution of losses: the first's losses above 0, the second's below 0, the rest at 0.
   Zeroing a gradient replaces it by a zero.
 - *truncated Poisson*, n records, at most B kept. Let k ~ Bin(n − 1, q) others be drawn. With k < B the record fits: a
   Poisson step. Else the others kept are B drawn uniformly from all others, whatever k, and the record takes the place

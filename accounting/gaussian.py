@@ -115,8 +115,8 @@ def amplified(epsilon: float, q: float) -> float:
 def indistinct(sigma: float, q: float, steps: float, delta: float) -> bool:
     """Whether T Poisson steps are (0, δ)-private by their distance in total variation alone.
 
-    One step's distance is at most q, and ½χ, χ² = q²(e^{1/σ²} − 1); that of T steps is at most T times as much, and
-    ½√((1 + χ²)^T − 1).
+    One step's distance is at most q, and ½χ, χ² = q²(e^{1/σ²} − 1). The distance of T steps is at most T times as much,
+    and ½√((1 + χ²)^T − 1).
     """
     log_squared, twice = 2.0 * math.log(q) + log_variance(sigma), math.log1p(4.0 * delta * delta)
     one = min(math.log(q), 0.5 * log_squared - math.log(2.0))

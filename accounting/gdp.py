@@ -2,7 +2,7 @@
 
     q = 1    μ = √T/σ: ε is exact, and an upper bound
     q < 1    μ = q√(T(e^{1/σ²} − 1)), the limit of many steps with q√T fixed (Bu, Dong, Long and Su 2020, Theorem 5); at
-             most that of q = 1
+             most μ at q = 1
 
 The limit is an estimate without an error bound, and often lies below the certified lower bound. ε(δ) of μ is exact
 (`accounting.gaussian`).

@@ -204,7 +204,7 @@ class Problem:
         return self._inside(good, bad, t)
 
     def _inside(self, good: _Point, bad: _Point, t: float) -> float:
-        """t; for a whole unknown, that of a number strictly between the two."""
+        """t; for a whole unknown, t of a whole number strictly between the two."""
         if not self._whole:
             return t
         return self._t(float(min(max(math.floor(self._x(t)), good.x + 1), bad.x - 1)))

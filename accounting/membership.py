@@ -1,7 +1,7 @@
 """Membership risk: how well an attack can tell whether a record was in the data.
 
 An attacker who sees every release says "in" or "out". The false positive rate α is the share of absent records called
-"in", and the true positive rate β that of present records. With δ(ε) the smallest δ at ε, of either sign,
+"in"; the true positive rate β is the same share of the present records. With δ(ε) the smallest δ at ε, of either sign,
 
     β <= min over ε of δ(ε) + e^ε α,      advantage: max over α of β − α = δ(0),
 
@@ -48,8 +48,8 @@ class TradeOff:
 
     Attributes:
         curves: (ε, δ(ε)), both [n], of each direction: δ bounded from above.
-        lower: the same of one direction, bounded from below; None without a certified bound.
-        mu: of a Gaussian mechanism, which has no curves.
+        lower: (ε, δ(ε)) of removing a record, δ bounded from below; None without a certified bound.
+        mu: the mean shift μ of a Gaussian mechanism, which has no curves.
         exact: whether some attack attains the bound of `mu`.
 
     Methods take:

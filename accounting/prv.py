@@ -6,7 +6,8 @@ added by fast Fourier transform. They use one grid with a proved distance to the
 
     upper      of the pessimistic grid, the larger of ε on removing and on adding a record
     lower      of the optimistic one, on removing
-    estimate   lower + 2/3 (upper − lower): to first order in h² these err by −h²/3 and h²/6 in the variance of a step
+    estimate   lower + 2/3 (upper − lower): to first order in h², the variance of a step is −h²/3 off in the lower grid
+               and h²/6 in the upper one
 
 The bounds include every source of error: grid, tails, wrap-around, and rounding (`accounting.convolution`). The grid is
 refined until they are within `ACCURACY` of each other, or the transform is at its longest. q = 1 (the sum of Gaussians

@@ -8,8 +8,8 @@ same random function, one batch after the other, from z ~ P if x is present and 
 For a gradient of norm s ≤ 1, whatever it depends on, s z_i plus independent noise of variance (1 − s²)σ² along it has
 the law of its part of the noisy sum; all other directions do not depend on x. So (P, Q) dominates an epoch on removing
 a record and (Q, P) on adding one, and their products dominate E epochs (Zhu, Dong and Wang 2022). Zeroing the gradient
-is the same. Fewer batches are no more private: P is the mean over j of the pair without batch j. The pair is that of
-Chua et al. 2024 ("Balls-and-Bins Sampling for DP-SGD") and of Feldman and Shenfeld 2025 ("Privacy Amplification by
+is the same. Fewer batches are no more private: P is the mean over j of the pair without batch j. The same pair
+is in Chua et al. 2024 ("Balls-and-Bins Sampling for DP-SGD") and Feldman and Shenfeld 2025 ("Privacy Amplification by
 Random Allocation").
 
 Under Q, P/Q is W = (W_1 + ... + W_t)/t of independent log-normal W_i = exp((2z_i − 1)/2σ²) of mean 1, and

@@ -16,7 +16,7 @@ class AccountantInfo(NamedTuple):
     Attributes:
         reference: module:class.
         doc: one line.
-        title, color, marker: in figures; '' for the name itself, in black.
+        title, color, marker: in figures; an empty title is the name, and an empty color black.
         arguments: of the class.
     """
 
@@ -101,7 +101,7 @@ VARIANTS: dict[str, AccountantInfo] = {
     "rdp:classic": AccountantInfo(
         "accounting.rdp:Rdp", "with the conversion of 2017, as in older tools", arguments={"conversion": "classic"}
     ),
-    "rdp:whole": AccountantInfo("accounting.rdp:Whole", "with whole orders alone: of discrete Gaussian noise, too"),
+    "rdp:whole": AccountantInfo("accounting.rdp:Whole", "with whole orders only; valid for discrete noise, too"),
     "prv:estimate": AccountantInfo(
         "accounting.prv:Estimate", "between its bounds, where the truth most likely is", "PRV", "#EE99AA", "p"
     ),

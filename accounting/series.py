@@ -4,7 +4,7 @@ With μ₀ = N(0, σ²), μ₁ = N(1, σ²), μ = (1 − q)μ₀ + qμ₁ and 1 
 
     ln A_a,   A_a = E_{μ₀}[(1 + w)^a],   so that the Rényi divergence of order a is ln A_a/(a − 1),
 
-and that of μ₀ from μ is no larger (Mironov, Talwar and Zhang 2019, Theorem 5). E[w] = 0, hence
+and the divergence of μ₀ from μ is no larger (Mironov, Talwar and Zhang 2019, Theorem 5). E[w] = 0, hence
 
     A_a − 1 = E_{μ₀}[(1 + w)^a − 1 − aw],
 
@@ -136,10 +136,10 @@ def log_ratio(t: Array, sigma: float, q: float) -> Array:
 
 
 def log_mixed(y: Array, q: float) -> Array:
-    """ln(1 − q + qe^y): the loss of a step on a sample, from that of a step on all records; relative error a few ulp.
+    """ln(1 − q + qe^y): the loss of a step on a sample; relative error a few ulp.
 
     Args:
-        y: of any shape.
+        y: the loss of a step on all records, of any shape.
     """
     if q == 1.0:
         return y

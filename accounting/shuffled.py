@@ -8,7 +8,7 @@ epoch with the record is w ~ N(2e_t, σ²I) with t uniform on 1 .. m, an epoch w
     F_a(c) = P[max ≤ c] = Φ((c − a)/σ) Φ(c/σ)^{m−1},   a = 2 against a = 1 or 0,
 
 cut into intervals, reveals no more than w. So δ(ε) of this discrete pair, composed over E = ⌊T/m⌋ epochs, is a lower
-bound of DP-SGD's (the paper's is for one epoch, by the best single interval). Losses are rounded down. An unfinished
+bound on δ(ε) of DP-SGD (in the paper: one epoch, by the best single interval). Losses are rounded down. An unfinished
 first epoch of r < m batches has F_a = (r/m) Φ((c − a)/σ) Φ(c/σ)^{r−1} + (1 − r/m) Φ(c/σ)^r.
 """
 

@@ -1,6 +1,6 @@
 """Simple composition: T steps of (ε', δ₀q) each are (Tε', Tqδ₀)-private (Dwork and Roth 2014, Theorem 3.16).
 
-δ₀ = δ/(qT); ε₀ is that of the exact Gaussian mechanism at δ₀; ε' = ln(1 + q(e^ε₀ − 1)). Exact at T = 1 and q = 1.
+δ₀ = δ/(qT); ε₀ is the ε of the exact Gaussian mechanism at δ₀; ε' = ln(1 + q(e^ε₀ − 1)). Exact at T = 1 and q = 1.
 """
 
 import math

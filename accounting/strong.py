@@ -11,7 +11,7 @@ Two choices of ε₀, both upper bounds:
 
 - `classical`: √(2 ln(1.25/δ₀))/σ where that claim is true, else the exact ε₀ (`step` in the detail says which). This
   corrects the method of 2016, so that valid and published curves differ only by its errors.
-- `exact`: that of Balle and Wang 2018 everywhere; smaller.
+- `exact`: ε₀ of Balle and Wang 2018 everywhere; smaller.
 
 As *published* in Abadi et al. 2016 (Figure 2), a heuristic and no bound: the classical ε₀ everywhere, linear
 amplification ε' = qε₀, Tε'² in place of Tε'(e^ε' − 1), and δ split in halves. Of the forms tried, this one gives the

@@ -12,7 +12,8 @@ The smallest of these upper bounds is used (the first, if it exists and each ste
 Where a record is in one batch of each pass (`accounting.sampling.BY_EPOCH`), passes go on from part to part, and a
 record may always be in the batch with the least noise. So a pass counts as a pass of its least noise.
 
-If there are more than `MOST_KINDS` kinds of steps, as in a schedule, similar kinds count as if all had the least noise.
+If there are more than `MOST_KINDS` kinds of steps, as in a schedule, similar kinds count as one kind, with the least
+noise and the largest rate among them.
 
 Functions take:
     accountant: an accountant.
