@@ -210,7 +210,7 @@ def _in_float64(backend: Clips, few: Any) -> _Both | None:
 
 
 class _Both(NamedTuple):
-    """Both results, their clipping, the dtypes of their computation, and whether numbers were drawn outside of torch."""
+    """Both results, their clipping, the dtypes of the computation, and whether numbers were drawn outside of torch."""
 
     result: ClippedGradient
     reference: ClippedGradient
