@@ -116,7 +116,7 @@ def add_to_flat(
         segments: positions of the tensors.
         deviation: > 0.
         grid: a power of two.
-        nonce: the first two words of the nonces; no other draw with this key may use the same with one of the labels.
+        nonce: the first two words of the nonces; no other draw with this key may use the same words and label.
         spoiled: bool [], on the device of `flat`: True to take zeros for what is in `flat`.
         divisor: > 0.
 

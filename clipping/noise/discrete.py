@@ -44,8 +44,7 @@ def add_discrete(flat: Tensor, segments: Segments, log: int, grid: float, key: b
         segments: positions of the tensors.
         log: 1 to 40.
         grid: > 0.
-        nonce: the first two words of the nonces; no other draw of any kind with this key may use the same with one of
-            the labels.
+        nonce: the first two words of the nonces; no other draw with this key may use the same words and label.
 
     Raises:
         ValueError: a key, nonce or `log` has a wrong size.

@@ -107,7 +107,7 @@ class Graphs:
         self._graphs: list[Graph] = []
         self._resumed: dict[str, Way] = {}
         self._why = ""  # why steps run eagerly
-        self._told = False
+        self._warned = False
         self._pool = Pool(lends=lends)
         self._random, self._looks, self._was_used = random.Random(0), random.Random(2), False
         self._batch: Batch | None = None
@@ -123,7 +123,7 @@ class Graphs:
     def ways(self) -> dict[str, str]:
         """How each shape runs: shapes of its batch -> a way, or "eager" and why."""
         ways: dict[str, str] = {graph.shapes: f"{graph.way}{graph.said}" for graph in self._graphs}
-        why = self._why or (self._told and f"there are more than {MOST} graphs")
+        why = self._why or (self._warned and f"there are more than {MOST} graphs")
         return {**ways, "others": f"eager: {why}"} if why else ways
 
     @property
@@ -161,7 +161,7 @@ class Graphs:
         unguarded = self._read_unguarded()
         if self._capture is None or unguarded != self._unguarded:
             if self._captures == MOST:
-                self._tell()
+                self._warn()
                 return None
             self._capture, self._unguarded = Capture(self._losses_of, self._instead, MOST), unguarded
             self._captures += 1
@@ -171,7 +171,7 @@ class Graphs:
         except _AsItIs:
             return None
         except TooMany:
-            self._tell()
+            self._warn()
             return None
         except (NotCaptured, UnsupportedModel) as error:
             self._refuse(error, batch)
@@ -190,15 +190,15 @@ class Graphs:
             self._losses_of(batch.inputs, batch.targets)  # raises the model's own error, if any
         raise no_graph(self._name, "it cannot be captured", error) from error
 
-    def _tell(self) -> None:
-        if not self._told:
+    def _warn(self) -> None:
+        if not self._warned:
             warnings.warn(
                 f"expected at most {MOST} graphs of the step, got more: the others run without; pad batches to few "
                 "shapes (data_loader(..., pad=True)), and let no number in Python change in each step",
                 RuntimeWarning,
                 stacklevel=5,
             )
-        self._told = True
+        self._warned = True
 
     def _read_unguarded(self, *, again: bool = False) -> object:
         """Read what TorchDynamo does not guard: functions of the modules' classes, hooks, cuDNN's precision."""
@@ -215,7 +215,7 @@ class Graphs:
             self._unguarded = self._read_unguarded(again=True)
         version = self._version(), places_of(self._batch.parameters, given)
         if version not in captured.notes and len(captured.notes) >= MOST:
-            self._tell()
+            self._warn()
             raise _AsItIs
         graph, calls = captured.notes.get(version, (None, 0))
         if graph is None and calls >= BEFORE:
@@ -223,7 +223,7 @@ class Graphs:
                 with suppress(OtherValues):  # then on a later batch
                     graph = self._made(captured, given, self._batch, version)
             else:
-                self._tell()
+                self._warn()
         captured.notes[version] = graph, calls + 1
         if graph is None or graph.way == "eager":
             raise _AsItIs
