@@ -252,7 +252,7 @@ class Recorder:
         if given is not None and losses is given[0]:
             if isinstance(given[1], Exception):
                 raise given[1]
-            return self._told(given[1], len(losses) if drawn is None else drawn[0])
+            return self._with_count(given[1], len(losses) if drawn is None else drawn[0])
         noted, losses = losses, plain(losses)
         self._check(losses)
         if drawn is not None:
@@ -318,7 +318,7 @@ class Recorder:
             with self.paused():
                 looks.judge(result, few)
             self._occasions.others_passed()
-        return self._told(result, few)
+        return self._with_count(result, few)
 
     def _by_hand(self) -> None:
         if _CLIPPING:
@@ -328,7 +328,7 @@ class Recorder:
     def _trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
-    def _told(self, result: ClippedGradient, few: int) -> ClippedGradient:
+    def _with_count(self, result: ClippedGradient, few: int) -> ClippedGradient:
         """Count the first `few` norms, those of the data's own samples, and return the result."""
         if self.count is not None:
             assert result.norms is not None
