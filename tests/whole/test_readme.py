@@ -82,7 +82,7 @@ def test_the_quick_start_trains_privately_and_prints_accuracy_and_epsilon(tmp_pa
     )
     assert (done.returncode, done.stderr) == (0, "")
     wanted = (
-        r"accuracy (\d\d)% .*; ε = (1\.9\d*|2) at δ = 0\.000278 after 160 steps \(upper bound by prv; Poisson.*\)\n"
+        r"accuracy (\d\d)%.*; ε = (1\.9\d*|2\.000) at δ = 0\.000278 after 160 steps \(upper bound by prv; Poisson.*\)\n"
     )
     said = re.fullmatch(wanted, done.stdout)
     assert said and int(said[1]) > 85 and "NOT PRIVATE" not in done.stdout, done.stdout
