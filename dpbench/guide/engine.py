@@ -154,8 +154,9 @@ find records that mix: they replace the other records, set them to NaN, and add 
 | Opacus | the same, and the loss's divisor | first batches, new shapes, programs, 1 step in 400 |
 | `load_backend(...)` | model and loss | new graphs and shapes, 1 step in 400 |
 
-The checks of 1 step in 400 also run in eager steps 2, 4, 8, ... If records mix, the step is refused. A step that
-fails releases nothing. `dpbench.engine` lists the rules behind every interface, and `dpbench.integrations.sharp_edges`
-common mistakes, the result of each, and its test. **Not detected:** what you compute outside of torch, and in your own
-loop losses divided by their number, or batches and labels that `data_loader` did not yield. Divide by constants.
+The checks of 1 step in 400 also run in eager steps 2, 4, 8, ..., but not beside a CUDA graph, which leaves no memory
+for them. If records mix, the step is refused. A step that fails releases nothing. `dpbench.engine` lists the rules
+behind every interface, and `dpbench.integrations.sharp_edges` common mistakes, the result of each, and its test. **Not
+detected:** what you compute outside of torch, and in your own loop losses divided by their number, or batches and
+labels that `data_loader` did not yield. Divide by constants.
 """
