@@ -106,15 +106,20 @@ class Abandoned:
         self._known[name] = state["steps"] + state["abandoned"]
 
     def leave(self, model: nn.Module, steps: int) -> None:
-        """Remember the released steps as the engine detaches from the model."""
-        if steps + self.count:
-            _LEFT.setdefault(model, {})[self] = steps + self.count
+        """Remember the released steps as the engine detaches: of the model, and of each module that is trained."""
+        trained = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+        for module in [model, *trained] if steps + self.count else []:
+            _LEFT.setdefault(module, {})[self] = steps + self.count
 
     def beside(self, model: nn.Module) -> int:
-        """Steps that other engines have released on this model, without those before a checkpoint of this one."""
+        """Steps that other engines have released on parts of it, without those before a checkpoint of this one."""
+        others: dict[Abandoned, int] = {}
+        for module in model.modules():
+            for other, n in _LEFT.get(module, {}).items():
+                others[other] = max(n, others.get(other, 0))
         return sum(
             max(0, n - max([other._known[name] for name in other._known.keys() & self._known], default=0))
-            for other, n in _LEFT.get(model, {}).items()
+            for other, n in others.items()
             if other is not self
         )
 

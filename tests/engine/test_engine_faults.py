@@ -144,6 +144,19 @@ def test_the_steps_of_an_engine_that_was_on_the_model_before_are_told_of():
         make()
 
 
+def test_steps_on_a_part_of_the_model_or_under_another_wrapper_are_told_of():
+    body, head = torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)
+    for parts, told in (([head], 0), ([body, head], 1), ([body, head], 2), ([body], 2), ([torch.nn.Linear(5, 3)], 0)):
+        model, optimizer, engine = make(torch.nn.Sequential(*parts), attach=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.attach(optimizer)
+        optimizer.step(loss=model(torch.randn(6, parts[0].in_features)).square().sum(1))
+        said = [caveat for caveat in engine.privacy_spent().caveats if "of another engine" in caveat]
+        assert said == ([f"{told} steps of another engine on this model are not counted"] if told else [])
+        engine.detach()
+
+
 def test_the_steps_after_a_checkpoint_that_another_engine_goes_on_from_are_told_of():
     model, optimizer, engine = make()
     for step in range(3):
