@@ -69,6 +69,8 @@ class Patch:
                     "expected no GradScaler: the losses go to optimizer.step(loss=losses) unscaled, or every gradient "
                     "would be above the clipping norm; autocast to bfloat16 needs no scaling"
                 )
+            if closure is None and loss is None and not others and patch.moves_nothing():
+                return patch.inner_step(0.0)  # torch.distributed.checkpoint creates the optimizer's state so
             if closure is not None or loss is None or others:
                 raise Misuse(
                     "expected optimizer.step(loss=losses) with per-sample losses, got "
@@ -107,6 +109,7 @@ class Patch:
         }
         self._before = {name: own[name] for name in self._added if name in own}
         own.update(self._added)
+        optimizer.param_groups[0].setdefault(_MARK, 0)  # states of all steps have the same keys
 
     def inner_step(self, noise: float) -> None:
         """Run the optimizer's own step on the gradients in `.grad`.
@@ -132,6 +135,12 @@ class Patch:
         accelerate = sys.modules.get("accelerate.state")
         if accelerate is not None and not skipped:
             accelerate.GradientState()._set_sync_gradients(True)  # accumulate() counts pieces, not logical batches
+
+    def moves_nothing(self) -> bool:
+        """Whether there are gradients, and all of them and the learning rates are zero."""
+        grads = [here(grad) for _, grad, _ in self._gradients()]
+        still = not any(group.get("lr", 1.0) for group in self.optimizer.param_groups)
+        return still and bool(grads) and not any(bool(grad.any()) for grad in grads if not grad.is_sparse)
 
     def know_gradients(self) -> None:
         """Remember the gradients in `.grad`: the next step may overwrite them."""

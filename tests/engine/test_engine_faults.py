@@ -12,11 +12,12 @@ import torch
 from attached import attached, batch, cross_entropy, data, parameters, says, small
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import default_collate
 
 from clipping import Automatic, Flat, GlobalBound, PerLayer, UnsupportedModel
-from dpbench import Misuse, PrivacyWarning
+from dpbench import AdamBC, Misuse, PrivacyWarning
 from dpbench.engine import adjust
 from dpbench.engine.sampling import Sizes
 from dpbench.engine.settings import require_sensitivity
@@ -331,6 +332,32 @@ def test_a_gradient_that_is_not_finite_is_not_released(backend, value):
     assert torch.equal(before, parameters(model)) and engine.steps == 1
     optimizer.step(loss=losses_of(model, seed=6))
     assert torch.isfinite(parameters(model)).all() and engine.steps == 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, AdamBC])
+def test_torch_distributed_checkpoint_loads_into_an_attached_optimizer(kind):
+    """It steps an optimizer without a state, on gradients of zero; whole states need the same keys in its groups."""
+
+    def fresh():
+        model, _, engine = make(attach=False)
+        optimizer = kind(model.parameters(), lr=0.1)
+        engine.attach(optimizer)
+        return model, optimizer, engine
+
+    whole = StateDictOptions(full_state_dict=True)
+    model, optimizer, engine = fresh()
+    start = [p.detach().clone() for p in model.parameters()]
+    get_state_dict(model, optimizer, options=whole)
+    assert engine.steps == 0 and all(map(torch.equal, start, model.parameters()))
+    optimizer.step(loss=losses_of(model))
+    saved = copy.deepcopy([*get_state_dict(model, optimizer, options=whole), engine.state_dict()])
+    other = fresh()
+    set_state_dict(*other[:2], model_state_dict=saved[0], optim_state_dict=saved[1], options=whole)
+    other[2].load_state_dict(saved[2], replay=True)
+    engine.load_state_dict(saved[2], replay=True)
+    for each, steps in ((model, optimizer), other[:2]):
+        steps.step(loss=losses_of(each))
+    assert all(map(torch.equal, model.parameters(), other[0].parameters()))
 
 
 def test_training_resumed_without_the_engine_s_state_is_refused():
