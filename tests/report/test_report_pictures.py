@@ -2,13 +2,15 @@
 
 import errno
 import os
-from concurrent.futures.process import BrokenProcessPool
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
+from dpbench.errors import RunEnded
 from dpbench.report import style
 from dpbench.report.drawing.pictures import save, save_all
 
@@ -63,5 +65,24 @@ def test_what_a_process_met_is_raised_where_the_report_is_made(figure, tmp_path,
 
 def test_a_process_that_is_killed_is_no_success(figure, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: os.kill(os.getpid(), 9))
-    with pytest.raises(BrokenProcessPool):
+    with pytest.raises(RunEnded, match="a process that saved figures was killed"):
         save_all([(figure, paths(tmp_path))])
+
+
+def test_no_process_outlives_a_report_that_is_killed():
+    """Else a reader of its output waits forever."""
+    code = """
+import time
+from dpbench.report.drawing import pictures
+
+def save(*given):
+    print("saving", flush=True)
+    time.sleep(60)
+
+pictures.save = save
+pictures.save_all([(None, {})] * 2, workers=2)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"saving\n"
+    process.kill()
+    process.communicate(timeout=20)

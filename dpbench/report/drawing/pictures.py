@@ -2,9 +2,11 @@
 
 import io
 import multiprocessing
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from matplotlib.backends import backend_agg, backend_pdf, backend_svg  # noqa: F
 from matplotlib.figure import Figure
 
 from clipping import cache
-from dpbench.process.linux import available_cpus
+from dpbench.errors import RunEnded
+from dpbench.process.linux import available_cpus, die_with_parent
 
 # Pixels an inch, and most pixels of a side: Agg draws no image of 2**16 or more.
 _DPI, _TALLEST = 200, 30_000
@@ -55,15 +58,22 @@ def save_all(drawn: Sequence[tuple[Figure, Mapping[str, Path]]], workers: int | 
     Args:
         drawn: figures, each with its paths.
         workers: number of processes; None for one a CPU.
+
+    Raises:
+        RunEnded: a process was killed.
     """
     if not drawn:
         return
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers or available_cpus(), fork, _begin, (drawn,)) as pool:
-        list(pool.map(_save, range(len(drawn))))
+    with ProcessPoolExecutor(workers or available_cpus(), fork, _begin, (os.getpid(), drawn)) as pool:
+        try:
+            list(pool.map(_save, range(len(drawn))))
+        except BrokenProcessPool as error:
+            raise RunEnded("a process that saved figures was killed, perhaps because the memory was full") from error
 
 
-def _begin(drawn: Sequence[tuple[Figure, Mapping[str, Path]]]) -> None:
+def _begin(parent: int, drawn: Sequence[tuple[Figure, Mapping[str, Path]]]) -> None:
+    die_with_parent(parent, signal.SIGKILL)  # else it waits for work forever, and holds the command's output open
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the processes
     _drawn.extend(drawn)
 
