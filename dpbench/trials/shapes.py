@@ -17,6 +17,7 @@ Functions take:
     value: as read from JSON.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -121,12 +122,21 @@ def flaw(value: Any, kind: Any, where: str = "") -> str | None:
         where: path to the value, for the line.
     """
     try:
-        convert(value, kind, dec_hook=_time)
+        convert({"value": value}, _holder(kind), dec_hook=_time)
     except (ValidationError, OverflowError) as error:
-        text, _, path = str(error).partition(" - at `$")
+        text, _, path = str(error).partition(" - at `$.value")
         where = (where + path.rstrip("`")).removeprefix(".")
         return printable(f"{where}: {text}" if where else text)[:_SHOWN].replace("\n", " ")
     return None
+
+
+@functools.cache
+def _holder(kind: Any) -> Any:
+    """An object with a value of the type: msgspec remembers how to read objects, but works out a union at every call.
+
+    There it calls Python, and swallows a KeyboardInterrupt.
+    """
+    return defstruct("Value", [("value", kind)])
 
 
 def too_deep(value: Any) -> bool:
