@@ -141,18 +141,27 @@ def trouble(device: torch.device) -> str | None:
 
 @operation
 def gram_norms(
-    x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int, lost: tuple[float, float]
+    x: Tensor,
+    g: Tensor,
+    geometry: Sequence[Sequence[int]],
+    groups: int,
+    lost: tuple[float, float],
+    *,
+    bias: bool = False,
 ) -> Tensor:
     """‖∂/∂W‖² of each sample and group, and the reach: [n · groups, 4] float32.
 
     Rounding may make the square of a vanishing gradient slightly negative.
+
+    Args:
+        bias: the gradient includes a bias, as a weight of inputs of 1.
     """
     x, g, options, sizes = _of_images(x, g, geometry, groups)
     channels, outputs, *_, positions, _ = sizes
     tiles = gram_tiles(positions, max(channels, outputs), g.dtype, _generation(g), rows_at_once(x, g, options), options)
     each = groups * pairs(positions, tiles.rows)
     out = g.new_empty(len(g), each, 4, dtype=torch.float32)
-    numbers = (groups, *sizes, *x.stride(), *g.stride(), *map(float, lost))
+    numbers = (groups, *sizes, *x.stride(), *g.stride(), *map(float, (*lost, bias)))
     constants = {"ALONE": positions <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, **tiles.options()}
     launch("gram", each, (x, g, out), numbers, count=len(g), **_of_patches(options), **constants)
     return whole(out.view(len(g) * groups, each // groups, 4))
@@ -247,22 +256,27 @@ def _of_rows(
 
 
 @operation
-def weighted(x: Tensor, g: Tensor, factors: Tensor, size: int, geometry: Sequence[Sequence[int]]) -> Tensor:
+def weighted(
+    x: Tensor, g: Tensor, factors: Tensor, size: int, geometry: Sequence[Sequence[int]], *, bias: bool = False
+) -> Tensor:
     """Σ_i c_i g_i of a weight without groups, of each portion of `size` samples: [portions, P, C, *kernel] float32.
 
     Args:
         factors: c [n], float32, contiguous.
         size: from `portion_of`.
+        bias: the result is [portions, P · C · ∏ kernel + P] and ends with the sums of a bias.
     """
     kernel = geometry[0]
     x, g, options, sizes = _of_images(x, g, geometry, 1)
     channels, outputs, *_, positions, _ = sizes
     inputs = channels * math.prod(options[0])
     tiles = sum_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g, options), options)
-    out = factors.new_empty(max(1, -(-len(g) // size)), outputs, channels, *kernel)
+    shape = (outputs * (inputs + 1),) if bias else (outputs, channels, *kernel)
+    out = factors.new_empty(max(1, -(-len(g) // size)), *shape)
     numbers = (*sizes, len(g), size, *x.stride(), *g.stride())
     programs = len(out) * -(-outputs // tiles.rows) * -(-inputs // tiles.columns)
-    launch("weighted", programs, (x, g, factors, out), numbers, **_of_patches(options), **tiles.sides())
+    constants = _of_patches(options) | tiles.sides() | {"BIAS": bias}
+    launch("weighted", programs, (x, g, factors, out), numbers, **constants)
     return out
 
 

@@ -45,6 +45,7 @@ def gram(
     g_position,
     of_inputs,
     of_outputs,
+    of_bias,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr,
@@ -62,6 +63,7 @@ def gram(
 
     A and G are the inner products of patches and of gradient rows, of one sample and group. `channels` and `outputs`
     are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is True if there is one block.
+    of_bias is 1 if inputs have one more entry, 1, else 0.
     """
     found, first, second = _pair(positions, BLOCK)
     sample, group = found // groups, found % groups
@@ -90,9 +92,10 @@ def gram(
                 y, z = u_row + down, u_column + across
                 right = _pixels(x, y, z, height, width, k, channels, x_row, x_column, x_channel)
             of_x = _dot(left.to(dtype), tl.trans(right.to(dtype)), of_x)
+    of_x += of_bias
     out += tl.program_id(0).to(tl.int64) * 4
     tl.store(out, tl.sum(of_x * of_g) * tl.where(first == second, 1.0, 2.0))
-    same = t[:, None] == u[None, :]
+    same = (t[:, None] == u[None, :]) & (t < positions)[:, None]
     of_a, of_g = tl.sum(tl.where(same, of_x, 0.0), 1), tl.sum(tl.where(same, of_g, 0.0), 1)
     _store_reach(out, of_a, of_g, of_inputs, of_outputs)
 
@@ -268,6 +271,7 @@ def weighted(
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
     POINT: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -275,7 +279,8 @@ def weighted(
     """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d), for the `each` samples i of one portion: out [portions, p, d].
 
     In out, d is (channel, kernel row, kernel column); tiles have the order of `_of_input`. A block of positions belongs
-    to one sample. Its products are exact, its sum is float32, and the factor scales the sum in registers.
+    to one sample. Its products are exact, its sum is float32, and the factor scales the sum in registers. If BIAS, a
+    portion of out ends with Σ_i c_i Σ_t g_itp.
     """
     inputs = channels * KERNEL_H * KERNEL_W
     tiles_d = tl.cdiv(inputs, BLOCK_D)
@@ -288,6 +293,7 @@ def weighted(
     first = portion * each
     blocks = tl.cdiv(positions, BLOCK_T)
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    of_bias = tl.zeros((BLOCK_P,), tl.float32)
     for step in range((tl.minimum(count, first + each) - first) * blocks):
         sample = first + step // blocks
         t = step % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -301,9 +307,15 @@ def weighted(
             known = d < inputs
             of_x = _patches(x_at, row, column, down, across, height, width, channel, known, x_row, x_column, x_channel)
         found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
-        total += found * tl.load(factors + sample)
+        factor = tl.load(factors + sample)
+        total += found * factor
+        if BIAS:
+            of_bias += tl.sum(of_g.to(tl.float32), 0) * factor
     at = p.to(tl.int64)[:, None] * inputs + (channel * (KERNEL_H * KERNEL_W) + d // channels)[None, :]
-    tl.store(out + portion * outputs * inputs + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])
+    out += portion * outputs * (inputs + BIAS)
+    tl.store(out + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])
+    if BIAS:
+        tl.store(out + outputs * inputs + p, of_bias, mask=(p < outputs) & (tile % tiles_d == 0))
 
 
 @triton.jit

@@ -45,6 +45,8 @@ def shifted_norms(
     phases: Sequence[int],
     width: int,
     lost: tuple[float, float],
+    *,
+    bias: bool = False,
 ) -> Tensor:
     """Squared norm, Σ_t √A_tt √G_tt, Σ_t (√A_tt · lost[0] + √G_tt · lost[1]) and Σ_t A_tt G_tt: [n, 4] float32.
 
@@ -53,13 +55,14 @@ def shifted_norms(
         g: [n, T, T] float32, contiguous: the Gram matrix of the output's gradient.
         grid: rows and columns of the N pixels.
         phases: number of phases in each dimension: the stride, or 1 if the kernel reads one phase only.
+        bias: as in `cuda.gram_norms`.
     """
     count, positions, _ = g.shape
     block = power(positions, TILE)
     blocks = math.ceil(positions / block)
     each = blocks * (blocks // 2 + 1)
     out = g.new_empty(count, each, 4)
-    numbers = (positions, width, x.shape[2], *grid, *map(float, lost))
+    numbers = (positions, width, x.shape[2], *grid, *map(float, (*lost, bias)))
     constants = {"PHASES_H": phases[0], "PHASES_W": phases[1], "BLOCK": block}
     cuda.launch("shifted", each, (x, g, out), numbers, count=count, **cuda.named(geometry), **constants)
     return cuda.whole(out)

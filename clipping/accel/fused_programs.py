@@ -22,6 +22,7 @@ def shifted(
     columns,
     of_inputs,
     of_outputs,
+    of_bias,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr,
@@ -36,9 +37,9 @@ def shifted(
 ):
     """Σ A_tu G_tu over a block of positions t and one of u, and the reach over t = u.
 
-    A sums shifts of x [n, phases, pixels, pixels] over the kernel's offsets; G is g [n, positions, positions]. The
-    columns of out [n · pairs, 4] are this sum, Σ_t √A_tt √G_tt, Σ_t √G_tt · of_outputs + √A_tt · of_inputs and
-    Σ_t A_tt G_tt.
+    A is of_bias and shifts of x [n, phases, pixels, pixels], summed over the kernel's offsets. G is g [n, positions,
+    positions]. The columns of out [n · pairs, 4] are this sum, Σ_t √A_tt √G_tt, Σ_t √G_tt · of_outputs + √A_tt ·
+    of_inputs and Σ_t A_tt G_tt.
     """
     blocks = tl.cdiv(positions, BLOCK)
     distances = blocks // 2 + 1  # the cyclic distance of any two blocks is at most blocks // 2
@@ -52,7 +53,7 @@ def shifted(
     there = (t < positions)[:, None] & (u < positions)[None, :]
     x += sample * (PHASES_H * PHASES_W) * pixels * pixels
     g += sample * positions * positions
-    sums = tl.zeros((BLOCK, BLOCK), tl.float32)
+    sums = tl.zeros((BLOCK, BLOCK), tl.float32) + of_bias
     for k in range(KERNEL_H * KERNEL_W):
         phase_h, down = _read(k // KERNEL_W, STRIDE_H, PADDING_H, DILATION_H, PHASES_H)
         phase_w, across = _read(k % KERNEL_W, STRIDE_W, PADDING_W, DILATION_W, PHASES_W)

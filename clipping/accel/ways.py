@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from clipping.accel import cpu, cuda, fused, tiles
-from clipping.core.dtypes import norm_dtype
+from clipping.core.dtypes import HALF, norm_dtype
 from clipping.core.microbatching import Parts
 from clipping.numerics.per_sample import added_in, part
 from clipping.numerics.products import PADDED
 from clipping.numerics.rounding_bounds import of_lost
-from clipping.rules.base import Rule, Spec, Way, Work, of_columns
+from clipping.rules.base import Route, Rule, Spec, Way, Work, of_columns
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
-from clipping.rules.linear import Bilinear, LinearWeight
+from clipping.rules.linear import GRAM, Bilinear, LinearWeight
 from clipping.rules.patches import FromOperands, OfPatches
 from clipping.rules.pixel_gram import compiled_norms
 
@@ -59,7 +59,8 @@ class _GramTiles(_Triton[Imaged]):
         return _is_flat(rule) and super().supports(rule)
 
     def norms(self, rule: Imaged, g: Tensor, samples: slice) -> Parts:
-        return rule.by_sample(cuda.gram_norms(*rule.images(g, samples), rule.geometry(), rule.groups, rule.lost(g)))
+        (x, of), bias = rule.images(g, samples), rule.bias is not None
+        return rule.by_sample(cuda.gram_norms(x, of, rule.geometry(), rule.groups, rule.lost(g), bias=bias))
 
     def work(self, rule: Imaged, g: Tensor | Spec) -> Work:
         """Whole tiles of a triangle with its diagonal."""
@@ -174,7 +175,7 @@ def weighted(rule: Rule, g: Tensor, factors: Tensor) -> Tensor | None:
     size, count, factors = portion(rule, g), rule.samples(g), factors.to(torch.float32).contiguous()
     if isinstance(rule, LinearWeight):
         whole = rule.images(g, slice(0, count))  # padded alike in each block
-        taken = rule.positions >= PADDED and tiles.rows_at_once(*whole)  # rows may be slices of longer rows
+        taken = _are_taken(rule, whole)
     else:
         whole, taken = None, len(rule.kernel) == 2 and rule.groups == 1 and rule.positions > 0
     if not taken:
@@ -182,13 +183,37 @@ def weighted(rule: Rule, g: Tensor, factors: Tensor) -> Tensor | None:
 
     def sums(samples: slice, _: int) -> Tensor:
         x, of = rule.images(g, samples) if whole is None else (part(y, samples) for y in whole)
-        return cuda.weighted(x, of, part(factors, samples), size, rule.geometry())
+        return cuda.weighted(x, of, part(factors, samples), size, rule.geometry(), bias=rule.bias is not None)
 
     of_sums, of_images = 2 * 4 * rule.parameter.numel(), size * _copied(rule, g)  # two blocks may be added up at once
     step = size * max(1, rule.room() // max(1, of_sums, of_images))
     several = [slice(start, min(start + step, count)) for start in range(0, max(1, count), step)]
     found = added_in(sums, [(samples, -(-(samples.stop - samples.start) // size)) for samples in several])
-    return rule.sliced(found.squeeze(2)) if isinstance(rule, LinearWeight) else found
+    return rule.sliced(found.squeeze(2)) if isinstance(rule, LinearWeight) and rule.bias is None else found
+
+
+def _are_taken(rule: LinearWeight, images: tuple[Tensor, Tensor]) -> bool:
+    """True if the kernel sums these images; rows may be slices of longer rows."""
+    return rule.positions >= PADDED and tiles.rows_at_once(*images)
+
+
+def takes_bias(rule: Rule, g: Tensor, route: Route) -> bool:
+    """True if Gram matrices and sum of a linear layer can include its bias, which need not read g again.
+
+    Its inputs are 1: the norms are Σ_{t,u} (a_t · a_u + 1)(g_t · g_u), and the reach is that of rows (a_t, 1).
+
+    Args:
+        route: of the weight.
+    """
+    if type(rule) is not LinearWeight or rule.transposed or not route.ghost or g.dtype not in HALF:
+        return False
+    if rule.a.dtype != g.dtype or not fused.runs(rule.parameter, g):
+        return False
+    way = rule.named(route.way or rule.best_way(g, ghost=True))
+    by_gram = way.name == GRAM_KERNEL or (way is GRAM and GRAM.is_whole(rule, g))
+    images = rule.images(g, slice(0, rule.samples(g)))
+    unpadded = [x.shape[1] for x in images] == [rule.inputs, rule.outputs]
+    return by_gram and unpadded and _are_taken(rule, images)
 
 
 def portion(rule: Bilinear, g: Tensor | Spec) -> int:

@@ -22,11 +22,12 @@ from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, blocks, concatenated, each, sum_dtype
 from clipping.core.types import Parameters
+from clipping.numerics import kernels
 from clipping.numerics.per_sample import at_once, part, sum_of_squares, weighted_sum
 from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
 from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Route, Rule
-from clipping.rules.elementwise import Copies
+from clipping.rules.elementwise import Broadcast, Copies
 from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use
 
@@ -77,7 +78,11 @@ class Term(NamedTuple):
         """
         source, rule, _, g = self
         if source.rearranged:
-            return source.add_to(grads, rule.weighted(g, factors))
+            found = rule.weighted(g, factors)
+            if rule.bias is not None:
+                found, of_bias = found.split((source.tensor.numel(), rule.outputs))
+                rule.bias.add_to(grads, of_bias)
+            return source.add_to(grads, found)
         names: list[str] = []
 
         def weighed(samples: slice) -> Tensor:
@@ -372,6 +377,9 @@ class Book(_WholeNorms):
 
     def _single(self, term: Term) -> None:
         source, rule, route, g = term
+        if self._is_bias(term):
+            self._waiting[-1].rule.bias = source
+            return None
         if not source.rearranged and term.is_small_pulled_back(self._planned_for):
             return self._several(term)
         if self.joins and route.kept and not route.way and self._is_small(rule, g):
@@ -388,6 +396,16 @@ class Book(_WholeNorms):
         parts, squares = map(list, zip(*each(kept, rule.blocks(g, way, route.block)), strict=True))
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
         self._entries.append(Kept(source, parts))
+
+    def _is_bias(self, term: Term) -> bool:
+        """True for the bias of the linear layer before it, if its norm and sum are found along with the weight's."""
+        source, rule, _, g = term
+        if type(rule) is not Broadcast or not self._waiting or not self.joins:
+            return False
+        weight = self._waiting[-1]
+        alike = g is weight.g and rule.is_sum and rule.parameter.shape == (weight.rule.outputs,)
+        free = source.is_parameter and weight.source.rearranged and weight.rule.bias is None
+        return alike and free and kernels.ways.takes_bias(weight.rule, g, weight.route)
 
     def _total(self) -> tuple[Tensor, Tensor]:
         for term in self._waiting:

@@ -185,16 +185,18 @@ def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
     return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
 
 
-def gram_norms_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
+def gram_norms_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float], *, bias: bool = False) -> Tensor:
     """`gram_product` by whole Gram matrices, with the reach that their diagonals hold: [n, 4].
 
     On a GPU, by the library's products and one kernel that reads both matrices once.
 
     Args:
         lost: from `clipping.numerics.rounding_bounds.of_lost`.
+        bias: rows of a have one more entry, 1.
     """
     positions, of_a = a.shape[1], products(a, a).unsqueeze(1)
-    found: Tensor = kernels.fused.shifted_norms(of_a, products(g, g), POINT, (1, positions), (1, 1), positions, lost)
+    sizes = (1, positions), (1, 1), positions
+    found: Tensor = kernels.fused.shifted_norms(of_a, products(g, g), POINT, *sizes, lost, bias=bias)
     return found
 
 

@@ -233,6 +233,8 @@ class Rule(ABC):
     library = ""  # library of the product Σ_i c_i g_i on CUDA, which may round its operands: cublas, cudnn or none
     fold = 1
     """Output rows for each sample: more than one where windows or tokens were folded into the batch."""
+    bias: Any = None
+    """`Source` of a bias that norm and sum include, as a weight of inputs of 1 (`clipping.accel.ways.takes_bias`)."""
     settings: tuple[object, ...] = ()
     """What a sample's cost depends on besides shapes: stride and padding of a convolution, letters of an einsum."""
     share: Any = None

@@ -19,7 +19,7 @@ from clipping.numerics import kernels
 from clipping.numerics.per_sample import added_at_once, at_once, gram_norms_and_reach, gram_product, part, within
 from clipping.numerics.products import aligned, on_gpu, padding, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands, portion
-from clipping.rules.base import DIRECT, UNTIMED, Gradient, Gram, Refused, Rule, Spec, Way, of_columns
+from clipping.rules.base import DIRECT, UNTIMED, Gradient, Gram, Refused, Route, Rule, Spec, Way, of_columns
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.pixel_gram import LINEAR, Geometry
 
@@ -66,7 +66,10 @@ class Bilinear(Rule):
 
     def lost(self, g: Tensor) -> tuple[float, float]:
         """`of_lost` of the output's gradient."""
-        return of_lost(g.dtype, self.inputs, self.outputs)
+        return of_lost(g.dtype, self.inputs + (self.bias is not None), self.outputs)
+
+    def features(self, route: Route) -> int:
+        return super().features(route) + (self.bias is not None)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
@@ -115,10 +118,16 @@ class _Gram(Gram["LinearWeight"]):
         if rule.positions == 1:  # ‖g aᵀ‖² is R²
             reach = of_operands(a, of, rule.inputs, rule.outputs)
             return reach.apart, *reach
-        available = rule.workspace(g)
-        if not kernels.fused.runs(rule.a, g) or self.work(rule, g).workspace > available:
-            return (gram_product(a, of, available),)
-        return of_columns(gram_norms_and_reach(a, of, rule.lost(g)))
+        if not self.is_whole(rule, g):
+            return (gram_product(a, of, rule.workspace(g)),)
+        return of_columns(gram_norms_and_reach(a, of, rule.lost(g), bias=rule.bias is not None))
+
+    def is_whole(self, rule: LinearWeight, g: Tensor) -> bool:
+        """True if the Gram matrices are formed whole, on a GPU."""
+        return kernels.fused.runs(rule.a, g) and self.work(rule, g).workspace <= rule.workspace(g)
+
+
+GRAM = _Gram()
 
 
 class LinearWeight(Bilinear):
@@ -135,7 +144,7 @@ class LinearWeight(Bilinear):
         g, samples: as those of `Rule`.
     """
 
-    ways: tuple[Way[Any], ...] = (_Gram(), DIRECT)
+    ways: tuple[Way[Any], ...] = (GRAM, DIRECT)
 
     def __init__(self, weight: Tensor, a: Tensor, transposed: bool = False, fold: int = 1) -> None:
         outputs, inputs = weight.shape

@@ -124,8 +124,8 @@ def large_sums(batch_size: int) -> tuple[linear.Bilinear, ...]:
 def test_portions_that_a_kernel_sums_at_once_stay_within_the_room(which, monkeypatch):
     formed, form = [], cuda.weighted
 
-    def formed_at_once(*given):
-        formed.append(form(*given))
+    def formed_at_once(*given, **named):
+        formed.append(form(*given, **named))
         return formed[-1]
 
     monkeypatch.setattr(cuda, "weighted", formed_at_once)
@@ -142,8 +142,8 @@ def test_rows_of_the_last_portion_are_padded_as_the_others(monkeypatch):
     """Alone its product would be too small for padding to pay."""
     shapes, form = set(), cuda.weighted
 
-    def formed(*given):
-        parts = form(*given)
+    def formed(*given, **named):
+        parts = form(*given, **named)
         shapes.add(parts.shape[1:])
         return parts
 

@@ -133,6 +133,12 @@ def linear_layers(dtype: torch.dtype, device: str) -> None:
                 close(found.terms, terms.sum(1))
                 close(found.apart, terms.square().sum(1))
                 close(found.lost, of_rows(row_norms(a), row_norms(g), d, p).lost)
+        rule.bias, more = True, torch.cat([a, torch.ones_like(a[..., :1])], 2)  # inputs have one more entry, 1
+        for way in ("gram", GRAM_KERNEL) if t > 1 else ():
+            squares, reach = with_kernels(lambda rule=rule, way=way, g=g: rule.squares_and_reach(g, Route(True, way)))
+            close(squares, squared(more, g))
+            for found, of in zip(reach, of_rows(row_norms(more), row_norms(g), d + 1, p), strict=True):
+                close(found, of)
 
 
 def first_program(device: str) -> None:
@@ -294,6 +300,9 @@ def sums_of_rows(device: str) -> None:
             rule, factors = LinearWeight(weight, a, turned), torch.rand(count, device=device) * 2.0**-7
             expected = torch.einsum("n,nto,nti->oi", factors.double(), g.double(), a.double())
             summed(rule, g, factors, expected.t() if turned else expected)
+            if count and not turned:  # along with a bias
+                rule.bias, of_bias = True, torch.einsum("n,nto->o", factors.double(), g.double())
+                summed(rule, g, factors, torch.cat([expected.flatten(), of_bias]))
             if count:  # of any strides
                 several, turned_around = a.repeat(1, 1, 2)[..., :inputs], a.mT.contiguous().mT
                 for x, known in ((a, True), (several, True), (a[..., :15], False), (turned_around, positions == 16)):
@@ -456,6 +465,34 @@ def whole_steps_in_half_precision(device: str) -> None:
     ConvolutionWeight.best_way = ghosts
 
 
+def whole_steps_of_biases(device: str) -> None:
+    """Norms and sums of linear layers with their biases; one whose gradient is another parameter's, too."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.more = nn.Linear(16, 32), nn.Linear(32, 16), nn.Parameter(torch.randn(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second((self.first(x) + self.more).relu()).float().sum((1, 2))
+
+    model, x = Layers().to(device, torch.bfloat16), torch.randn(5, 20, 16, device=device).bfloat16()
+
+    def step() -> Any:
+        with load_backend("bk_ghost")(model, lambda y, _: y.square(), clip=Flat(0.5), verify=False) as backend:
+            return backend(x, torch.zeros(5, device=device))
+
+    before, taken = ways.takes_bias, list[bool]()
+    ways.takes_bias = lambda *given: taken.append(before(*given)) or taken[-1]
+    plain, found = step(), with_kernels(step)
+    ways.takes_bias = before
+    assert taken == [False, False, True, True], taken
+    close(found.norms, plain.norms)
+    for key, grad in plain.grads.items():
+        assert found.grads[key].shape == grad.shape
+        assert (found.grads[key] - grad).abs().max() <= 1e-5 * grad.abs().max(), key
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     **{f"linear layers in {dtype}": partial(linear_layers, dtype) for dtype in DTYPES},
     "the first program of all": first_program,
@@ -479,6 +516,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,
     "whole steps in half precision": whole_steps_in_half_precision,
+    "whole steps of biases": whole_steps_of_biases,
 }
 QUICK = ("as in ResNet18", "stride 2", "rows", "scales of layer norm", "sums in float64", "infinities come through")
 """Those that take the interpreter less than a second each."""
@@ -505,6 +543,7 @@ def compile_tiles(
     tiles = tiled(generation=capability // 10)
     blocks = {
         "ALONE": 0,
+        "BIAS": 1,
         "POINT": 0,
         "BLOCK": cuda.LINE if program == "collected" else tiles.rows,
         "BLOCK_K": tiles.depth,
