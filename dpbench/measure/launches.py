@@ -54,8 +54,8 @@ RATES = {"half": 767e12, "tf32": 400e12, "float32": 52e12}
 UNALIGNED, TRITON = 0.2, 0.5
 #: Operations that make the host wait for the device.
 WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero"}
-#: Operations that overwrite their first argument without reading it.
-_OVERWRITES = ("copy_", "fill_", "zero_")
+#: Operations that do not read their first argument: they overwrite it, or take its shape.
+_OVERWRITES = ("copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 #: Operations that read as many bytes of their first argument as they return.
 _GATHERS = ("embedding", "index", "gather", "index_select")
 #: Operations that read and write as many bytes of their first argument as their last tensor has.

@@ -32,7 +32,7 @@ def test_a_linear_layer_by_hand():
     assert found["flops"] == 2 * (2 * 8 * 6 * 5)
     x, w, y, losses = 8 * 6, 5 * 6, 8 * 5, 8
     expanded = 1  # the gradient of a sum is one number, expanded
-    assert found["bytes_read"] == 4 * ((x + w) + y + losses + 1 + expanded + x)
+    assert found["bytes_read"] == 4 * ((x + w) + y + losses + expanded + x)
     assert found["bytes_written"] == 4 * (y + losses + 1 + 1 + w)
 
 
@@ -61,6 +61,8 @@ def test_views_launch_nothing_and_what_is_read_and_written_is_counted():
         (lambda: x.add_(into), "add_", 48, 24),
         (lambda: into.copy_(x), "copy_", 24, 24),
         (lambda: x.zero_(), "zero_", 0, 24),
+        (lambda: torch.zeros_like(x), "zeros_like", 0, 24),
+        (lambda: x.new_full((5,), 3.0), "new_full", 0, 5),
         (lambda: x + x[:1].expand(4, 6), "add", 24, 24),
         (lambda: x + into[:1].expand(4, 6), "add", 30, 24),
         (lambda: table[ids], "index", 2 * 5 + 30, 30),  # a number of 8 bytes is two of 4
