@@ -421,8 +421,7 @@ class Gated(nn.Module):
         self.layer, self.head, self.gate = nn.Linear(20, 5), nn.Linear(20, 5), nn.Parameter(torch.zeros(()))
 
     def forward(self, x):
-        rows = torch.eye(len(x)).roll(1, 0)  # moves rows by a product, which their owners do not follow
-        return self.head(x) + self.gate * (rows.mT @ self.layer(rows @ x))
+        return self.head(x) + self.gate * self.layer(x.rot90(2)).rot90(2)  # owners of these rows are not followed
 
 
 @each
