@@ -125,6 +125,16 @@ def samples_first(func: Any, args: Any, kwargs: Any, at: int, data: list[Tensor]
     return args, kwargs
 
 
+def new_dimensions(args: Any, kwargs: Any, data: list[Tensor]) -> tuple[None, ...]:
+    """Return an index that gives activations as many dimensions as a parameter that they are broadcast with.
+
+    Empty if they have them, or if they have different numbers of dimensions.
+    """
+    dims = {x.dim() for x in data}
+    most = max(x.dim() for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    return (None,) * (most - dims.pop()) if len(dims) == 1 and dims != {0} else ()
+
+
 OF_ROWS = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.rms_norm, torch.matmul, torch.Tensor.matmul}
 """Operations on the last one or two dimensions."""
 OF_FEATURES = OF_ROWS - {F.embedding}

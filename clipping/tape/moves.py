@@ -82,8 +82,11 @@ def _left(entries: Sequence[Any], place: int, dims: int) -> int | None:
 
 
 def _is_stack(x: Tensor) -> bool:
-    """True for a stack of tensors with one row a sample, or of layer states: dimension 0 does not hold samples."""
-    name = type(x.grad_fn).__name__
+    """True for a stack of tensors with one row a sample, or of layer states: dimension 0 does not hold samples.
+
+    False if the samples were followed into dimension 0.
+    """
+    name = "" if is_marked(x) else type(x.grad_fn).__name__
     return name.startswith(("Stack", "Unsqueeze")) or (x.output_nr > 0 and ("Rnn" in name or "RNN" in name))
 
 

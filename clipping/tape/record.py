@@ -51,7 +51,7 @@ from clipping.rules.fallback import fallback
 from clipping.rules.handlers import COMPOSITES, OF_DATA, PER_SAMPLE, handler_of
 from clipping.rules.rewritten import REWRITTEN
 from clipping.tape.arrivals import Anchored, Arrival, Arrivals
-from clipping.tape.batch_dimension import MOVABLE, as_rows, samples_first, whose
+from clipping.tape.batch_dimension import BROADCAST, MOVABLE, as_rows, new_dimensions, samples_first, whose
 from clipping.tape.checkpointing import LetGo, Replay, hooks_of_saving
 from clipping.tape.marks import Marks, tensors
 from clipping.tape.uses import Activations, Use, count_parts, given
@@ -262,6 +262,8 @@ class Tape(TorchFunctionMode):
         return self._sources.get(id(operand))
 
     def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
+        for x in data:
+            _ = x.grad_fn  # a view that was changed in place makes its node when read: here, not within the use
         first, is_first = _next_number(), not any(x.requires_grad for x in data)
         try:
             for x in data:
@@ -332,6 +334,10 @@ class Tape(TorchFunctionMode):
             if output is not NotImplemented:
                 return self._mark(func, args, kwargs, output, data)
         self._composite = outer
+        if func in BROADCAST and (aligned := new_dimensions(args, kwargs, data)):
+            with self:
+                args, kwargs = map_tensors(lambda x: x[aligned] if any(x is y for y in data) else x, (args, kwargs))
+                return func(*args, **kwargs)
         if at and func in MOVABLE:
             with self:
                 args, kwargs = samples_first(func, args, kwargs, at, data)

@@ -223,6 +223,19 @@ def steps_first(m: Any, x: Tensor) -> Tensor:
     return m.layer(torch.where(x > 0, x, m.q) / (1 + m.q.square())).transpose(0, 1) * m.p
 
 
+def broadcast(m: Any, x: Tensor) -> Tensor:
+    """A parameter adds dimensions in front; each sample is taken from a stack."""
+    x = m.layer(x) * m.steps * m.p
+    return torch.stack([m.after(each.tanh())[-1] for each in torch.stack(x.unbind(0), 1)])
+
+
+def read_twice(m: Any, x: Tensor) -> Tensor:
+    """A view changed in place: whoever reads it first makes its node."""
+    h = m.after(m.layer(x))
+    h[..., 1:] -= h[..., :-1].clone()
+    return m.after(h) * m.p + h
+
+
 def of_named(m: Any, x: Tensor) -> Tensor:
     return torch.einsum("tbd->btd", m.layer(torch.einsum("btd->tbd", x)).tanh() + m.p)
 
@@ -346,6 +359,8 @@ PLACED = [
     Case("several bags a sample", bags_of_positions, lambda: {"bag": nn.EmbeddingBag(3, 3), "p": torch.randn(3)}),
     Case("repeated", repeated, layer_and_vector, (D,)),
     Case("elementwise operations of steps first", steps_first, layer_and_two_vectors),
+    Case("broadcast with steps first", broadcast, lambda: {**parts(), "steps": torch.randn(B, 1, 3)}, (D,)),
+    Case("a view changed in place and read twice", read_twice, parts),
     Case("permuted by einsum, as many positions as samples", of_named, layer_and_vector, (B, D)),
     Case("pieces of each sample, as many positions as samples", of_lengths, parts, (B, D)),
     Case(
