@@ -113,11 +113,11 @@ class Arrivals:
         self._leaves.clear()
 
     def _arrive(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Record the arrival of the gradient with index `at`; None is a zero gradient."""
+        """Record the arrival of the gradient with index `at`; None is a zero gradient, as is one without entries."""
         g = gradients[at]
         if self._arrival is not None:
             self._arrived[use] += 1
-            if g is not None:
+            if g is not None and g.numel():
                 with without_autocast(g.device):
                     self._arrival(use, g if g.shape == use.output.shape else g.reshape(use.output.shape))
         elif g is not None and self.by_hand is not None:

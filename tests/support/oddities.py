@@ -236,6 +236,12 @@ def read_twice(m: Any, x: Tensor) -> Tensor:
     return m.after(h) * m.p + h
 
 
+def of_nothing(m: Any, x: Tensor) -> Tensor:
+    """Parameters read beside positions after the last."""
+    rest = x[:, x.shape[1] :]
+    return m.after(torch.cat([m.layer(x) * m.p, m.layer(rest) * m.p.exp() + m.p], 1))
+
+
 def of_named(m: Any, x: Tensor) -> Tensor:
     return torch.einsum("tbd->btd", m.layer(torch.einsum("btd->tbd", x)).tanh() + m.p)
 
@@ -361,6 +367,7 @@ PLACED = [
     Case("elementwise operations of steps first", steps_first, layer_and_two_vectors),
     Case("broadcast with steps first", broadcast, lambda: {**parts(), "steps": torch.randn(B, 1, 3)}, (D,)),
     Case("a view changed in place and read twice", read_twice, parts),
+    Case("a part without positions", of_nothing, parts),
     Case("permuted by einsum, as many positions as samples", of_named, layer_and_vector, (B, D)),
     Case("pieces of each sample, as many positions as samples", of_lengths, parts, (B, D)),
     Case(
