@@ -39,6 +39,7 @@ def methods(*names: str) -> set[Any]:
 
 TRANSPOSITIONS = methods("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "unsqueeze")
 TRANSPOSITIONS |= {torch.Tensor.T.__get__, torch.Tensor.mT.__get__}  # type: ignore[attr-defined]
+TRANSPOSITIONS |= {torch.ops.aten.numpy_T, torch.ops.aten.mT}  # as TorchDynamo writes these
 """Operations that only permute or insert dimensions, as their arguments say."""
 REARRANGEMENTS = methods("view", "reshape", "squeeze", "flatten", "unflatten", "contiguous", "clone") | TRANSPOSITIONS
 """Operations on one tensor that preserve the norm of its gradient."""

@@ -23,7 +23,8 @@ from clipping.rules.base import Refused
 from clipping.rules.contraction import parsed
 from clipping.rules.rewritten import LIKE, takes_all
 
-PERMUTATIONS = TRANSPOSITIONS | methods("unbind")
+PERMUTATIONS = TRANSPOSITIONS | methods("unbind", "adjoint") | {torch.ops.aten.matrix_H, torch.ops.aten.mH}
+PERMUTATIONS |= {torch.Tensor.H.__get__, torch.Tensor.mH.__get__}  # type: ignore[attr-defined]
 """Operations that only permute dimensions, as their arguments say."""
 
 REDUCTIONS = methods("sum", "mean", "amax", "amin", "logsumexp", "prod", "norm", "var", "std")

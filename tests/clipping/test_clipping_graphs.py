@@ -336,6 +336,22 @@ def test_experts_by_a_grouped_product_are_in_the_graph():
     require_graphs(Routed(), [(torch.randn(6, 7, 5, dtype=torch.float64), torch.randint(3, (6,))) for _ in range(6)])
 
 
+class Turned(nn.Module):
+    """Multiplies by a weight from the left, with the samples in the last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(6, 5)), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.weight @ x.T).T.tanh())
+
+
+def test_transpositions_as_dynamo_writes_them_are_in_the_graph():
+    batches = [(torch.randn(4, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 0])) for _ in range(4)]
+    assert require_equal(Turned(), batches).graphs.steps > 0
+
+
 def test_ctc_loss_is_in_the_graph():
     def loss(outputs, targets):
         frames, labels = torch.full((len(outputs),), 7), torch.full((len(outputs),), 2)
