@@ -35,7 +35,7 @@ from clipping.core.autograd import version_of
 from clipping.distributed.spread import sharded_modules
 from clipping.program.capture import is_captured
 from clipping.program.graphs import Compile
-from dpbench.engine import PrivacyEngine, PrivacyWarning
+from dpbench.engine import Misuse, PrivacyEngine, PrivacyWarning
 from dpbench.engine.distributed import place
 from dpbench.engine.recorder import BUFFER
 from dpbench.engine.settings import steps_per_epoch
@@ -186,6 +186,11 @@ class _Private:
     def on_train_start(self) -> None:
         """As Lightning's, after attaching the engine; `configure_optimizers` may ask for the train loader before."""
         assert self.engine is not None
+        if self.engine.model not in set(self.lightning_module.modules()):
+            raise Misuse(
+                "expected the module that this strategy has trained before, got another one, which its engine does not "
+                "train: take a strategy and a Trainer for each; their ε add up if they see the same records"
+            )
         if self._restored is not None:
             self.engine.load_state_dict(self._restored)  # type: ignore[arg-type]
             self._restored = None

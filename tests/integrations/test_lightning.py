@@ -284,6 +284,9 @@ def test_training_once_more_goes_on_counting():
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, DataLoader(data(), batch_size=4))
     assert strategy.engine.privacy_spent().steps == 10
+    trainer.fit_loop.max_epochs = 3
+    with pytest.raises(Misuse, match="expected the module that this strategy has trained before, got another one"):
+        trainer.fit(Classifier(), DataLoader(data(), batch_size=4))
 
 
 def test_a_logger_that_uploads_checkpoints_would_publish_the_keys(tmp_path):
