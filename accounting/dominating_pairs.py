@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import bdtr, bdtrc, ndtr
+from scipy.special import betainc, betaincc, ndtr
 
 from accounting.convolution import Array, Losses
 from accounting.series import log_mixed, unmixed
@@ -133,11 +133,12 @@ def directions(
     if sampling == "truncated_poisson":
         assert sizes is not None
         n, most = sizes
-        full = float(bdtrc(most - 1, n - 1, q)) if most < n else 0.0
+        # P[k ≥ B] and P[k < B]; bdtrc overflows from n = 2³¹ on, and has lost nine digits before
+        full = float(betainc(most, n - most, q)) if most < n else 0.0
         if full > 0.0:
-            within = min(q, float(bdtrc(most, n, q)) * most / n / full)
+            within = min(q, float(betainc(most + 1, n - most, q)) * most / n / full)
             parts = [
-                (1.0 - full if full > 0.5 else float(bdtr(most - 1, n - 1, q)), "poisson", sigma, q),
+                (float(betaincc(most, n - most, q)), "poisson", sigma, q),
                 (full, "without_replacement", sigma, within),
             ]
             each = [directions(name, adjacency, s, rate, None) for _, name, s, rate in parts if rate > 0]

@@ -53,7 +53,8 @@ def _parts(q: float, size: int) -> tuple[Array, Array]:
         raise NoAnswer(f"{size * q:,.0f} records of a group in a batch on average, too many for {_MOST} at most")
     last = int(common.sum())
     counts = np.arange(last + 1.0)
-    log_weights = binom.logpmf(counts, size, q)
+    with np.errstate(divide="ignore"):
+        log_weights = np.log(binom.pmf(counts, size, q))  # logpmf loses all digits for large k
     if last < size:
         counts, log_weights = np.append(counts, size), np.append(log_weights, binom.logsf(last, size, q))
     log_weights[0] = size * math.log1p(-q)  # exact, because losses may be this small

@@ -321,3 +321,12 @@ def test_an_epsilon_beyond_exponentials_where_no_batch_is_cut():
     whole = SubsampledGaussian(1.0, 0.5, adjacency="zero_out")
     found = [load_accountant("rdp").epsilon(each, steps=10_000, delta=1e-5) for each in (cut, whole)]
     assert found[0] == found[1] > 710
+
+
+def test_batches_of_huge_data_sets_are_cut_as_those_of_large_ones():
+    """Batches cut at their mean cost nearly the same for any n: half of them are cut."""
+    sizes = [{"dataset_size": n, "max_batch_size": n // 1000} for n in (10**9, 2**31 + 9, 10**12)]
+    scheme = ("truncated_poisson", "add_remove")
+    found = [spent("prv", *scheme, q=1e-3, steps=100, sizes=each) for each in sizes]
+    assert found[0] > 2 * spent("prv", "poisson", "add_remove", q=1e-3, steps=100)
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-3)

@@ -76,6 +76,12 @@ def test_groups_are_mixtures_of_gaussians(sigma, q, size, steps):
     assert found.epsilon > epsilon("pld", sigma, q, steps, 1e-6)
 
 
+def test_the_records_of_huge_groups_are_counted_as_those_of_large_ones():
+    """The number of a group's records in a batch is nearly Poisson distributed."""
+    found = [epsilon("prv", 5.0, 0.5 / size, 100, 1e-5, group_size=size) for size in (10**7, 10**12, 2**53)]
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
+
+
 def test_without_sampling_a_group_is_as_much_less_noise():
     from accounting.schemes import epsilon_of_mechanisms
 
