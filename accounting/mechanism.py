@@ -65,9 +65,8 @@ class SubsampledGaussian:
         if self.adjacency == "":
             object.__setattr__(self, "adjacency", PROVED[self.sampling][0])
         self._check_name("adjacency", ADJACENCIES)
-        for argument in ("dataset_size", "max_batch_size"):
+        for argument in ("dataset_size", "max_batch_size", "group_size"):
             self._check_size(argument)
-        object.__setattr__(self, "group_size", int(min(whole("group_size", self.group_size, least=1), 2.0**53)))
 
     def _check_name(self, argument: str, names: Mapping[str, str]) -> None:
         if getattr(self, argument) not in names:
@@ -75,9 +74,9 @@ class SubsampledGaussian:
 
     def _check_size(self, argument: str) -> None:
         value, truncated = getattr(self, argument), self.sampling == "truncated_poisson"
-        if value is None and truncated:
-            raise ArgumentError(argument, "under truncated Poisson sampling", value)
-        if value is None:
+        if value is None and argument != "group_size":
+            if truncated:
+                raise ArgumentError(argument, "under truncated Poisson sampling", value)
             return
         if argument == "max_batch_size" and not truncated:
             raise ArgumentError(argument, f"with truncated Poisson sampling only, not with {self.sampling}", value)

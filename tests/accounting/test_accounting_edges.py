@@ -154,6 +154,8 @@ WRONG = [
     (lambda: SubsampledGaussian(4.0, math.nan), r"sample_rate in \[0, 1\], got nan"),
     (lambda: SubsampledGaussian("4", 0.1), "noise_multiplier to be a number >= 0, got '4'"),
     (lambda: SubsampledGaussian(True, 0.1), "noise_multiplier to be a number >= 0, got True"),
+    (lambda: SubsampledGaussian(1.0, 0.1, group_size=None), "group_size to be a whole number >= 1, got None"),
+    (lambda: SubsampledGaussian(1.0, 0.1, group_size=1e20), r"group_size to be at most 2\*\*53, got 1e\+20"),
     (lambda: SubsampledGaussian(1.0, 0.1, dataset_size=2.5), "dataset_size to be a whole number >= 1, got 2.5"),
     (lambda: answer("moments", 4.0, 0.01, math.inf, 1e-5), "steps to be a whole number >= 0, got inf"),
     (lambda: answer("moments", 4.0, 0.01, 10, 1.1), r"delta in \[0, 1\], got 1.1"),
