@@ -21,7 +21,7 @@ from clipping.core.clip_functions import ClipFunction, factors_by_name
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, in_parts, sum_dtype
 from clipping.numerics import kernels
-from clipping.numerics.products import multiplied, products
+from clipping.numerics.products import ALIGNED, multiplied, products
 from clipping.numerics.rounding_bounds import portion
 
 SUMMED = 4096
@@ -31,6 +31,8 @@ WIDENED = 2**22
 HALVED = 160
 """Number of positions from which to use a Gram matrix's symmetry: below, smaller blocks cost more than it saves."""
 
+SPLIT = 1024
+"""Positions from which a GPU forms Gram matrices in halves; halves of fewer cost more launches than they save."""
 ROWS = 128
 """Rows of a block of a symmetric Gram matrix; more where there are many rows."""
 
@@ -188,13 +190,23 @@ def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
 def gram_norms_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float], *, bias: bool = False) -> Tensor:
     """`gram_product` by whole Gram matrices, with the reach that their diagonals hold: [n, 4].
 
-    On a GPU, by the library's products and one kernel that reads both matrices once.
+    On a GPU, by the library's products and one kernel that reads both matrices once. Many positions are halved, as the
+    products of the one half with the other are needed once only.
 
     Args:
         lost: from `clipping.numerics.rounding_bounds.of_lost`.
         bias: rows of a have one more entry, 1.
     """
-    positions, of_a = a.shape[1], products(a, a).unsqueeze(1)
+    count, positions, _ = g.shape
+    half = positions // 2
+    if positions >= SPLIT and not positions % (2 * ALIGNED) and a.is_contiguous() and g.is_contiguous():
+        left, right = (x.view(2 * count, half, x.shape[2]) for x in (a, g))
+        both = gram_norms_and_reach(left, right, lost, bias=bias).view(count, 2, 4).sum(1)
+        across = products(a[:, :half], a[:, half:])
+        across = (across.add_(1) if bias else across).mul_(products(g[:, :half], g[:, half:]))
+        both[:, 0].add_(across.sum((1, 2)), alpha=2)
+        return both
+    of_a = products(a, a).unsqueeze(1)
     sizes = (1, positions), (1, 1), positions
     found: Tensor = kernels.fused.shifted_norms(of_a, products(g, g), POINT, *sizes, lost, bias=bias)
     return found

@@ -22,6 +22,7 @@ from clipping.accel import cuda, fused, ways
 from clipping.accel.tiles import Tiles, gradient_tiles, gram_tiles, rows_at_once, sum_tiles
 from clipping.accel.ways import GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL
 from clipping.core.dtypes import HALF
+from clipping.numerics import per_sample
 from clipping.numerics.per_sample import POINT
 from clipping.numerics.rounding_bounds import of_rows, row_norms
 from clipping.rules.base import Route
@@ -139,6 +140,23 @@ def linear_layers(dtype: torch.dtype, device: str) -> None:
             close(squares, squared(more, g))
             for found, of in zip(reach, of_rows(row_norms(more), row_norms(g), d + 1, p), strict=True):
                 close(found, of)
+
+
+def halves(device: str) -> None:
+    """Gram matrices of many positions in halves of halves, with and without a bias; others at once."""
+    whole, per_sample.SPLIT = per_sample.SPLIT, 32
+    for count, positions in ((2, 64), (3, 48), (2, 40)):
+        a, g = draw(device, torch.bfloat16, count, positions, 5), draw(device, torch.bfloat16, count, positions, 7)
+        for bias in (False, True):
+            found = with_kernels(
+                lambda a=a, g=g, bias=bias: per_sample.gram_norms_and_reach(a, g, (1.0, 2.0), bias=bias)
+            )
+            rows = torch.cat([a, torch.ones_like(a[..., :1])], 2) if bias else a
+            close(found[:, 0], squared(rows, g))
+            terms = rows.double().norm(dim=2), g.double().norm(dim=2)
+            reach = terms[0] * terms[1], terms[0] + 2 * terms[1], (terms[0] * terms[1]).square()
+            close(found[:, 1:], torch.stack([each.sum(1) for each in reach], 1))
+    per_sample.SPLIT = whole
 
 
 def first_program(device: str) -> None:
@@ -495,6 +513,7 @@ def whole_steps_of_biases(device: str) -> None:
 
 CHECKS: dict[str, Callable[[str], None]] = {
     **{f"linear layers in {dtype}": partial(linear_layers, dtype) for dtype in DTYPES},
+    "halves of positions": halves,
     "the first program of all": first_program,
     "sizes of zero": nothing,
     "views of any strides": views,
