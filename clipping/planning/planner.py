@@ -14,8 +14,8 @@ Strategies:
     paper      ghost where 2T² <= pd, else instantiated (the rule of the paper, on space alone)
 
 "auto" decides for each use alone at first. This nearly suffices: Gram matrices take less time than instantiated
-gradients, T²(p + d) <= Tpd, about where the gradients, pd, take more memory than (a, g), T(p + d). A timed plan then
-keeps more where a byte saves most time, such as the gradients of a depthwise convolution of few positions.
+gradients, T²(p + d) <= Tpd, about where the gradients, pd, take more memory than (a, g), T(p + d). Then it keeps more
+where a byte saves most time, such as the gradients of a depthwise convolution of few positions, up to `SPARE`.
 
 Times come from formulas at first. The second step with a batch of about the same size times its uses on the device,
 once (`clipping.planning.costs`), and plans again. All routes are exact, so a plan changes a result by rounding only. To
@@ -177,7 +177,7 @@ class Planner:
                 routes[position] = chosen.route
                 fitting = [choice for choice in choices if choice.workspace <= self._workspace(rule)]
                 offers[position] = chosen, min(fitting, key=lambda choice: choice.seconds, default=chosen)
-        if may_time and self.strategy == "auto":
+        if self.strategy == "auto":
             parameters = {id(rule.parameter): rule.parameter.nbytes for _, _, rule in readings}
             room = SPARE * (2 * sum(parameters.values()) + sum(chosen.held for chosen, _ in offers.values()))
             for position in accepted(offers, room):

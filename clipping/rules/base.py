@@ -184,8 +184,8 @@ class Direct(Way[R]):
         return (sum_of_squares(rule.instantiate(g, samples, self.name)),)
 
     def work(self, rule: R, g: Tensor | Spec) -> Work:
-        entries, size = rule.parameter.numel(), g.element_size()
-        return Work(max(1, rule.positions) * entries, 2 * entries * size, entries * size)
+        made = rule.instantiated_bytes(g)
+        return Work(max(1, rule.positions) * rule.parameter.numel(), 2 * made, made)
 
     def bytes_at_once(self, rule: R, g: Tensor | Spec, block: int) -> int:
         return int(block * rule.work(g, self.name).workspace)
@@ -393,12 +393,12 @@ class Rule(ABC):
         """Predict the seconds of one sample's share of the clipped sum, from kept gradients or by a weight gradient."""
         multiplying, moving = self._rates(g)
         if kept:
-            return self.parameter.numel() * g.element_size() / moving
+            return self.instantiated_bytes(g) / moving
         return max(1, self.positions) * self.parameter.numel() / multiplying
 
     def instantiated_bytes(self, g: Tensor | Spec) -> int:
-        """Bytes of one sample's gradient."""
-        return self.parameter.numel() * g.element_size()
+        """Bytes of one sample's gradient, which is float32 or wider."""
+        return self.parameter.numel() * norm_dtype(g.dtype).itemsize
 
 
 class Regrouped(Rule):

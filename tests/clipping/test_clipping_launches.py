@@ -18,7 +18,7 @@ from clipping.accel.ways import portion as portion_of
 from clipping.numerics.per_sample import added_at_once, of_one_size, weighted_at_once
 from clipping.numerics.rounding_bounds import portion
 from clipping.planning.costs import predicted
-from clipping.planning.planner import Planner, choices_of
+from clipping.planning.planner import choices_of
 from clipping.rules import linear
 from clipping.rules.base import UNTIMED, Route, Spec
 from clipping.rules.convolution import ConvolutionWeight
@@ -59,7 +59,7 @@ def test_a_step_of_a_large_batch_takes_few_times_the_launches_of_ordinary_traini
     private = of_a_step(name, batch_size, triton=triton)
     most += 0.3 if batch_size % 64 else 0  # portions leave something over
     assert sum(private.values()) <= most * 142, (sum(private.values()), private.most_common(30))
-    assert triton == (private["shifted"] > 0 and private["reach"] > 0)
+    assert triton == (private["shifted"] > 0 and private["rows"] > 0)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,16 @@ def test_a_kernel_forms_gram_matrices_whose_rows_are_not_aligned(positions, way)
 
 
 @pytest.mark.parametrize(("size", "kept"), [(32, True), (16, False)])
-def test_gradients_of_a_large_image_s_convolution_are_kept(size, kept):
-    """Those of ResNet18's first stage are as small as the output's gradient; its second stage's are not."""
+def test_gradients_of_a_large_image_s_convolution_are_worth_keeping(size, kept):
+    """Those of ResNet18's first stage are about as small as the output's gradient; its second stage's are not."""
     channels = 2048 // size
     with as_on_a_gpu(Launches()):
         image, geometry = of_half(256, channels, size, size), [[1, 1], [1, 1], [1, 1], 1]
         rule = ConvolutionWeight(of_half(channels, channels, 3, 3), image, image.shape[2:], *geometry)
         output = Spec(image.shape, image.dtype)
-        route = Planner()._chosen(rule, choices_of(rule, output, predicted(rule, output, kernels=UNTIMED[True]))).route
-    assert route == (Route(way=GRADIENT_KERNEL, kept=True) if kept else Route(True, NORM_KERNEL))
+        choices = choices_of(rule, output, predicted(rule, output, kernels=UNTIMED[True]))
+    fastest = min(choices, key=lambda choice: choice.seconds)
+    assert fastest.route == (Route(way=GRADIENT_KERNEL, kept=True) if kept else Route(True, NORM_KERNEL))
 
 
 def large_sums(batch_size: int) -> tuple[linear.Bilinear, ...]:
