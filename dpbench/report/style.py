@@ -130,6 +130,7 @@ MODELS = {
     "transformers:roberta": "RoBERTa",
     "transformers:gpt2-medium": "GPT-2 medium",
     "transformers:gpt2-large": "GPT-2 large",
+    "transformers:llama-block": "Llama-7B block",
     experiment.GPT2: "GPT-2 6×384",
     experiment.UNTIED_GPT2: "GPT-2 6×384, untied",
     _GPT2: "GPT-2 2×256",
