@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.clip_functions import ClipFunction
-from clipping.core.dtypes import norm_dtype, wide_dtype
+from clipping.core.dtypes import HALF, norm_dtype, wide_dtype
 from clipping.core.microbatching import added, blocks, concatenated, each, sum_dtype
 from clipping.core.types import Parameters
 from clipping.numerics import kernels
@@ -377,8 +377,7 @@ class Book(_WholeNorms):
 
     def _single(self, term: Term) -> None:
         source, rule, route, g = term
-        if self._is_bias(term):
-            self._waiting[-1].rule.bias = source
+        if g.dtype in HALF and self._waiting and self._joined_to_weight(term):
             return None
         if not source.rearranged and term.is_small_pulled_back(self._planned_for):
             return self._several(term)
@@ -397,15 +396,18 @@ class Book(_WholeNorms):
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
         self._entries.append(Kept(source, parts))
 
-    def _is_bias(self, term: Term) -> bool:
-        """True for the bias of the linear layer before it, if its norm and sum are found along with the weight's."""
-        source, rule, _, g = term
-        if type(rule) is not Broadcast or not self._waiting or not self.joins:
-            return False
+    def _joined_to_weight(self, bias: Term) -> bool:
+        """Let a linear layer's weight, the term before it, find norm and sum of the bias too; return whether it can."""
+        source, rule, _, g = bias
         weight = self._waiting[-1]
-        alike = g is weight.g and rule.is_sum and rule.parameter.shape == (weight.rule.outputs,)
+        if type(rule) is not Broadcast or g is not weight.g or weight is not self._entries[-1] or not self.joins:
+            return False
+        alike = rule.is_sum and rule.parameter.shape == (weight.rule.outputs,)
         free = source.is_parameter and weight.source.rearranged and weight.rule.bias is None
-        return alike and free and kernels.ways.takes_bias(weight.rule, g, weight.route)
+        if not (alike and free and kernels.ways.takes_bias(weight.rule, g, weight.route)):
+            return False
+        self._waiting[-1] = self._entries[-1] = weight._replace(rule=weight.rule.with_bias(source))
+        return True
 
     def _total(self) -> tuple[Tensor, Tensor]:
         for term in self._waiting:

@@ -13,11 +13,12 @@ Both process the batch in blocks of at most `Rule.workspace` bytes, or of one sa
 
 from __future__ import annotations
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -260,6 +261,16 @@ class Rule(ABC):
             if mine.name == way:
                 return mine
         return DIRECT
+
+    def with_bias(self, bias: Any) -> Self:
+        """Return a copy of this rule of a weight that includes the bias.
+
+        Args:
+            bias: its `Source`.
+        """
+        both = copy.copy(self)
+        both.bias = bias
+        return both
 
     @abstractmethod
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:

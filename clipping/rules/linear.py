@@ -69,7 +69,7 @@ class Bilinear(Rule):
         return of_lost(g.dtype, self.inputs + (self.bias is not None), self.outputs)
 
     def features(self, route: Route) -> int:
-        return super().features(route) + (self.bias is not None)
+        return max(self.inputs, self.outputs) + (self.bias is not None)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
