@@ -35,6 +35,8 @@ from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, unproved
 
 #: The kind of an ε. Only an upper bound is a privacy guarantee.
 Kind = Literal["upper_bound", "lower_bound", "estimate", "heuristic"]
+#: Warning of a large δ, of its name and value and of 1/n, where n is the number of records.
+LARGE_DELTA = "{}={:g} is not below 1/{}={:g}: publishing a record at random would be as private; take it well below"
 _ROUNDINGS = {"upper_bound": decimal.ROUND_CEILING, "lower_bound": decimal.ROUND_FLOOR}
 
 

@@ -47,7 +47,7 @@ CACHES = 32 * 2**20
 CACHED = 2**17
 """Bytes of a block that is not halved: it stays in any core's cache."""
 REPEATS = 2
-"""Runs of a first timing, of which the shortest counts."""
+"""Number of runs when a way is first timed. The shortest time counts."""
 TURNS = 4
 """Repetitions of the timing of the best ways, so that a disturbance does not stay on record."""
 

@@ -28,6 +28,7 @@ from accounting import (
     SubsampledGaussian,
     load_accountant,
 )
+from accounting.base import LARGE_DELTA
 from accounting.base import rounded as few_digits
 from accounting.sampling import HOME, PROVED, unproved
 from accounting.tuned import DISTRIBUTIONS, Tuned
@@ -152,10 +153,7 @@ def delta_of(text: str | None, dataset_size: str | None) -> float:
         raise UsageError("--delta", "nothing")
     delta, records = number("delta", text), number("dataset_size", dataset_size or "nan")
     if records > 0 and 1 / records <= delta <= 1:
-        streams.say(
-            f"Warning: delta={delta:g} is not below 1/dataset_size={1 / records:g}: publishing a record at random "
-            "would be as private; take it well below"
-        )
+        streams.say("Warning: " + LARGE_DELTA.format("delta", delta, "dataset_size", 1 / records))
     return delta
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accounting import Accountant, Guarantee, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
+from accounting.base import LARGE_DELTA
 from accounting.blt import Blt, best
 from accounting.mechanism import real, whole
 from accounting.reductions import as_poisson
@@ -302,8 +303,7 @@ def _delta(target_delta: float | None, sample_size: int) -> float:
         raise ValueError(f"expected target_delta in [0, 1], got {delta!r}")
     if delta >= 1 / sample_size:
         warnings.warn(
-            f"target_delta={delta:g} is not below 1/sample_size={1 / sample_size:g}: publishing a record at random "
-            "would be as private; take it well below",
+            LARGE_DELTA.format("target_delta", delta, "sample_size", 1 / sample_size),
             PrivacyWarning,
             stacklevel=4,
         )

@@ -50,7 +50,7 @@ def test_exact(case: Case):
 
 
 def test_gradients_that_cancel_in_the_sum_are_verified():
-    """One number is trained, and both records are clipped, in opposite directions: what is left are roundings."""
+    """One number is trained. Two records' clipped gradients point in opposite directions; only rounding is left."""
     model = nn.Linear(1, 1, bias=False).double()
     x = torch.tensor([[1.3], [-2.9]], dtype=torch.float64)
     for name in KINDS:
