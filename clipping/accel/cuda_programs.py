@@ -193,8 +193,7 @@ def gradient(
         if POINT:
             of_x = _rows(x, t, positions, d, inputs, x_column, x_channel)
         else:
-            row = tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H)
-            column = t % out_width * STRIDE_W
+            row, column = _corners(t, positions, out_width, height, STRIDE_H, STRIDE_W, PADDING_H)
             known = d < inputs
             of_x = _patches(x, row, column, down, across, height, width, channel, known, x_row, x_column, x_channel)
         of_x = of_x.to(dtype)
@@ -302,8 +301,7 @@ def weighted(
         if POINT:
             of_x = _rows(x_at, t, positions, d, inputs, x_column, x_channel)
         else:
-            row = tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H)
-            column = t % out_width * STRIDE_W
+            row, column = _corners(t, positions, out_width, height, STRIDE_H, STRIDE_W, PADDING_H)
             known = d < inputs
             of_x = _patches(x_at, row, column, down, across, height, width, channel, known, x_row, x_column, x_channel)
         found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
@@ -341,6 +339,12 @@ def _of_input(
         down = (offset // KERNEL_W) * DILATION_H - PADDING_H
         across = (offset % KERNEL_W) * DILATION_W - PADDING_W
     return channel, down, across
+
+
+@triton.jit
+def _corners(t, positions, out_width, height, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr):
+    """First row and column of the patches at positions t, before padding; beyond the positions, below the image."""
+    return tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H), t % out_width * STRIDE_W
 
 
 @triton.jit
