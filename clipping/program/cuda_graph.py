@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,8 +50,7 @@ class Pool:
         try:
             return self._recorded(run, device)
         except BaseException:
-            # torch records nothing more in this pool, and draws no numbers until a recording ends well
-            self._begin(device)
+            self._begin(device)  # torch draws no numbers until a recording ends well
             raise
 
     def _begin(self, device: torch.device) -> None:
@@ -59,14 +59,24 @@ class Pool:
 
     def _recorded(self, run: Callable[[], object], device: torch.device) -> Any:
         graph = torch.cuda.CUDAGraph()
-        with (
-            # the device need not be the current one; if recording fails, torch leaves its own stream the current one
-            torch.cuda.stream(torch.cuda.current_stream(device)),
-            # other threads may allocate meanwhile, such as one that pins a loader's batches; but none records
-            _ALONE,
-            torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            run()
+        try:
+            with (
+                # the device need not be the current one; if it fails, torch leaves its own stream the current one
+                torch.cuda.stream(torch.cuda.current_stream(device)),
+                # other threads may allocate meanwhile, such as one that pins a loader's batches; but none records
+                _ALONE,
+                torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                run()
+        except BaseException as error:
+            # where CUDA cannot end a recording, torch does not tell its allocator, which would take it for one that
+            # goes on: it would free no cached memory and refuse `empty_cache`
+            with suppress(RuntimeError):  # it has been told
+                torch._C._cuda_endAllocateToPool(device.index, self._handle)
+                torch._C._cuda_releasePool(device.index, self._handle)
+            if "previous error" in str(error) and error.__context__ is not None:
+                raise error.__context__ from None  # says why
+            raise
         return graph
 
 

@@ -83,8 +83,7 @@ def test_what_lies_elsewhere_is_copied_from_then_on(on_a_recorder):
 
 
 def test_after_a_failed_recording_another_pool_is_used(on_a_recorder):
-    """torch cannot record in the first again: it takes the failed recording for one that goes on."""
-    cpu, pool, weight = torch.device("cpu"), Pool(), torch.ones(3)
+    cpu, pool, weight = torch.device("cpu", 0), Pool(), torch.ones(3)
 
     def reads() -> None:
         if torch._C._len_torch_dispatch_stack():
@@ -96,6 +95,43 @@ def test_after_a_failed_recording_another_pool_is_used(on_a_recorder):
     pool.record(lambda: weight.add_(1), cpu).replay()
     assert len(first) == 2 and pool._handle == max(first) and Recorder.pools == first
     assert weight.tolist() == [6.0] * 3  # of three runs before, the recording and the replay
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_failed_recording_is_over_for_the_allocator_and_says_why(ends, on_a_recorder, monkeypatch):
+    """Where CUDA cannot end it, torch raises before it tells its allocator, which would free no memory any more."""
+    device, underway, used = torch.device("meta", 0), [], []
+
+    def end(index, pool):
+        if (index, pool) not in underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        underway.remove((index, pool))
+
+    @contextlib.contextmanager
+    def graph(graph, *, pool, **options):
+        assert not underway, "captures_underway.empty() INTERNAL ASSERT FAILED"
+        underway.append((0, pool))
+        used.append(pool)
+        try:
+            yield
+        except TypeError as error:
+            if ends:
+                end(0, pool)
+                raise
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from error
+        end(0, pool)
+        used.remove(pool)  # when the graph is freed
+
+    def run():
+        if underway and len(used) == 1:
+            raise TypeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda index, pool: used.remove(pool))
+    with pytest.raises(TypeError, match="not permitted"):
+        Pool().record(run, device)
+    assert not underway and len(used) == ends  # torch frees a graph that has ended
 
 
 def test_a_recording_uses_a_stream_of_its_device_and_lets_other_threads_allocate(on_a_recorder, monkeypatch):
