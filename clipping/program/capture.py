@@ -6,8 +6,10 @@ is captured again. Dynamo applies Python side effects (a counter, a reassigned b
 """
 
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -82,6 +84,7 @@ class Capture:
             use_numpy_random_stream=True,  # else torch's random functions, with another stream, replace NumPy's
         )
         self._instead = instead
+        self._graphs: list[Captured] = []
         self._raised: Exception | None = None
         self._checkpoint = torch.ops.higher_order.tag_activation_checkpoint
         marked = dynamo.allow_in_graph(_marked)
@@ -94,7 +97,8 @@ class Capture:
 
         # Dynamo stores graphs by code object: with a shared one it would count other captures' graphs, too
         own: Any = types.FunctionType(losses.__code__.replace(), losses.__globals__, closure=losses.__closure__)
-        self._losses = torch.compile(own, backend=self._captured, fullgraph=True, dynamic=False)
+        backend = partial(_called, weakref.WeakMethod(self._captured))
+        self._losses = torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """Return the losses ℓ [B] that `instead` computed.
@@ -140,16 +144,26 @@ class Capture:
         graph.recompile()
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         place = next(i for i, node in enumerate(outputs) if getattr(node, "target", None) is _marked)
-        captured = Captured(graph, place)
+        self._graphs.append(Captured(graph, place))
+        return partial(_called, weakref.WeakMethod(self._ran), len(self._graphs) - 1)
 
-        def run(*given: Any) -> Sequence[Any]:
-            try:
-                return self._instead(captured, given)
-            except Exception as error:
-                self._raised = error
-                raise
+    def _ran(self, number: int, *given: Any) -> Sequence[Any]:
+        try:
+            return self._instead(self._graphs[number], given)
+        except Exception as error:
+            self._raised = error
+            raise
 
-        return run
+
+def _called(method: weakref.WeakMethod[Callable[..., Any]], *given: Any) -> Any:
+    """Call a method of an object that TorchDynamo must not keep alive.
+
+    Dynamo never frees a backend or a function that replaces a graph. With them it would keep the model, the backend
+    and the memory of its CUDA graphs.
+    """
+    found = method()
+    assert found is not None
+    return found(*given)
 
 
 _SELECTIVE = "_checkpoint_context_fn"

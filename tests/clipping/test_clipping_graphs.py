@@ -434,6 +434,20 @@ def test_an_eager_step_leaves_nothing_of_its_batch_behind():
         assert alive[0]() is None and b.graphs._capture._raised is None
 
 
+def test_a_closed_backend_leaves_neither_its_model_nor_its_graphs_behind():
+    """TorchDynamo never frees a backend. On a GPU the memory of all graphs would stay, too."""
+
+    def closed():
+        model = small()
+        with opened("bk_mixed", model, verify=False) as b:
+            steps(b, *batch())
+            return [weakref.ref(x) for x in (model, b, *b.graphs._graphs)]
+
+    left = closed()
+    gc.collect()
+    assert len(left) == 3 and not any(x() for x in left)
+
+
 class Numbered(nn.Module):
     """A captured graph that takes the number 0 beside its tensors."""
 
