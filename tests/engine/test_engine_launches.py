@@ -130,6 +130,7 @@ def test_on_a_gpu_a_step_takes_as_few_and_waits_for_nothing(count):
     engine._patch.inner_step = lambda noise: None
     for _ in range(3):
         optimizer.step(loss=losses)
+        optimizer.zero_grad()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.cuda.set_sync_debug_mode("error")

@@ -34,7 +34,7 @@ class Recorder(TorchDispatchMode):
                         was.copy_(now)
 
 
-def recording(recorder: Recorder, pool: Any, **options: Any) -> Recorder:
+def recording(recorder: Recorder, pool: Any = None, **options: Any) -> Recorder:
     """As `torch.cuda.graph`."""
     Recorder.pools.add(pool)
     return recorder
