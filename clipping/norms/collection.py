@@ -58,17 +58,25 @@ class Term(NamedTuple):
     route: Route
     g: Tensor
 
-    def squared_norms(self) -> tuple[Tensor, Reach | None]:
-        """Squared norms [B], and the reach if it is found on the way."""
+    def squared_norms(self, doubt: Doubt) -> Tensor:
+        """Squared norms [B].
+
+        Args:
+            doubt: gets their rounding errors, as the sum is formed from other tensors.
+        """
         source, rule, route, g = self
         if source.rearranged:
-            return rule.squares_and_reach(g, route)
+            squares, reach = rule.squares_and_reach(g, route)
+            reach = reach or rule.reach(g)
+        else:
+            squares, reach = concatenated(self._pulled_back_squares, self._blocks()), None
+        features, positions = rule.features(route), rule.positions
+        doubt.add(reach or _unknown(squares), features, positions, gram=route.ghost, of=g, library=rule.library)
+        return squares
 
-        def squares(samples: slice) -> Tensor:
-            found = source.pull_back(rule.instantiate(g, samples))
-            return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
-
-        return concatenated(squares, self._blocks()), None
+    def _pulled_back_squares(self, samples: slice) -> Tensor:
+        found = self.source.pull_back(self.rule.instantiate(self.g, samples))
+        return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
 
     def add_sum(self, grads: dict[str, Tensor], factors: Tensor) -> None:
         """Add Σ_i c_i g_i to the sums of the parameters.
@@ -197,13 +205,6 @@ class Norms(ABC):
     def _single(self, term: Term) -> None:
         """Handle the only use of its parameters."""
 
-    def _doubtful(self, term: Term, squares: Tensor, reach: Reach | None, doubt: Doubt | None = None) -> None:
-        """Add the rounding errors of a use whose norm was not computed from the tensor that is summed."""
-        source, rule, route, g = term
-        reach = reach or (rule.reach(g) if source.rearranged else None) or _unknown(squares)
-        features, doubt = rule.features(route), doubt or self._doubt
-        doubt.add(reach, features, rule.positions, gram=route.ghost, of=g, library=rule.library)
-
     def _several(self, term: Term) -> None:
         """Handle one of several uses of a parameter."""
         for name, gradient in term.source.pull_back(term.rule.instantiate_all(term.g, term.route)).items():
@@ -230,12 +231,6 @@ class _WholeNorms(Norms):
             self._pairs.setdefault(next(iter(term.source.parameters)), []).append(term)
         else:
             super()._several(term)
-
-    def _find(self, term: Term) -> None:
-        """Find the norms of a use whose gradients are not kept."""
-        squares, reach = term.squared_norms()
-        self._found.append(squares)
-        self._doubtful(term, squares, reach)
 
     def _total(self) -> tuple[Tensor, Tensor]:
         """‖g_i‖ [B], and n̂ [B], to clip by. Keeps paired uses in `_pairs` and instantiated gradients in `_sums`."""
@@ -339,7 +334,7 @@ class TwoPasses(_WholeNorms):
             if at_once(g):
                 return self._small.add(source, gradient)
             return self._add(next(iter(source.parameters)), gradient)
-        self._find(term)
+        self._found.append(term.squared_norms(self._doubt))
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -413,8 +408,7 @@ class Book(_WholeNorms):
         for term in self._waiting:
             if term.route.ghost and not term.g.is_cpu:
                 term.rule.lay_out_input(term.g)
-        for term in self._waiting:
-            self._find(term)
+        self._found += [term.squared_norms(self._doubt) for term in self._waiting]
         self._waiting.clear()
         return super()._total()
 
@@ -442,10 +436,8 @@ class LayerByLayer(Norms):
         source, rule, _, g = term
         if not source.rearranged or source.part is not None:  # factors apply to whole parameters
             return self._several(term)
-        squares, reach = term.squared_norms()
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
-        self._doubtful(term, squares, reach, doubt)
-        factors = self._factors(next(iter(source.parameters)), squares, doubt)
+        factors = self._factors(next(iter(source.parameters)), term.squared_norms(doubt), doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
