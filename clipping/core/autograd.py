@@ -8,16 +8,7 @@ from torch import Tensor
 
 def version_of(x: Tensor) -> int:
     """Return how often a tensor was written to, by autograd's count; -1 for an inference tensor, which has none."""
-    return versions_of([x])[0]
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return `version_of` each tensor.
-
-    Args:
-        tensors: any.
-    """
-    return [-1 if x.is_inference() else x._version for x in tensors]
+    return -1 if x.is_inference() else x._version
 
 
 def hooks_of(parameters: Iterable[Tensor]) -> int:

@@ -140,8 +140,7 @@ def full_precision_on_cpu() -> AbstractContextManager[None]:
 
 @contextmanager
 def _unrounded(*parts: Any) -> Iterator[None]:
-    before = [(part, part.fp32_precision) for part in parts]
-    changed = [(part, precision) for part, precision in before if precision != "ieee"]
+    changed = [(part, precision) for part in parts if (precision := part.fp32_precision) != "ieee"]
     for part, _ in changed:
         part.fp32_precision = "ieee"
     try:

@@ -74,7 +74,7 @@ class Bilinear(Rule):
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
             return found
-        factors, count = factors.to(wide_dtype(g.dtype)), self.samples(g)
+        factors, count = factors.to(wide_dtype(g.dtype)), len(factors)
         most, room, copied = self.most(count, g.dtype), self.room(), max(1, self.copied(g))
         if count <= most and count * copied <= room:
             return self.gradient(*self._scaled(g, factors, slice(0, count)))
