@@ -303,7 +303,7 @@ def choices_of(rule: Rule, output: Spec, costs: Costs) -> list[Choice]:
     found = []
     for ghost in (True, False):
         for route, seconds, block in _routes(rule, output, costs, ghost=ghost):
-            workspace = rule.norm_bytes(output, route.way or rule.best_way(output, ghost=ghost), block)
+            workspace = rule.norm_bytes(output, route.way, block)
             summed = costs.weight_gradient + (0 if ghost else costs.reach)
             found.append(Choice(route, seconds + summed, gradient, workspace))
             if not ghost and costs.kept is not None:
@@ -314,15 +314,14 @@ def choices_of(rule: Rule, output: Spec, costs: Costs) -> list[Choice]:
 
 def _routes(rule: Rule, output: Spec, costs: Costs, *, ghost: bool) -> list[tuple[Route, float, int]]:
     """(route, seconds of one sample, samples to a block): the fastest, then smaller blocks, timed ones if there are."""
-    best = costs.best(ghost=ghost)
-    if best is None:
+    routes = [(Route(*key), seconds) for key, seconds in costs.norms.items() if key[0] == ghost]
+    if not routes:
         return []
     count = rule.samples(output)
     found: list[tuple[Route, float, int]] = []
-    others = [(Route(*key), seconds) for key, seconds in costs.norms.items() if key[0] == ghost]
-    for route, seconds in [best, *sorted(others, key=lambda other: other[1])]:
-        block = _block(rule, output, route, count)
-        if all(block < known for _, _, known in found):
+    for route, seconds in sorted(routes, key=lambda each: each[1]):
+        block = -(-count // len(rule.blocks(output, route.way, route.block)))
+        if not found or block < found[-1][2]:
             found.append((route, seconds, block))
     route, seconds, block = found[-1]
     for smaller in (-(-block // 4), -(-block // 16)):
@@ -330,8 +329,3 @@ def _routes(rule: Rule, output: Spec, costs: Costs, *, ghost: bool) -> list[tupl
             more = CALL * (count / smaller - count / block) / max(1, count)
             found.append((replace(route, block=smaller), seconds + more, smaller))
     return found
-
-
-def _block(rule: Rule, output: Spec, route: Route, count: int) -> int:
-    way = route.way or rule.best_way(output, ghost=route.ghost)
-    return -(-count // len(rule.blocks(output, way, route.block)))
