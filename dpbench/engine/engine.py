@@ -30,15 +30,7 @@ from dpbench.engine.patch import Patch, claim, disclaim, mark, require_accounted
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import Sensitivity, Sums, Unread, gathered, release_gradients, sensitivity
 from dpbench.engine.sampling import Sampler, Sizes
-from dpbench.engine.settings import (
-    accountant_for,
-    clip_function,
-    correlation_of,
-    require_usable,
-    resolve,
-    source_of,
-    usable_backend,
-)
+from dpbench.engine.settings import clip_function, of_noise, require_usable, resolve, source_of, usable_backend
 from dpbench.engine.spent import LEFT_OUT, NOT_ACCOUNTED, NOT_COUNTED, Abandoned, Log, PrivacySpent
 from dpbench.engine.state import State
 from dpbench.engine.whole_step import WholeStep
@@ -125,11 +117,10 @@ class PrivacyEngine(State):
             target_epsilon=target_epsilon,
             noise_multiplier=noise_multiplier,
             target_delta=target_delta,
-            accountant=accountant_for(noise, accountant, sampling),
             sampling=sampling,
             max_batch_size=max_batch_size,
             group_size=group_size,
-            **correlation_of(noise, sampling, group_size),
+            **of_noise(noise, accountant, sampling, group_size),
         )
         if self.noise_multiplier > 0 and not math.isfinite(self.clip.sensitivity):
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")

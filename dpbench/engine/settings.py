@@ -327,16 +327,29 @@ def source_of(name: str, settings: Settings, coordinates: int, generator: torch.
     return Banded(source, settings.bands, settings.planned_steps or UNPLANNED) if settings.bands > 1 else source
 
 
-def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
-    """Return the accountant's name, or the noise's default one.
+def of_noise(noise: str, accountant: str | None, sampling: str, group_size: int) -> dict[str, Any]:
+    """Return the arguments of `resolve` that depend on the noise: its accountant; N of "banded:N" or "blt:N".
 
     Raises:
-        ValueError: no such noise, or the accountant has no bound for it.
+        ValueError: no such noise, N is not a whole number or too small, or the noise has no bound with this accountant,
+            sampling or group size.
     """
-    if name not in NOISES[:2] and not correlation_of(name):
-        raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {name!r}")
-    if name != "discrete":
-        return "prv" if accountant is None else accountant
+    name, colon, digits = str(noise).partition(":")
+    if colon and name in CORRELATED:
+        counted, least, scheme, reason = CORRELATED[name]
+        if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
+            raise ValueError(f"expected noise='{name}:N' with a whole number N >= {least}, got {noise!r}")
+        if sampling != scheme:
+            raise ValueError(f"expected sampling={scheme!r} with noise={noise!r}, got {sampling!r}: {reason}")
+        if group_size != 1:
+            raise ValueError(
+                f"expected group_size=1 with noise={noise!r}, got {group_size!r}: there is no bound for groups"
+            )
+        return {"accountant": "prv" if accountant is None else accountant, counted: int(digits)}
+    if noise not in NOISES[:2]:
+        raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {noise!r}")
+    if noise != "discrete":
+        return {"accountant": "prv" if accountant is None else accountant}
     if accountant is not None and accountant not in ACCOUNTANTS:
         raise ValueError(
             f"expected accountant, one of {', '.join(ACCOUNTANTS)} with noise='discrete', got {accountant!r}: "
@@ -344,28 +357,7 @@ def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
         )
     if sampling != "poisson":
         raise ValueError(f"expected sampling='poisson' with noise='discrete', got {sampling!r}")
-    return accountant or ACCOUNTANTS[0]
-
-
-def correlation_of(noise: str, sampling: str | None = None, group_size: int = 1) -> dict[str, int]:
-    """{"bands": N} of "banded:N", {"buffers": N} of "blt:N"; {} of noise that is independent in each step.
-
-    Raises:
-        ValueError: N is not a whole number or too small, or the noise has no bound for this sampling or group size.
-    """
-    name, colon, digits = str(noise).partition(":")
-    if name not in CORRELATED or not colon:
-        return {}
-    counted, least, scheme, reason = CORRELATED[name]
-    if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
-        raise ValueError(f"expected noise='{name}:N' with a whole number N >= {least}, got {noise!r}")
-    if sampling not in (None, scheme):
-        raise ValueError(f"expected sampling={scheme!r} with noise={noise!r}, got {sampling!r}: {reason}")
-    if group_size != 1:
-        raise ValueError(
-            f"expected group_size=1 with noise={noise!r}, got {group_size!r}: there is no bound for groups"
-        )
-    return {counted: int(digits)}
+    return {"accountant": accountant or ACCOUNTANTS[0]}
 
 
 def require_usable(model: nn.Module) -> None:
