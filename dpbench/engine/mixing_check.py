@@ -207,6 +207,7 @@ class Looks:
         return self._backend.moving.repeated(draws or self._draws, self._begin)
 
     def _forwards(self, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Outputs of the forward passes, and the losses last if the loss function is known."""
         outputs = [self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)) for args, kwargs in self._calls]
         if self._known is not None:
             loss_fn, targets = self._known
@@ -233,13 +234,8 @@ class Looks:
 
     def _computed(self, of: Callable[[Tensor], Tensor], change: Change, late: bool) -> Tensor:
         if self._known is not None:
-            (args, kwargs), (loss_fn, targets) = self._calls[0], self._known
-            losses: Tensor = loss_fn(
-                self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)), map_tensors(of, targets)
-            )
-            return losses
+            return self._forwards(of)[-1]
         assert self._losses is not None
-
         return self._trace.again([self._losses], of, _fixed(self._trace, change), late=late)[0]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
