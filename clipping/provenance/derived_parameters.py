@@ -121,12 +121,6 @@ class Source:
         """True if the tensor is a parameter."""
         return self.node is None
 
-    def pull_back_one(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Pull a gradient [*shape of tensor] back to each parameter, [*shape of parameter]."""
-        if self.node is None:
-            return {name: gradient.reshape(self.tensor.shape) for name in self.parameters}
-        return {name: found[0] for name, found in self.pull_back(gradient[None]).items()}
-
     def add_to(self, grads: dict[str, Tensor], gradient: Tensor) -> None:
         """Pull a gradient [*shape of tensor] back and add it to the gradient of each parameter.
 
@@ -139,7 +133,7 @@ class Source:
             grads[name] = grads[name].add_(gradient) if name in grads else gradient
             return
         if self.part is None or not self.tensor.is_contiguous() or not self.tensor._is_view():
-            for name, found in self.pull_back_one(gradient).items():
+            for name, (found,) in self.pull_back(gradient[None]).items():
                 grads[name] = found + grads[name] if name in grads else found
             return
         ((name, p),) = self.parameters.items()

@@ -99,7 +99,9 @@ class Correlated(Noise):
         with emptied_and_divided(flat, **given):
             wide = flat.double() - self._shift(where, step, flat)
             self.source.add_to_flat(wide, segments, deviation / self._first, step, process)
-            self._remember(where, step, wide - flat)
+            rows = self._past[where].rows
+            self.remember(rows, step, wide - flat)
+            self._past[where] = _Past(step, rows)
             flat.copy_(wide)
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,11 +151,6 @@ class Correlated(Noise):
             rows = past.rows.to(like.device)
         self._past[where] = _Past(step - 1, rows)
         return torch.tensor(self.weights(step), dtype=torch.float64).to(like.device) @ rows
-
-    def _remember(self, where: _Where, step: int, row: Tensor) -> None:
-        rows = self._past[where].rows
-        self.remember(rows, step, row.reshape(-1))
-        self._past[where] = _Past(step, rows)
 
 
 class Banded(Correlated):

@@ -218,14 +218,10 @@ class _Collate:
     def __call__(self, samples: list[Any]) -> Any:
         if samples:
             return self._collate(samples)
-        return _emptied(self._collate([self._dataset[0]]))
-
-
-def _emptied(batch: Any) -> Any:
-    """A batch without samples: tensors [0, ...]; other leaves are unchanged. Raises a ValueError if impossible."""
-    if not tensors_of(batch):
-        raise ValueError(f"expected tensors in tuples, lists, mappings or dataclasses, got {type(batch).__name__}")
-    return map_tensors(_without_rows, batch)
+        batch = self._collate([self._dataset[0]])
+        if not tensors_of(batch):
+            raise ValueError(f"expected tensors in tuples, lists, mappings or dataclasses, got {type(batch).__name__}")
+        return map_tensors(_without_rows, batch)
 
 
 def _without_rows(x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -158,20 +157,16 @@ class Log:
         if self._writer is None or engine.steps == self._step or (begin < self._next and not now):
             return
         self._step, spent = engine.steps, engine.privacy_spent()
-        self._write(
-            {
-                "privacy/epsilon": spent.epsilon,
-                "privacy/delta": spent.delta,
-                "privacy/noise_multiplier": spent.noise_multiplier,
-                "privacy/clipping_threshold": float(getattr(engine.clip, "max_grad_norm", engine.clip.sensitivity)),
-                "privacy/expected_batch_size": float(engine.settings.batch_size),
-            }
-        )
-        self._next = begin + _SHARE * (time.monotonic() - begin)
-
-    def _write(self, values: Mapping[str, float]) -> None:
+        values = {
+            "privacy/epsilon": spent.epsilon,
+            "privacy/delta": spent.delta,
+            "privacy/noise_multiplier": spent.noise_multiplier,
+            "privacy/clipping_threshold": float(getattr(engine.clip, "max_grad_norm", engine.clip.sensitivity)),
+            "privacy/expected_batch_size": float(engine.settings.batch_size),
+        }
         if callable(getattr(self._writer, "add_scalar", None)):
             for name, value in values.items():
                 self._writer.add_scalar(name, value, self._step)
         else:  # without wandb's own step, which must not fall, and which the caller may count otherwise
             self._writer.log({**values, "privacy/step": self._step})
+        self._next = begin + _SHARE * (time.monotonic() - begin)
