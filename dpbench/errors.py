@@ -13,7 +13,9 @@ import contextlib
 import difflib
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Self
 
 #: Control characters, but for the end of a line and the tabulator; what turns the direction of a text; half characters,
@@ -82,11 +84,15 @@ def in_words(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def their_code(expected: str, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def their_code(
+    expected: str, but: tuple[type[Exception], ...] = (), path: Path | None = None, kind: type[UsageError] = UsageError
+) -> Iterator[None]:
     """Turn whatever code of a person's own raises into one line, and have it print to standard error.
 
     Args:
         but: errors that pass.
+        path: of the person's file, to name its line; or None.
+        kind: of the error.
 
     Raises:
         UsageError: of any other error, or of an exit.
@@ -97,8 +103,10 @@ def their_code(expected: str, but: tuple[type[Exception], ...] = ()) -> Iterator
             yield
     except passed:
         raise
-    except BaseException as error:
-        raise UsageError(expected, in_words(error)) from error
+    except BaseException as error:  # a syntax error names its own line
+        frames = traceback.extract_tb(error.__traceback__) if path is not None else ()
+        lines = [frame.lineno for frame in frames if path and Path(frame.filename) == path.resolve()]
+        raise kind(expected, in_words(error) + (f" (line {lines[-1]})" if lines else "")) from error
 
 
 class RunEnded(Exception):

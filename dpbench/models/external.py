@@ -9,11 +9,9 @@ Functions take:
 """
 
 import inspect
-import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from dpbench.models.own import hinting, one_line, own_workload
 from dpbench.models.references import FACTORY
 from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.packages import to_be_installed
-from dpbench.trials.reference import load_module, split_file
+from dpbench.trials.reference import importable, load_module, split_file
 
 
 @dataclass
@@ -103,7 +101,7 @@ def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | W
         ModelError: no such function; the file or the function raises, or returns something else.
     """
     path, name = split_file(ref, FACTORY)
-    with unset_fake_temporarily() as mode, _importable(path.resolve().parent):
+    with unset_fake_temporarily() as mode, importable(path):
         with one_line(f"{path} to import", path):
             module = load_module(str(path))
         factory = getattr(module, name, None)
@@ -172,12 +170,3 @@ def _count_logits(ref: str, model: nn.Module, image_size: int) -> int:
         came = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise ModelError(f"{ref} to turn one image into logits [1, classes]", came)
     return outputs.shape[1]
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))

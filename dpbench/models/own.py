@@ -1,9 +1,7 @@
 """Makes a `Workload` of a user's model, records and loss; turns its errors into one line with a working example."""
 
-import textwrap
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping.core.batches import leading_dimension, losses_of, map_tensors
+from dpbench.errors import their_code
 from dpbench.models.losses import classification_loss, logits_of, token_loss
 from dpbench.models.workload import ModelError, Workload
 
@@ -33,35 +32,14 @@ def hinting() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def one_line(expected: str, path: Path | None = None) -> Iterator[None]:
+def one_line(expected: str, path: Path | None = None) -> AbstractContextManager[None]:
     """Turn an error raised in the body into a ModelError, with the line of `path` where it happened.
 
     Args:
         expected: for the error.
         path: the user's file, or None.
     """
-    try:
-        yield
-    except (ModelError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except (Exception, SystemExit) as error:
-        lines = [
-            f.lineno for f in traceback.extract_tb(error.__traceback__) if path and Path(f.filename) == path.resolve()
-        ]
-        if isinstance(error, SyntaxError):
-            lines.append(error.lineno)
-        raise ModelError(expected, describe(error) + (f" (line {lines[-1]})" if lines else "")) from error
-
-
-def describe(error: BaseException) -> str:
-    """Type and message of an error, in one line of at most 300 characters.
-
-    Args:
-        error: of any kind.
-    """
-    text = error.msg if isinstance(error, SyntaxError) else error  # a SyntaxError's text has its line
-    return textwrap.shorten(f"{type(error).__name__}: {text}".removesuffix(": "), 300, placeholder=" ...")
+    return their_code(expected, (ModelError, MemoryError, torch.OutOfMemoryError), path, ModelError)
 
 
 def own_workload(where: str, returned: tuple[Any, ...]) -> Workload:

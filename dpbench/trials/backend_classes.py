@@ -1,17 +1,13 @@
 """Load the class behind a reference to a backend, in the process that runs it."""
 
-import contextlib
 import inspect
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 from clipping import Backend, load_backend
-from dpbench.errors import UsageError, nearest
+from dpbench.errors import UsageError, nearest, their_code
 from dpbench.trials.backends import CLASS, ResolveTrial, is_file
 from dpbench.trials.not_here import NotHere
-from dpbench.trials.reference import load_module, split_file
+from dpbench.trials.reference import importable, load_module, split_file
 
 
 class UnavailableBackend(NotHere):
@@ -45,7 +41,8 @@ def run(trial: ResolveTrial) -> dict[str, Any]:
 
 def _from_file(ref: str) -> type[Backend]:
     path, name = split_file(ref, CLASS)
-    module = _imported(path)
+    with importable(path), their_code(f"{path} to import", (MemoryError,), path):
+        module = load_module(str(path))
     classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Backend)]
     found = getattr(module, name, None)
     if found is None:
@@ -58,22 +55,3 @@ def _from_file(ref: str) -> type[Backend]:
     if not hasattr(found, "name"):
         found.name = name  # for messages
     return found
-
-
-def _imported(path: Path) -> Any:
-    """Import the module, which may import its neighbours."""
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        return load_module(str(path))
-    except MemoryError:
-        raise
-    except (Exception, SystemExit) as error:
-        # a syntax error names its own line
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path.resolve()]
-        said = (str(error).strip().splitlines() or [""])[0]
-        where = f" (line {lines[-1]})" if lines else ""
-        raise UsageError(f"{path} to import", f"{type(error).__name__}: {said}{where}") from error
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)

@@ -4,10 +4,12 @@ They name a trial's code across processes, as JSON. A module from a file is regi
 the ``__module__`` of its definitions is again a reference.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +42,22 @@ def load_module(name: str) -> ModuleType:
         del sys.modules[path]
         raise
     return module
+
+
+@contextlib.contextmanager
+def importable(path: Path) -> Iterator[None]:
+    """Let the file import its neighbours.
+
+    Args:
+        path: of a file.
+    """
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
 
 
 def load_object(reference: str) -> Any:

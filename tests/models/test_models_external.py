@@ -269,7 +269,7 @@ def test_unusable_factories_are_one_line(file, function, message):
     [
         ("x = 1\n1 / 0\n", "'ZeroDivisionError: division by zero (line 2)'"),
         ("import no_such_package\n", "\"ModuleNotFoundError: No module named 'no_such_package' (line 1)\""),
-        ("def factory(:\n", "(line 1)"),
+        ("def factory(:\n", ", line 1)"),
     ],
 )
 def test_files_that_raise_are_one_line(file, text, message):

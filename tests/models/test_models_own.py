@@ -136,7 +136,7 @@ def test_a_function_that_fails_is_one_line_of_check(capsys):
     [
         ("mine.py", "did you mean 'mine.py:build'?"),
         ("none.py:build", "file, got 'none.py:build'; `python -m dpbench template none.py` writes such a file"),
-        ("mine.py:build", "mine.py to import, got 'SyntaxError: invalid syntax (line 4)'"),
+        ("mine.py:build", "mine.py to import, got 'SyntaxError: invalid syntax (mine.py, line 4)'"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(reference, words, capsys):
