@@ -6,7 +6,7 @@
                       `clipping.numerics.rounding_bounds`)
     turned            images with channels last
     added             the sum of portions, in float64 (see `clipping.numerics.per_sample`)
-    scale_gradient    Σ_t g x̂ of layer norm (see `clipping.rules.normalisation`), in one pass over g and x
+    of_layer_norm     gradients of layer norm: of its input, and of γ and β of each sample, in one pass over g and x
 
 `shifted_norms` reads each Gram matrix once; torch's operations would read and write it once for each side of the
 kernel. All but `added` accumulate in float32. A program sums at most 4,096 products, and torch sums the results.
@@ -29,6 +29,11 @@ from clipping.numerics.traced_operations import operation
 
 TILE = 64
 """Positions along a tile's side: 4,096 products, 16 for each thread."""
+FEATURES = 2 * TILE**2
+"""Most features of a layer norm: a program holds whole rows in registers."""
+ROWS = 32
+"""Positions of a program that reads such rows. Its sums of γ and β are an eighth of what it reads of one operand in
+half precision."""
 
 
 def runs(*tensors: Tensor) -> bool:
@@ -121,17 +126,29 @@ def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
 
 
 @operation
-def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
-    """Σ_t g (x - mean) rstd of each sample: [n, features] float32.
+def of_layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """∂/∂x, like x, and Σ_t g x̂ and Σ_t g of each sample: [n, 2, features] float32; x̂ = (x - mean) rstd.
 
     Args:
-        x, g: [n, *, features], contiguous.
+        x, g: [n, *, features].
         mean, rstd: [n, *], one number for each position, contiguous.
+        weight: γ, at most `FEATURES` entries.
+    """
+    x, weight, g = x.contiguous(), weight.contiguous(), g.contiguous()
+    count, positions, features = len(x), mean.numel() // max(1, len(x)), weight.numel()
+    blocks = math.ceil(positions / ROWS)
+    of_x, sums = torch.empty_like(x), mean.new_empty(count, blocks, 2, features, dtype=torch.float32)
+    given, tiles = (x, mean, rstd, weight, g, of_x, sums), tiles_of_layer_norm(features)
+    cuda.launch("layer_norm", blocks, given, (positions, features), 2, count=count, **tiles)
+    return of_x, cuda.whole(sums)
+
+
+def tiles_of_layer_norm(features: int) -> dict[str, int]:
+    """Constants and options of the program: each thread holds 16 entries of each operand, or fewer of few features.
+
+    Args:
         features: entries of γ.
     """
-    count, positions = len(x), mean.numel() // max(1, len(x))
-    block = power(positions, TILE)
-    out = g.new_empty(count, math.ceil(positions / block), features, dtype=torch.float32)
-    programs = count * out.shape[1] * math.ceil(features / TILE)
-    cuda.launch("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)
-    return cuda.whole(out)
+    block = power(features, FEATURES)
+    rows = min(ROWS, max(1, TILE**2 // block))
+    return {"EACH": ROWS, "ROWS": rows, "BLOCK": block, "num_warps": max(cuda.WARPS, block // 512)}

@@ -169,24 +169,48 @@ def added(parts, rest, out, entries, count, others, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Σ_t g (x - mean) rstd over a block of positions and of features: out [n · blocks, features].
+def layer_norm(
+    x,
+    mean,
+    rstd,
+    weight,
+    g,
+    of_x,
+    sums,
+    positions,
+    features,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient of x, and Σ_t g x̂ and Σ_t g over a block of EACH positions: sums [n · blocks, 2, features].
 
-    All are contiguous: x and g [n, positions, features], mean and rstd [n, positions].
+    All are contiguous: x, g and of_x [n, positions, features], mean and rstd [n, positions], weight [features]. ROWS
+    rows of BLOCK features are read at a time. With h = g · weight, the gradient is rstd (h - mean(h) - x̂ mean(h x̂)).
     """
-    columns = tl.cdiv(features, BLOCK_N)
-    blocks = tl.cdiv(positions, BLOCK_T)
-    line = tl.program_id(0) // columns
-    sample = (line // blocks).to(tl.int64)
-    t = line % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-    at = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = sample * positions + t
-    there = t < positions
-    inside = there[:, None] & (at < features)[None, :]
-    where = rows[:, None] * features + at[None, :]
-    of_mean = tl.load(mean + rows, mask=there, other=0.0).to(tl.float32)
-    of_rstd = tl.load(rstd + rows, mask=there, other=0.0).to(tl.float32)
-    of_x = tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
-    of_g = tl.load(g + where, mask=inside, other=0.0).to(tl.float32)
-    found = tl.where(inside, (of_x - of_mean[:, None]) * of_rstd[:, None] * of_g, 0.0)
-    tl.store(out + line.to(tl.int64) * features + at, tl.sum(found, 0), mask=at < features)
+    blocks = tl.cdiv(positions, EACH)
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    first = tl.program_id(0) % blocks * EACH
+    at = tl.arange(0, BLOCK)
+    known = at < features
+    of_weight = tl.load(weight + at, mask=known, other=0.0).to(tl.float32)[None, :]
+    scale, shift = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, EACH, ROWS):
+        t = first + start + tl.arange(0, ROWS)
+        rows, there = sample * positions + t, t < positions
+        inside = there[:, None] & known[None, :]
+        where = rows[:, None] * features + at[None, :]
+        of_mean = tl.load(mean + rows, mask=there, other=0.0).to(tl.float32)[:, None]
+        of_rstd = tl.load(rstd + rows, mask=there, other=0.0).to(tl.float32)[:, None]
+        of_g = tl.load(g + where, mask=inside, other=0.0).to(tl.float32)
+        normal = tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
+        normal = tl.where(inside, (normal - of_mean) * of_rstd, 0.0)
+        scale += of_g * normal
+        shift += of_g
+        of_g *= of_weight
+        along = tl.sum(of_g * normal, 1)[:, None] / features
+        found = (of_g - tl.sum(of_g, 1)[:, None] / features - normal * along) * of_rstd
+        tl.store(of_x + where, found.to(of_x.dtype.element_ty), mask=inside)
+    sums += tl.program_id(0).to(tl.int64) * 2 * features
+    tl.store(sums + at, tl.sum(scale, 0), mask=known)
+    tl.store(sums + features + at, tl.sum(shift, 0), mask=known)

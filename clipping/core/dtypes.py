@@ -40,18 +40,22 @@ def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float])
     return max((tolerances.get(dtype, tolerances[torch.float32]) for dtype in found), default=tolerances[torch.float32])
 
 
+def is_autocast(device: torch.device) -> bool:
+    """True within the caller's autocast for this kind of device."""
+    return _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Context without the caller's autocast, so that norms are not computed in half precision."""
-    if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
+    if is_autocast(device):
         return torch.autocast(device.type, enabled=False)
     return _NOTHING
 
 
 def as_autocast(x: Tensor) -> Tensor:
     """Cast as autocast does before a product; one call serves several products of x."""
-    kind = x.device.type
-    wanted = x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
-    return x.to(torch.get_autocast_dtype(kind)) if wanted and x.is_floating_point() else x
+    wanted = x.dtype != torch.float64 and is_autocast(x.device)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if wanted and x.is_floating_point() else x
 
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-PLACES = ("ways", "cpu", "cuda", "tiles", "fused", "chunked_conv", "overwriting")
+PLACES = ("ways", "cpu", "cuda", "tiles", "fused", "chunked_conv", "nodes", "overwriting")
 
 
 class Missing:

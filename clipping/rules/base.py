@@ -239,7 +239,7 @@ class Rule(ABC):
     settings: tuple[object, ...] = ()
     """What a sample's cost depends on besides shapes: stride and padding of a convolution, letters of an einsum."""
     share: Any = None
-    """`chunked_conv.Share` of the operation's node, whose `input_only` is set before a backward pass; else None."""
+    """`chunked_conv.Share` of the operation's node, or None; `input_only` is set when g arrives, before it runs."""
 
     def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
         self.parameter = parameter

@@ -1,10 +1,12 @@
 """Rules of layer, group, instance and RMS norm: y = γ x̂ + β with x̂ = (x - mean)·rstd, by statistics of one sample.
 
 The per-sample gradients are Σ_t g x̂ of γ and Σ_t g of β. Group and instance norm run so that the kernel's own backward
-pass computes them. Layer norm keeps the forward kernel's mean and rstd, so that x̂ needs no second normalisation.
+pass computes them. Layer norm keeps the forward kernel's mean and rstd, so that x̂ needs no second normalisation. On a
+GPU one pass computes the gradients of x, γ and β.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +21,26 @@ from clipping.rules.elementwise import Broadcast
 
 
 class LayerNormWeight(Broadcast):
-    """γ [*normalized]; x̂ from the statistics of the forward kernel."""
+    """γ [*normalized]; x̂ from the statistics of the forward kernel.
 
-    def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    Args:
+        share: `nodes.Share` of the operation's node. If there is one, a kernel computes the per-sample gradients of γ
+            and β when g arrives, and the input's gradient in the same pass.
+    """
+
+    def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, share: Any = None) -> None:
         super().__init__(weight, x.shape, x)
         self.x, self.mean, self.rstd = x, mean.detach(), rstd.detach()  # avoids a reference cycle with the node
+        self.share = share
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        given = x, mean, rstd, of = self._parts(g, samples)
-        if kernels.fused.runs(*given) and all(each.is_contiguous() for each in given):
-            found = kernels.fused.scale_gradient(x, mean, rstd, of, self.parameter.numel())
-            return found.reshape(-1, *self.parameter.shape)
-        return super().instantiate(g, samples)
+        if self.share is None or not self.share.input_only or samples != slice(0, len(g)):
+            return super().instantiate(g, samples)
+        found = self.share.left(g)
+        if found is None:
+            given = self.x.detach(), self.mean, self.rstd, self.parameter.detach(), g
+            found = self.share.leave(g, kernels.fused.of_layer_norm(*given))
+        return found[1][:, 0].reshape(-1, *self.parameter.shape)
 
     def terms(self, g: Tensor, at: slice) -> Tensor:
         x, mean, rstd, g = self._parts(g, at)
@@ -42,6 +52,22 @@ class LayerNormWeight(Broadcast):
 
     def _parts(self, g: Tensor, at: slice) -> tuple[Tensor, ...]:
         return tuple(part(each, at) for each in (self.x, self.mean, self.rstd, g))
+
+
+class LayerNormBias(Broadcast):
+    """β [*normalized]; its gradient is found along with that of γ, the rule before it.
+
+    Args:
+        share: as of `LayerNormWeight`.
+    """
+
+    def __init__(self, bias: Tensor, output: torch.Size, share: Any) -> None:
+        super().__init__(bias, output)
+        self.share = share
+
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        found = self.share.left(g) if samples == slice(0, len(g)) else None
+        return super().instantiate(g, samples) if found is None else found[1][:, 1].reshape(-1, *self.parameter.shape)
 
 
 class RMSNormWeight(Broadcast):
@@ -64,8 +90,13 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.layer_norm and the gradients of its parameters."""
-    output, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), weight, bias, eps)
-    return output, ((weight, LayerNormWeight, input, mean, rstd), (bias, Broadcast, output.shape))
+    shape = list(normalized_shape)
+    share = kernels.nodes.share_of_layer_norm(input, weight, bias)
+    if not share:
+        output, mean, rstd = torch.native_layer_norm(input, shape, weight, bias, eps)
+        return output, ((weight, LayerNormWeight, input, mean, rstd), (bias, Broadcast, output.shape))
+    output, mean, rstd = kernels.nodes.LayerNorm.apply(share, input, shape, weight, bias, eps)
+    return output, ((weight, LayerNormWeight, input, mean, rstd, share), (bias, LayerNormBias, output.shape, share))
 
 
 Each = Callable[[Tensor, int], Tensor]

@@ -201,11 +201,11 @@ class Tape(TorchFunctionMode):
             planned = use.rules
             if use.again is not None:
                 use.rules = use.restored(self._batch_size)
-            arrival(use, g)
-            use.rules = planned
             for _, rule in planned:
                 if rule.share is not None:
                     rule.share.input_only = True
+            arrival(use, g)
+            use.rules = planned
             if last:
                 use.rules = []  # frees the operation's input, unless something else refers to it
 

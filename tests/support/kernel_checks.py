@@ -10,14 +10,16 @@ Both print {name: error or null}. The second compiles the programs of one dtype;
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from interpreter import compiled, main
+from interpreter import compiled, main, outcome
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from clipping import Flat, load_backend
+from clipping import Flat, PerLayer, load_backend
 from clipping.accel import cuda, fused, ways
 from clipping.accel.tiles import Tiles, gradient_tiles, gram_tiles, rows_at_once, sum_tiles
 from clipping.accel.ways import GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL
@@ -28,7 +30,7 @@ from clipping.numerics.rounding_bounds import of_rows, row_norms
 from clipping.rules.base import Route
 from clipping.rules.convolution import ConvolutionWeight, convolution, transposed_convolution
 from clipping.rules.linear import LinearWeight
-from clipping.rules.normalisation import LayerNormWeight, layer_norm
+from clipping.rules.normalisation import layer_norm
 from clipping.rules.pixel_gram import LINEAR
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -430,21 +432,67 @@ def sums_in_float64(device: str) -> None:
     assert fused.added(parts).item() == 2.0**24 + 8
 
 
-def scales_of_layer_norm(device: str) -> None:
-    for shape, normalized in (((2, 3, 5), (5,)), ((3, 70, 130), (130,)), ((4, 7), (7,)), ((2, 3, 4, 5), (4, 5))):
-        for dtype in (torch.float32, torch.bfloat16):
-            x, g = (torch.randn(shape, device=device).to(dtype) for _ in "ab")
-            weight = torch.ones(normalized, device=device, dtype=dtype)
-            _, gradients = layer_norm(3 * x + 5, normalized, weight)
-            parameter, kind, *others = gradients[0]
-            assert kind is LayerNormWeight
-            rule = kind(parameter, *others)
-            everyone = slice(0, len(x))
-            found = with_kernels(lambda rule=rule, g=g, everyone=everyone: rule.instantiate(g, everyone))
-            terms = (rule.x.double() - rule.mean.double()) * rule.rstd.double() * g.double()
-            close(found, terms.flatten(1, -1 - len(normalized)).sum(1) if len(shape) > 1 + len(normalized) else terms)
-            turned = g.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous, so torch's operations run
-            close(with_kernels(lambda rule=rule, g=turned, everyone=everyone: rule.instantiate(g, everyone)), found)
+def layer_norms(device: str) -> None:
+    """Gradients of γ and β of each sample, with the input's in the same pass; and all three by torch's operations."""
+    shapes = ((2, 17, 5), [5]), ((3, 70, 130), [130]), ((2, 3, 6, 4, 5), [4, 5]), ((1, 16, 5000), [5000])
+    for (shape, sizes), dtype in product(shapes, (torch.float32, torch.float16)):  # bfloat16 is rounded downwards
+        g, *operands = (draw(device, dtype, *size) for size in (shape, shape, sizes, sizes))
+        x, *others = (y.mul_(3).add_(5).requires_grad_() for y in operands)
+        output, gradients = with_kernels(partial(layer_norm, x, sizes, *others))
+        rules = [kind(parameter, *others) for parameter, kind, *others in gradients]
+        share, rstd, dims = rules[0].share, rules[0].rstd.double(), tuple(range(-len(sizes), 0))
+        normal, scaled = (x.detach().double() - rules[0].mean.double()) * rstd, g.double() * others[0].detach().double()
+        along = normal * (scaled * normal).mean(dims, keepdim=True)
+        expected = (scaled - scaled.mean(dims, keepdim=True) - along) * rstd
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+        for of in (g, g.transpose(0, 1).contiguous().transpose(0, 1)):
+            share.input_only = True
+            for rule, terms in zip(rules, (normal * g.double(), g.double()), strict=True):
+                found = with_kernels(lambda rule=rule, of=of: rule.instantiate(of, slice(0, len(of))))
+                close(found, terms.flatten(1, -1 - len(sizes)).sum(1))
+            left, _ = share.left(of)
+            (of_x,) = torch.autograd.grad(output, x, of, retain_graph=True)
+            assert of_x.data_ptr() == left.data_ptr() and share.left(of) is None and not share.input_only
+            close(of_x.float(), expected, tolerance)
+        for only in (True, False):
+            share.input_only = only
+            of_x, *of_others = torch.autograd.grad(output, operands, g, create_graph=True, allow_unused=True)
+            close(of_x.detach().float(), expected, tolerance)
+            assert [each is None for each in of_others] == [only] * 2 and of_x.requires_grad
+        share.leave(g, (g, g))
+        with torch.no_grad():
+            x.add_(1)
+        assert "inplace operation" in str(outcome(torch.autograd.grad, output, x, g))
+
+
+def whole_steps_of_layer_norms(device: str) -> None:
+    """Norms and sums of models with layer norms, one used twice and one in a checkpoint, in one and two passes."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.once, self.twice = nn.Linear(6, 12), nn.LayerNorm(12), nn.LayerNorm((2, 12), bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(lambda y: self.once(self.first(y)).tanh(), x, use_reentrant=False)
+            return self.twice(self.twice(h.unflatten(1, (-1, 2))).tanh()).sin().sum((1, 2, 3))
+
+    model, x, targets = Layers().to(device), torch.randn(3, 40, 6, device=device), torch.zeros(3, device=device)
+    before, seen = fused.of_layer_norm, list[int]()
+    fused.of_layer_norm = lambda *given: seen.append(1) or before(*given)
+    for name, clip in (("bk_mixed", Flat(0.5)), ("bk_mixed", PerLayer(0.5)), ("mixed_ghost", Flat(0.5))):
+
+        def step(name: str = name, clip: Any = clip) -> Any:
+            with load_backend(name)(model, lambda y, _: y, clip=clip, verify=False) as backend:
+                return backend(x, targets)
+
+        plain, found = step(), with_kernels(step)
+        assert len(seen) == 3, (name, seen)
+        seen.clear()
+        close(found.norms, plain.norms)
+        for key, grad in plain.grads.items():
+            assert (found.grads[key] - grad).abs().max() <= 1e-5 * grad.abs().max(), (name, key)
+    fused.of_layer_norm = before
 
 
 def infinities_come_through(device: str) -> None:
@@ -531,13 +579,14 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "sums over images": sums_over_images,
     "rows": rows,
     "sums of rows": sums_of_rows,
-    "scales of layer norm": scales_of_layer_norm,
+    "layer norms": layer_norms,
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,
     "whole steps in half precision": whole_steps_in_half_precision,
     "whole steps of biases": whole_steps_of_biases,
+    "whole steps of layer norms": whole_steps_of_layer_norms,
 }
-QUICK = ("as in ResNet18", "stride 2", "rows", "scales of layer norm", "sums in float64", "infinities come through")
+QUICK = ("as in ResNet18", "stride 2", "rows", "layer norms", "sums in float64", "infinities come through")
 """Those that take the interpreter less than a second each."""
 
 
@@ -585,13 +634,28 @@ def compile_fused(program: str, kernel: int, capability: int) -> None:
     values = {f"{key}_{axis}": value for key, value in geometry.items() for axis in "HW"}
     values |= dict.fromkeys(("BLOCK_T", "BLOCK_N", "BLOCK_C"), fused.TILE)
     values["BLOCK"] = fused.TILE if program == "shifted" else cuda.LINE
-    kinds = dict.fromkeys(("x", "g", "parts", "rest", "mean", "rstd", "out"), "*fp32")
+    kinds = dict.fromkeys(("x", "g", "parts", "rest", "out"), "*fp32")
     compiled(getattr(fused_programs, program), capability, kinds, values, shared=48, num_warps=cuda.WARPS)
+
+
+def compile_layer_norm(features: int, element: str, capability: int) -> None:
+    """Compile the program of layer norm for a number of features."""
+    from clipping.accel import fused_programs  # needs Triton
+
+    kinds = dict.fromkeys(("x", "weight", "g", "of_x"), element) | dict.fromkeys(("mean", "rstd", "sums"), "*fp32")
+    tiles = fused.tiles_of_layer_norm(features)
+    warps = tiles.pop("num_warps")
+    compiled(fused_programs.layer_norm, capability, kinds, tiles, aligned=("features",), shared=48, num_warps=warps)
 
 
 COMPILED: dict[str, Callable[[int], None]] = {
     **{f"{program}, fused": partial(compile_fused, program, 3) for program in ("shifted", "reach")},
-    **{f"{program}, fused": partial(compile_fused, program, 1) for program in ("scale", "turned", "added")},
+    **{f"{program}, fused": partial(compile_fused, program, 1) for program in ("turned", "added")},
+    **{
+        f"layer norm of {size}, {element}, fused": partial(compile_layer_norm, size, element)
+        for size in (64, 4096, fused.FEATURES)
+        for element in ("*fp32", "*bf16")
+    },
     "reach of rows, fused": partial(compile_fused, "reach", 1),
 }
 for _dtype in DTYPES:
