@@ -46,12 +46,23 @@ def aligned(x: Tensor, others: int) -> Tensor:
         others: as for `padding`.
         x: [*, M].
     """
-    more = padding(x.shape, x.dtype, others)
+    return padded(x, padding(x.shape, x.dtype, others))
+
+
+def padded(x: Tensor, more: int, dim: int = -1) -> Tensor:
+    """x with zeros at the end of a dimension, or x itself for none.
+
+    Args:
+        more: number of zeros.
+        dim: the dimension.
+    """
     if not more:
         return x
-    found = x.new_empty(*x.shape[:-1], x.shape[-1] + more)
-    found[..., : x.shape[-1]] = x
-    found[..., x.shape[-1] :] = 0
+    shape, size = list(x.shape), x.shape[dim]
+    shape[dim] += more
+    found = x.new_empty(shape)
+    found.narrow(dim, 0, size).copy_(x)
+    found.narrow(dim, size, more).zero_()
     return found
 
 

@@ -139,6 +139,7 @@ class LinearWeight(Bilinear):
         weight: [p, d], or [d, p] if `transposed`.
         a: [n, *, d].
         fold: rows of a and g for each sample.
+        share: `nodes.Share` of the operation's node, or None.
 
     Methods take:
         g, samples: as those of `Rule`.
@@ -146,15 +147,15 @@ class LinearWeight(Bilinear):
 
     ways: tuple[Way[Any], ...] = (GRAM, DIRECT)
 
-    def __init__(self, weight: Tensor, a: Tensor, transposed: bool = False, fold: int = 1) -> None:
+    def __init__(self, weight: Tensor, a: Tensor, transposed: bool = False, fold: int = 1, share: Any = None) -> None:
         outputs, inputs = weight.shape
         samples = max(1, a.shape[0] // fold)
         super().__init__(weight, positions=a.numel() // a.shape[-1] // samples, inputs=inputs, outputs=outputs)
-        self.a, self.transposed, self.fold = a, transposed, fold
+        self.a, self.transposed, self.fold, self.share = a, transposed, fold, share
         self.ways = (*LinearWeight.ways, *kernels.ways.of(self))
 
     def regroup(self, fold: int) -> Rule:
-        return LinearWeight(self.parameter, self.a, self.transposed, fold)
+        return LinearWeight(self.parameter, self.a, self.transposed, fold, self.share)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         x, g = self.operands(g, samples)
@@ -177,7 +178,10 @@ class LinearWeight(Bilinear):
         return found[..., :rows, :columns].contiguous()
 
     def laid_out(self, g: Tensor, *, ghost: bool) -> Tensor:
-        return aligned(g, self.a.shape[-1]) if on_gpu(g) else g
+        found = aligned(g, self.a.shape[-1]) if on_gpu(g) else g
+        if self.share is not None and self.share.input_only:
+            self.share.leave(g, (found,))
+        return found
 
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
@@ -247,8 +251,13 @@ def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Te
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.linear and the gradients of its parameters."""
     input = _as_multiplied(input)
-    output = F.linear(input, weight, bias)
-    return output, ((weight, LinearWeight, input), (bias, Broadcast, output.shape))
+    share = kernels.nodes.share_of_linear(input, weight) or None
+    if share is None:
+        output = F.linear(input, weight, bias)
+    else:
+        of_bias = None if bias is None else as_autocast(bias)
+        output = kernels.nodes.Linear.apply(share, input, as_autocast(weight), of_bias)
+    return output, ((weight, LinearWeight, input, False, 1, share), (bias, Broadcast, output.shape))
 
 
 def addmm(

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from clipping.accel import nodes
 from clipping.numerics import products as module
 from clipping.numerics.products import aligned, multiplied, product, products
 from clipping.numerics.traced_operations import tracing
@@ -145,6 +146,27 @@ def test_norms_and_sums_are_exact(padded, inputs, outputs, fold, transposed):
             cross_gram(*rule.operands(of, slice(0, 4)), *rule.operands(g, slice(0, 4)), 2**20).double(),
             each.square().sum((1, 2)), rtol=1e-5, atol=0,
         )  # fmt: skip
+
+
+def test_the_input_s_gradient_is_a_product_of_padded_rows(padded, monkeypatch):
+    """In the tape's backward pass, whether the rule has padded them or not; in any other, there are all gradients."""
+    monkeypatch.setattr(nodes, "on_gpu", lambda x: True)
+    operands = [torch.randn(*shape).bfloat16().requires_grad_() for shape in ((4, 5, 24), (19, 24), (19,))]
+    output, ((weight, kind, *others), _) = linear.linear(*operands)
+    rule, g = kind(weight, *others), torch.randn(4, 5, 19).bfloat16()
+    wide = [x.detach().double().requires_grad_() for x in operands]
+    expected = torch.autograd.grad(torch.nn.functional.linear(*wide), wide, g.double())
+    for arrives in (True, False):
+        rule.share.input_only = True
+        if arrives:
+            assert rule.share.left(g) is None and rule.laid_out(g, ghost=True) is rule.share.left(g)[0]
+        with Recorder() as recorder:
+            found = torch.autograd.grad(output, operands, g, retain_graph=True, allow_unused=True)
+        assert found[1:] == (None, None) and not rule.share.input_only and rule.share.left(g) is None
+        torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-2, atol=1e-1)
+        assert sum("copy_" in str(function) for function, *_ in recorder.ran) == (1 if arrives else 2)
+    for found, of in zip(torch.autograd.grad(output, operands, g, create_graph=True), expected, strict=True):
+        torch.testing.assert_close(found.double(), of, rtol=1e-2, atol=1e-1)
 
 
 def of_two_uses(rule, g, other, other_g) -> None:
