@@ -22,7 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from clipping.numerics.per_thread import PerThread
 from clipping.numerics.rng_replay import is_random
-from clipping.program.dynamo_patches import CTC, activations_may_require_gradients, ctc_loss_has_shapes
+from clipping.program.dynamo_patches import (
+    CTC,
+    activations_may_require_gradients,
+    ctc_loss_has_shapes,
+    tensors_stay_unmarked,
+)
 
 LossesOf = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> ℓ [B]: forward pass and loss."""
@@ -116,7 +121,7 @@ class Capture:
             return self._run(inputs, targets)
 
     def _run(self, inputs: Any, targets: Any) -> Tensor:
-        with _CAPTURES.set(True), self._patched, activations_may_require_gradients():
+        with _CAPTURES.set(True), self._patched, activations_may_require_gradients(), tensors_stay_unmarked():
             try:
                 return self._losses(inputs, targets)
             except self._full as error:

@@ -1,4 +1,4 @@
-"""Patch TorchDynamo to capture two constructs that it refuses.
+"""Patch TorchDynamo to capture two constructs that it refuses, and to leave the model as it is.
 
 `x.requires_grad = True` and `x.requires_grad_()` for an activation x: models write it so that gradient checkpointing,
 or a branch without parameters, has something to differentiate. AOTAutograd cannot return such a leaf or a result of it.
@@ -6,6 +6,8 @@ A captured graph runs under autograd here, so it may do the same as the caller's
 refused: a graph must not change them.
 
 `ctc_loss`: the shape of its second result, which only its backward pass reads, depends on the longest target.
+
+Parameters and buffers: Dynamo sets an attribute on each, for compilers that we do not use.
 """
 
 from collections.abc import Iterator
@@ -41,6 +43,15 @@ def activations_may_require_gradients() -> Iterator[None]:
         mock.patch.object(of_setattr, "call_function", function),
         mock.patch.object(TensorVariable, "call_method", method),
     ):
+        yield
+
+
+@contextmanager
+def tensors_stay_unmarked() -> Iterator[None]:
+    """Context in which TorchDynamo sets no attribute on the parameters and buffers of a model."""
+    from torch._dynamo.variables.builder import VariableBuilder  # takes a second
+
+    with mock.patch.object(VariableBuilder, "mark_static_input", lambda *_, **__: None):
         yield
 
 

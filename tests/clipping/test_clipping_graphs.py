@@ -441,6 +441,7 @@ def test_a_closed_backend_leaves_neither_its_model_nor_its_graphs_behind():
         model = small()
         with opened("bk_mixed", model, verify=False) as b:
             steps(b, *batch())
+            assert not any(vars(x) for x in model.parameters())
             return [weakref.ref(x) for x in (model, b, *b.graphs._graphs)]
 
     left = closed()

@@ -10,7 +10,7 @@ behind `if device.type == "cuda"`.
 
 Not covered:
 
-- times, and a GPU's own rounding: TF32, cuBLAS, cuDNN, atomics
+- times, and a GPU's own rounding: cuBLAS, cuDNN, atomics (operands are rounded to TF32 where torch's switches say so)
 - streams, races, and reads before a copy has finished
 - fragmentation in the allocator (`reserved` equals allocated), and temporary memory of kernels
 - Triton programs (torch operations replace them), Inductor's code for CUDA
@@ -268,6 +268,27 @@ def _kernel(op: Any, name: str) -> Callable[..., Any]:
     return kernel
 
 
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """float32 to TF32, which keeps 11 bits."""
+    if x.dtype != torch.float32:
+        return x
+    bits = (x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
+    return torch.where(x.isfinite(), bits.view(torch.float32), x)
+
+
+def _as_tf32(function: Any, operands: slice, switch: Any) -> Any:
+    """A product that rounds its operands as on a GPU, if the switch allows TF32; torch's default allows it in cuDNN."""
+
+    def multiply(*args: Any, **kwargs: Any) -> Any:
+        if switch.fp32_precision == "tf32":
+            given = list(args)
+            given[operands] = map(_rounded, given[operands])
+            args = tuple(given)
+        return function(*args, **kwargs)
+
+    return multiply
+
+
 def _product(function: Any, count: int) -> Any:
     """A matrix product with an output dtype argument, for which the CPU has no kernel."""
     return lambda *args, **scales: function(*(x.to(args[count]) for x in args[:count]), **scales)
@@ -296,6 +317,17 @@ STANDING_IN: dict[str, Callable[..., Any]] = {
     "baddbmm.dtype": _product(torch.baddbmm, 3),
     "_fused_rms_norm_backward": _decomposed("_fused_rms_norm_backward"),
     "record_stream": lambda x, stream: None,
+    **{
+        name: _as_tf32(getattr(torch.ops.aten, name).default, operands, switch)
+        for name, operands, switch in (
+            ("convolution", slice(0, 2), torch.backends.cudnn.conv),
+            ("convolution_backward", slice(0, 3), torch.backends.cudnn.conv),
+            ("mm", slice(0, 2), torch.backends.cuda.matmul),
+            ("bmm", slice(0, 2), torch.backends.cuda.matmul),
+            ("addmm", slice(1, 3), torch.backends.cuda.matmul),
+            ("baddbmm", slice(1, 3), torch.backends.cuda.matmul),
+        )
+    },
 }
 
 

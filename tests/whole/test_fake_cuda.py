@@ -54,6 +54,20 @@ def test_recommend_and_check_on_cuda():
     assert {row["status"] for row in rows} <= {"ok", "unsupported"} and len(rows) > 10
 
 
+CONFORMANCE = """
+from clipping import load_backend
+from dpbench.conformance.suite import conformance
+names = "norms in float32", "the model left as it was"
+print([verdict.reason for verdict in conformance(load_backend("bk_mixed"), "cuda", names)])
+"""
+
+
+@pytest.mark.slow
+def test_conformance_on_cuda_where_convolutions_take_tf32_and_steps_are_programs():
+    """Both are a GPU's defaults."""
+    assert on_fake("-c", CONFORMANCE).splitlines()[-1] == "[None, None]"
+
+
 @pytest.mark.parametrize("name", slow_unless(lambda name: name == "device", NAMES))
 def test_a_loop_trains_what_it_trains_on_a_cpu(name):
     if name in ("trainer", "lightning"):
