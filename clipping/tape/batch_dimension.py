@@ -21,7 +21,7 @@ from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.provenance.static_values import holds, require_numbers
 from clipping.rules.base import Refused
 from clipping.rules.contraction import parsed
-from clipping.rules.rewritten import LIKE, takes_all
+from clipping.tape.rewritten import LIKE, takes_all
 
 PERMUTATIONS = TRANSPOSITIONS | methods("unbind", "adjoint") | {torch.ops.aten.matrix_H, torch.ops.aten.mH}
 PERMUTATIONS |= {torch.Tensor.H.__get__, torch.Tensor.mH.__get__}  # type: ignore[attr-defined]

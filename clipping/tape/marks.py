@@ -18,10 +18,10 @@ from clipping.provenance.derived_parameters import (
 )
 from clipping.provenance.row_owners import Rows
 from clipping.provenance.static_values import note, with_numbers
-from clipping.rules.rewritten import CHANGES, LIKE, MIXING
 from clipping.tape.batch_dimension import dimension_after
 from clipping.tape.mover import Mover, Place
 from clipping.tape.moves import GATHERS, MOVES, VIEWS, of_later_dimension
+from clipping.tape.rewritten import CHANGES, LIKE, MIXING
 from clipping.tape.writes import WRITES
 
 UNUSUAL = CONSTANTS | LIKE | CHANGES | MIXING

@@ -14,9 +14,9 @@ from torch import Tensor
 from clipping.provenance.derived_parameters import EXPANSIONS, is_marked, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.provenance.static_values import holds, numbers_of
-from clipping.rules.rewritten import entries_of, width
 from clipping.tape.batch_dimension import OF_PARTS, PERMUTATIONS, REDUCTIONS
 from clipping.tape.mover import Moved, Mover, Place
+from clipping.tape.rewritten import entries_of, width
 from clipping.tape.writes import WRITES
 
 

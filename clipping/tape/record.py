@@ -49,11 +49,11 @@ from clipping.provenance.derived_parameters import (
 from clipping.rules.base import Gradient, Refused, Spec, as_refused, title
 from clipping.rules.fallback import fallback
 from clipping.rules.handlers import COMPOSITES, OF_DATA, PER_SAMPLE, handler_of
-from clipping.rules.rewritten import REWRITTEN
 from clipping.tape.arrivals import Anchored, Arrival, Arrivals
 from clipping.tape.batch_dimension import BROADCAST, MOVABLE, as_rows, new_dimensions, samples_first, whose
 from clipping.tape.checkpointing import LetGo, Replay, hooks_of_saving
 from clipping.tape.marks import Marks, tensors
+from clipping.tape.rewritten import REWRITTEN
 from clipping.tape.uses import Activations, Use, count_parts, given
 
 _next_number = torch.autograd._get_sequence_nr

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from clipping.provenance.derived_parameters import mark_data, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
-from clipping.rules.rewritten import entries_of, width
 from clipping.tape.mover import Moved, Mover
+from clipping.tape.rewritten import entries_of, width
 
 
 def _set(it: Mover) -> Moved:

@@ -15,7 +15,7 @@ Functions take:
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,24 +24,7 @@ from torch import Tensor
 from clipping.provenance.derived_parameters import Source, is_marked, mark_data, methods, samples_of
 from clipping.rules.base import Refused
 from clipping.rules.contraction import parsed
-
-
-class Rows(Protocol):
-    """The part of a tape that rewrites of operations use.
-
-    Methods take:
-        x, source, rows: any object, a tensor's source, the number of copies.
-    """
-
-    def source(self, x: Any) -> Source | None:
-        """Return the source of a tensor made of parameters alone, else None."""
-
-    def copies(self, source: Source, rows: int) -> Tensor:
-        """Copy a source for each row: [rows, *shape of source]."""
-
-    def own(self, source: Source) -> Tensor:
-        """Return the tensor of a source that has one row for each row of the batch, as an activation."""
-
+from clipping.tape.uses import Activations
 
 Instead = Callable[[], Any] | None
 Rewriting = Callable[..., Instead]
@@ -51,7 +34,7 @@ FREEZE = "freeze it, or use microbatch or vmap"
 INTO_PARAMETERS = "writes data into a tensor made of parameters", "join them by torch.cat or torch.where"
 
 
-def broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Instead:
+def broadcast_in_place(rows: Activations, func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Instead:
     """target += D and similar operations; the other operands are broadcast to the target's shape.
 
     Raises:
@@ -70,7 +53,7 @@ def broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwar
     return lambda: func(target, *args, **kwargs)
 
 
-def assigned(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> Instead:
+def assigned(rows: Activations, func: Any, target: Tensor, index: Any, value: Any) -> Instead:
     """target[index] = value. The index must select all samples in order, or use indices or masks.
 
     Raises:
@@ -119,7 +102,7 @@ def takes_all(index: Any) -> bool:
     return first is Ellipsis or (isinstance(first, slice) and first == slice(None))
 
 
-def _for_each_row(rows: Rows, source: Source, shape: torch.Size) -> Tensor:
+def _for_each_row(rows: Activations, source: Source, shape: torch.Size) -> Tensor:
     """Return the source as an activation broadcast to `shape`, with rows in the first dimension."""
     x = source.tensor
     if shape and x.dim() == len(shape) and shape[0] == len(x):
@@ -129,7 +112,7 @@ def _for_each_row(rows: Rows, source: Source, shape: torch.Size) -> Tensor:
     return _spread(rows.copies(source, shape[0]), x.shape[1:] if x.dim() == len(shape) else x.shape, len(shape))
 
 
-def _beside(rows: Rows, source: Source, index: tuple[Any, ...], shape: torch.Size) -> Tensor:
+def _beside(rows: Activations, source: Source, index: tuple[Any, ...], shape: torch.Size) -> Tensor:
     """Copy a source for each row of a target; the target's index applies to it."""
     entry = shape[sum(map(width, index)) :]
     source = source if source.row is None else source.row
@@ -146,7 +129,7 @@ def _spread(copies: Tensor, inner: Sequence[int], dims: int) -> Tensor:
     return mark_data(found, samples_of(copies)) if is_marked(copies) else found
 
 
-def _like(rows: Rows, func: Any, x: Tensor, other: Any, *args: Any, **kwargs: Any) -> Instead:
+def _like(rows: Activations, func: Any, x: Tensor, other: Any, *args: Any, **kwargs: Any) -> Instead:
     if not isinstance(other, Tensor):
         return None
     if func is torch.Tensor.expand_as:
@@ -158,17 +141,17 @@ def _like(rows: Rows, func: Any, x: Tensor, other: Any, *args: Any, **kwargs: An
     return lambda: x.to(other.device, other.dtype, *args, **kwargs)
 
 
-def _broadcast_tensors(rows: Rows, func: Any, *tensors: Any) -> Instead:
+def _broadcast_tensors(rows: Activations, func: Any, *tensors: Any) -> Instead:
     flat = tensors[0] if len(tensors) == 1 else tensors
     shape = torch.broadcast_shapes(*(x.shape for x in flat))
     return lambda: tuple(x.expand(shape) for x in flat)
 
 
-def _to(rows: Rows, func: Any, x: Tensor, *args: Any, tensor: Tensor | None = None, **kwargs: Any) -> Instead:
+def _to(rows: Activations, func: Any, x: Tensor, *args: Any, tensor: Tensor | None = None, **kwargs: Any) -> Instead:
     return _like(rows, func, x, *(args if tensor is None else (tensor, *args)), **kwargs)
 
 
-def _matmul(rows: Rows, func: Any, input: Tensor, other: Tensor) -> Instead:
+def _matmul(rows: Activations, func: Any, input: Tensor, other: Tensor) -> Instead:
     """W x with W [p, d] and x [*, d, n]; a vector instead of a matrix; or a stack of one matrix for each row."""
     if rows.source(input) is not None and rows.source(other) is None and input.dim() == 2 and other.dim() > 1:
         return lambda: torch.matmul(other.transpose(-1, -2), input.t()).transpose(-1, -2)
@@ -180,17 +163,17 @@ def _matmul(rows: Rows, func: Any, input: Tensor, other: Tensor) -> Instead:
     return paired or _stacked(rows, input, other)
 
 
-def _bmm(rows: Rows, func: Any, input: Tensor, mat2: Tensor, **kwargs: Any) -> Instead:
+def _bmm(rows: Activations, func: Any, input: Tensor, mat2: Tensor, **kwargs: Any) -> Instead:
     return _paired(rows, func, input, mat2, **kwargs) or (None if kwargs else _stacked(rows, input, mat2))
 
 
 def _baddbmm(
-    rows: Rows, func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+    rows: Activations, func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Instead:
     return None if (beta, alpha) != (1, 1) else lambda: torch.add(input, torch.bmm(batch1, batch2))
 
 
-def _stacked(rows: Rows, input: Tensor, other: Tensor) -> Instead:
+def _stacked(rows: Activations, input: Tensor, other: Tensor) -> Instead:
     """A product with a stack of matrices shared by all rows, or on the left of the data."""
     dims = max(input.dim(), other.dim())
     plain = rows.source(other) is not None and other.dim() == 2 and input.dim() > 1
@@ -213,7 +196,7 @@ def _stacked(rows: Rows, input: Tensor, other: Tensor) -> Instead:
     return instead
 
 
-def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
+def _einsum(rows: Activations, func: Any, equation: Any, *operands: Any) -> Instead:
     """Move the samples to the first dimension of data and output; treat a weight with a row a sample as activations."""
     flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
     if not isinstance(equation, str) or not all(isinstance(x, Tensor) for x in flat):
@@ -263,7 +246,7 @@ def _of_two_each(terms: Sequence[str], result: str, operands: Sequence[Tensor]) 
     return x
 
 
-def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
+def _paired(rows: Activations, func: Any, *args: Any, **kwargs: Any) -> Instead:
     """Treat tensors made of parameters with as many rows as the data as activations."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
     data = [x for x in operands if rows.source(x) is None]
@@ -289,7 +272,7 @@ def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     return lambda: func(*args, **kwargs)
 
 
-def _joined(rows: Rows, func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Instead:
+def _joined(rows: Activations, func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Instead:
     """cat or stack along another dimension than the rows'."""
     dim = next(iter((*args, *kwargs.values())), 0)
     dims, count = max(x.dim() for x in tensors), tensors[0].shape[:1]
@@ -300,13 +283,13 @@ def _joined(rows: Rows, func: Any, tensors: Sequence[Tensor], *args: Any, **kwar
     return lambda: func(activations, *args, **kwargs)
 
 
-def _masked_scatter(rows: Rows, func: Any, input: Tensor, mask: Tensor, source: Tensor) -> Instead:
+def _masked_scatter(rows: Activations, func: Any, input: Tensor, mask: Tensor, source: Tensor) -> Instead:
     if rows.source(source) is not None:
         raise Refused("hands the entries of a parameter to samples in turn", "use torch.where with a mask")
     return None
 
 
-def _batch_norm(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
+def _batch_norm(rows: Activations, func: Any, *args: Any, **kwargs: Any) -> Instead:
     """Refuse batch norm over several rows of data."""
     input = kwargs["input"] if "input" in kwargs else args[0]
     training = kwargs["training"] if "training" in kwargs else any(args[5:6])
@@ -318,7 +301,7 @@ def _batch_norm(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     return None
 
 
-def _read(rows: Rows, func: Any, x: Tensor, index: Any) -> Instead:
+def _read(rows: Activations, func: Any, x: Tensor, index: Any) -> Instead:
     """x[index] with an index that depends on data: a part of x, or a table row for each row of the index."""
     entries = entries_of(index)
     if rows.source(x) is None or not entries:
