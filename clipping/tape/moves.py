@@ -99,39 +99,37 @@ def _along(position: int, default: int | None = 0) -> Callable[[Mover], Moved]:
         if not isinstance(dim, int):
             return it.unknown() if isinstance(place, Rows) else None
         dim %= max(1, x.dim())
-        single = it.func in SINGLE
-        if not isinstance(place, Rows) and dim != place:
+        if dim == place and it.func in SINGLE and (place or x.shape[0] != it.batch_size or _is_stack(x)):
             return None
-        if not isinstance(place, Rows) and single and (place or x.shape[0] != it.batch_size or _is_stack(x)):
-            return None
-        owners = it.owners(x, dim + 1) if not isinstance(place, Rows) or dim < place.owners.dim() else None
-        if owners is None:
-            return place if isinstance(place, Rows) else None
-        args = list(it.args)
-        args[0] = owners
-        if len(args) > position:
-            args[position] = dim
-        elif default is None or "dim" in it.kwargs:
-            return _all(it, it.func(*args, **{**it.kwargs, "dim": dim}))
-        return _all(it, it.func(*args, **it.kwargs))
+        args, kwargs = list(it.args[1:]), it.kwargs
+        if len(args) < position:
+            kwargs = {**kwargs, "dim": dim}
+        else:
+            args[position - 1] = dim
+        return _of_dimensions(it, [dim], lambda owners: it.func(owners, *args, **kwargs))
 
     return moved
 
 
+def _of_dimensions(it: Mover, dims: Sequence[int], func: Callable[[Tensor], Any]) -> Moved:
+    """Move the owners of x, too, if `func` moves entries along a dimension that holds rows."""
+    x, place = it.args[0], samples_of(it.args[0])
+    known = range(place.owners.dim()) if isinstance(place, Rows) else (place,)
+    if not any(dim in known for dim in dims):
+        return place if isinstance(place, Rows) else None
+    owners = it.owners(x, max(dims) + 1)
+    return None if owners is None else _all(it, func(owners))
+
+
 def _turned(it: Mover) -> Moved:
     """flip and roll, along some dimensions; roll moves all entries if it names none."""
-    x, place = it.args[0], samples_of(it.args[0])
+    x = it.args[0]
     given = it.kwargs.get("dims", it.args[1:] if it.func in FLIPS else it.args[2:])
     flat = given if isinstance(given, (tuple, list)) else (given,)
     dims = [d % max(1, x.dim()) for each in flat for d in (each if isinstance(each, (tuple, list)) else (each,))]
-    moved = dims or range(x.dim())
-    known = range(place.owners.dim()) if isinstance(place, Rows) else (place,)
-    if not any(dim in known for dim in moved):
-        return place if isinstance(place, Rows) else None
-    owners = it.owners(x, max(moved) + 1)
-    if owners is None:
-        return it.unknown() if isinstance(place, Rows) else None
-    return it.rows(owners.flip(dims) if it.func in FLIPS else owners.roll(it.option(1, "shifts"), dims))
+    if it.func in FLIPS:
+        return _of_dimensions(it, dims, lambda owners: owners.flip(dims))
+    return _of_dimensions(it, dims or range(x.dim()), lambda owners: owners.roll(it.option(1, "shifts"), dims))
 
 
 def _gathered(it: Mover) -> Moved:
