@@ -131,7 +131,7 @@ class PrivacyEngine(State):
         planned = for_recording(cls, model, self.clip, timing=timing, expected=self.settings.batch_size // place()[1])
         self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
-        self._sums, self._unread, self._log = Sums(), Unread(), Log(log)
+        self._sums, self._unread, self._log = Sums(), Unread(), None if log is None else Log(log)
         self.steps = self.drawn = self._sampled = self._size = 0
         self.stepped = False
         """Whether the last `optimizer.step` moved the parameters, rather than accumulate a piece of a logical batch."""
@@ -146,8 +146,8 @@ class PrivacyEngine(State):
         claim(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles are not attached, as a copied optimizer has its own `step`."""
-        return {**vars(self), "_patch": None}
+        """Copies and pickles are not attached, as a copied optimizer has its own `step`, and write to no log."""
+        return {**vars(self), "_patch": None, "_log": None}
 
     @property
     def noise_multiplier(self) -> float:
@@ -190,7 +190,8 @@ class PrivacyEngine(State):
             quieten(self._wrapped, False)
             self._patch = None
             disclaim(self)
-        self._log.tell(self, now=True)
+        if self._log is not None:
+            self._log.tell(self, now=True)
         self._unread.read(wait=True)
 
     def step(self, loss: Any) -> None:
@@ -395,7 +396,8 @@ class PrivacyEngine(State):
             with agreed(before, self._drawing) if self.stepped and together else nullcontext():
                 if self.stepped:
                     self._unread.read(wait=together)  # all processes raise at the same step
-                    self._log.tell(self)
+                    if self._log is not None:
+                        self._log.tell(self)
                 parameters = add()
             if self.stepped:
                 self._release(parameters or self._recorder.backend.members(), sampled=ticket is not None)

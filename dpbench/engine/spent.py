@@ -136,25 +136,21 @@ class Log:
     ε is computed after the first step, and then as often as 2 % of the time allows: an accountant may take a second.
 
     Args:
-        writer: has add_scalar(name, value, step), as torch's SummaryWriter, or log(dict), as a wandb run; or None.
+        writer: has add_scalar(name, value, step), as torch's SummaryWriter, or log(dict), as a wandb run.
 
     Raises:
         ValueError: the writer has neither.
     """
 
     def __init__(self, writer: Any) -> None:
-        if writer is not None and not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
+        if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
             raise ValueError(f"expected log with add_scalar(name, value, step) or log(dict), got {writer!r}")
         self._writer, self._step, self._next = writer, 0, 0.0
-
-    def __reduce__(self) -> tuple[type[Log], tuple[None]]:
-        """A copy of an engine writes nothing, as its steps would repeat the original's numbers."""
-        return Log, (None,)
 
     def tell(self, engine: Any, *, now: bool = False) -> None:
         """Write the state after the engine's last step, once, if it is time."""
         begin = time.monotonic()
-        if self._writer is None or engine.steps == self._step or (begin < self._next and not now):
+        if engine.steps == self._step or (begin < self._next and not now):
             return
         self._step, spent = engine.steps, engine.privacy_spent()
         values = {
