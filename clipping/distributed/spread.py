@@ -155,8 +155,3 @@ def no_rows(outputs: Any) -> Any:
         outputs: of the model, for one row.
     """
     return _pytree.tree_map_only(Tensor, lambda x: x[:0] if x.dim() else x, outputs)
-
-
-def held_here(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers in this process's memory; for a sharded model, its shards."""
-    return list(map(here, (*model.parameters(), *model.buffers())))

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from clipping import Flat, compare, load_backend
 from clipping.checks.verification import Agreement, limit_of
 from clipping.core.batches import forward, map_tensors, tensors_of
-from clipping.distributed.spread import held_here
+from clipping.distributed.spread import here
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import verify
 from dpbench.measure.bench import parameter_count, storage_bytes
@@ -273,5 +273,5 @@ class _Step:
     def holds(self) -> list[Tensor]:
         """The tensors that live before and after the step, in this process."""
         state = tensors_of(list(self._optimizer.state.values()))
-        mine = [getattr(x, "to_local", lambda x=x: x)() for x in state]
-        return [*held_here(self._model), *mine, *tensors_of((self._inputs, self._targets))]
+        mine = map(here, (*self._model.parameters(), *self._model.buffers(), *state))
+        return [*mine, *tensors_of((self._inputs, self._targets))]
