@@ -32,7 +32,7 @@ from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed.fsdp import norms_of
 from clipping.distributed.spread import no_rows, row_of_zeros, stand_ins
-from clipping.norms.collection import Book, LayerByLayer, Norms, Routes, TwoPasses
+from clipping.norms.collection import Book, LayerByLayer, Norms, TwoPasses
 from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper
@@ -89,12 +89,12 @@ class TapeBackend(Backend):
         super().resume(settled)
         self.chosen_for = settled.get("chosen_for", 0)
 
-    def _saw(self, tape: Tape, routes: Routes) -> None:
+    def _saw(self, tape: Tape) -> None:
         first = self._sizes == UNSEEN
         positions, features = (1, 1) if first else self._sizes
         rounds = self._rounds_operands and not first
         for use in tape.uses:
-            for (_, rule), route in zip(use.rules, routes[use], strict=True):
+            for (_, rule), route in zip(use.rules, use.routes, strict=True):
                 positions, features = max(positions, rule.positions), max(features, rule.features(route))
                 rounds = rounds or bool(rule.library and rounds_operands(rule.parameter, rule.library))
         self._sizes, self._rounds_operands = (positions, features), rounds
@@ -108,9 +108,10 @@ class TapeBackend(Backend):
         """Whether to find this rule's norm by Gram matrices. Called only if the rule has them."""
         raise NotImplementedError(f"{type(self).__name__} plans its routes otherwise")
 
-    def plan(self, tape: Tape, losses: Tensor) -> Routes:
+    def plan(self, tape: Tape, losses: Tensor) -> None:
         """Choose the route of each norm."""
-        return {use: [self.route(*rule, use.output) for rule in use.rules] for use in tape.uses}
+        for use in tape.uses:
+            use.routes = [self.route(*rule, use.output) for rule in use.rules]
 
     def route(self, source: Source, rule: Rule, output: Spec) -> Route:
         """Choose by `by_ghost` and the cost formulas; keep small gradients (`Rule.is_kept`)."""
@@ -190,12 +191,11 @@ class TapeBackend(Backend):
             kind = TwoPasses  # do not hold what each backward pass recomputes
         if self.sharded:
             kind = norms_of(kind, losses)
-        routes: Routes = {}
         if losses.shape[0]:
             self._choose_for(losses.shape[0])
-            routes = self.plan(tape, losses)
-            self._saw(tape, routes)
-        norms = kind(tape.counts, losses, parameters, self.clip, routes, self.chosen_for)
+            self.plan(tape, losses)
+            self._saw(tape)
+        norms = kind(losses, parameters, self.clip, self.chosen_for)
         twice = kind.second_pass
         with full_precision_on_cpu():  # norms and sums bound each other
             tape.backward(losses, norms.arrived, retain_graph=twice or keep_graph, last=not twice)
@@ -284,9 +284,10 @@ class BkMixed(TapeBackend):
         """True where memory counts: under checkpointing a second backward pass replaces the book."""
         return self.planner.strategy in ("auto", "memory") and not self.sharded
 
-    def plan(self, tape: Tape, losses: Tensor) -> Routes:
+    def plan(self, tape: Tape, losses: Tensor) -> None:
         routes = iter(self.planner.plan(tape, losses, self.chosen_for).routes)
-        return {use: list(islice(routes, len(use.rules))) for use in tape.uses}
+        for use in tape.uses:
+            use.routes = list(islice(routes, len(use.rules)))
 
 
 class BkMixedPaper(BkMixed):

@@ -63,13 +63,11 @@ class Reading:
     source: Source
     rule: Rule
     g: Tensor | None
-    alone: bool
-    """The parameters of the source have no other use."""
 
     @property
     def is_planned(self) -> bool:
         """Whether the norm belongs to one parameter alone, by a rule of its own: each route has a cost."""
-        return self.g is not None and self.alone and self.source.rearranged and not self.rule.is_fallback
+        return self.g is not None and self.source.alone and self.source.rearranged and not self.rule.is_fallback
 
 
 def record(
@@ -98,9 +96,7 @@ def record(
         if problems := tape.problems or unrecorded(losses, tape, parameters):
             raise UnsupportedModel(backend.name, dict.fromkeys(problems))
         readings = [  # before the backward pass, which frees the rules
-            Reading(use, source, rule, None, all(tape.counts[name] == 1 for name in source.parameters))
-            for use in tape.uses
-            for source, rule in use.rules
+            Reading(use, source, rule, None) for use in tape.uses for source, rule in use.rules
         ]
         made = [planner.plan(tape, losses) for _ in range(plans)]
         tape.backward(losses, gradients.__setitem__, retain_graph=False)
@@ -124,9 +120,9 @@ def _decide(readings: Sequence[Reading], by_ghost: Callable[[Rule], bool]) -> li
         if g is None:
             found.append(None)
             continue
-        ghost = source.rearranged and rule.ghosts and by_ghost(rule) and (reading.alone or source.is_parameter)
+        ghost = source.rearranged and rule.ghosts and by_ghost(rule) and (reading.source.alone or source.is_parameter)
         found.append("fallback" if rule.is_fallback else "ghost" if ghost else "instantiate")
-        if not reading.alone:
+        if not reading.source.alone:
             for name in source.parameters:
                 together[name].append(i)
     for members in together.values():
@@ -166,7 +162,7 @@ def _cross_terms(readings: Sequence[Reading]) -> dict[Reading, tuple[int, int]]:
     found = {}
     for reading in reversed(readings):
         rule, after = reading.rule, later[id(reading.rule.parameter)]
-        if reading.alone or reading.g is None:
+        if reading.source.alone or reading.g is None:
             continue
         mine = _features(rule)
         # one-hot inputs on either side turn the Gram matrix over them into a look-up
@@ -187,7 +183,7 @@ def _in_words(reading: Reading, route: Route, decided: str | None) -> str | None
     rule, g = reading.rule, reading.g
     if g is None:
         return None
-    if not reading.alone:
+    if not reading.source.alone:
         return "ghost, with cross terms" if decided == "ghost" else "kept, added up"
     if not reading.source.rearranged:
         return "pulled back"
@@ -359,7 +355,7 @@ def _rows_of(
     for position, (name, parameter) in enumerate(source.parameters.items()):
         bytes_, operations = Cost(None, None), Cost(None, None)
         if g is not None:
-            pulled_back = not source.is_parameter and not (reading.alone and source.rearranged)
+            pulled_back = not source.is_parameter and not (reading.source.alone and source.rearranged)
             own = parameter.numel() * g.element_size() if pulled_back else 0
             first = position == 0
             by_ghost = _workspace(rule, g, ghost=True) + crossing[1] if ghost else None

@@ -10,8 +10,7 @@ gradients are instantiated and added.
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,10 +38,6 @@ def _unknown(squares: Tensor) -> Reach:
     """The reach of a use for which only the squared norms [B] are known."""
     terms = squares.clamp(min=0).sqrt() * UNKNOWN
     return Reach(terms, torch.zeros_like(terms), terms.square())
-
-
-Routes = Mapping[Use, Sequence[Route]]
-"""The route of each rule of each use."""
 
 
 class Term(NamedTuple):
@@ -151,8 +146,6 @@ class Norms(ABC):
     it would lower the total.
 
     Args:
-        counts: parameter name -> number of uses.
-        routes: of the uses.
         planned_for: the number of samples that routes were chosen for.
     """
 
@@ -160,15 +153,12 @@ class Norms(ABC):
 
     def __init__(
         self,
-        counts: Counter[str],
         losses: Tensor,
         parameters: Parameters,
         clip: ClipFunction,
-        routes: Routes,
         planned_for: int,
     ) -> None:
-        self._counts, self._losses, self._routes, self._planned_for = counts, losses, routes, planned_for
-        self._parameters, self._clip = parameters, clip
+        self._parameters, self._clip, self._planned_for = parameters, clip, planned_for
         self._squares = torch.zeros(losses.shape, dtype=norm_dtype(losses.dtype), device=losses.device)
         self._entries_of_all = sum(map(Tensor.numel, parameters.values()))
         self._doubt = Doubt(self._squares, self._entries_of_all, second_pass=self.second_pass)
@@ -177,14 +167,13 @@ class Norms(ABC):
 
     def arrived(self, use: Use, g: Tensor) -> None:
         """Receive the gradient of a use's output, [B·k, ...]."""
-        for (source, rule), route in zip(use.rules, self._routes[use], strict=True):
-            alone, by_ghost = True, "ghost" if route.ghost else "instantiated"
+        for (source, rule), route in zip(use.rules, use.routes, strict=True):
+            by_ghost = "ghost" if route.ghost else "instantiated"
             for name in source.parameters:
-                alone = alone and self._counts[name] == 1
                 if self._kinds.get(name) != "fallback":
                     self._kinds[name] = "fallback" if rule.is_fallback else by_ghost
             term = Term(source, rule, route, g if g.is_cpu else rule.laid_out(g, ghost=route.ghost))
-            (self._single if alone else self._several)(term)
+            (self._single if source.alone else self._several)(term)
 
     def _is_small(self, rule: Rule, g: Tensor) -> bool:
         """True if a batch's gradients of one parameter are small: see `SMALL`."""
@@ -210,10 +199,8 @@ class Norms(ABC):
         for name, gradient in term.source.pull_back(term.rule.instantiate_all(term.g, term.route)).items():
             self._add(name, gradient)
 
-    def _not_by_ghost(self, name: str) -> None:
-        self._kinds[name] = "instantiated" if self._kinds[name] == "ghost" else self._kinds[name]
-
     def _add(self, name: str, gradient: Tensor) -> None:
+        self._kinds[name] = "instantiated" if self._kinds[name] == "ghost" else self._kinds[name]
         self._sums[name] = gradient + self._sums[name] if name in self._sums else gradient
 
 
@@ -245,7 +232,6 @@ class _WholeNorms(Norms):
                 continue
             for _, rule, route, g in self._pairs.pop(name):
                 self._add(name, rule.instantiate_all(g, route))
-            self._not_by_ghost(name)
         for gradient in self._sums.values():
             self._squares += sum_of_squares(gradient)
         return self._squares.clamp(min=0).sqrt(), self._doubt.bound(self._squares)
@@ -445,7 +431,6 @@ class LayerByLayer(Norms):
             for name, gradient in self._sums.items():
                 doubt = Doubt(self._squares, self._parameters[name].numel(), of_layer=True)
                 self._grads[name] = weighted_sum(self._factors(name, sum_of_squares(gradient), doubt), gradient)
-                self._not_by_ghost(name)
             self._sums.clear()
             return self._squares.sqrt(), self._grads
 

@@ -23,7 +23,7 @@ repeat training bit for bit, `settle` ends the timing and returns the plans as p
 
 Functions take:
     output: shape and dtype of a use's output.
-    count, counts: number of samples to plan for; parameter name -> number of uses.
+    count: number of samples to plan for.
     costs: measured or predicted.
 """
 
@@ -163,12 +163,12 @@ class Planner:
         may_time: bool,
         count: int,
     ) -> Plan:
-        known = self._costs(readings, kinds, tape.counts, losses, may_time)
+        known = self._costs(readings, kinds, losses, may_time)
         routes = [formula_route(source, rule, use.output, count) for use, source, rule in readings]
         costs: dict[int, Costs] = {}
         offers: dict[int, tuple[Choice, Choice]] = {}
         for position, ((use, source, rule), what) in enumerate(zip(readings, kinds, strict=True)):
-            if has_choice(source, rule, tape.counts):
+            if has_choice(source, rule):
                 costs[position] = known[what]
                 choices = choices_of(rule, use.output, known[what])
                 if tape.let_go.count:  # a second backward pass forms the sum
@@ -210,7 +210,6 @@ class Planner:
         self,
         readings: list[tuple[Use, Source, Rule]],
         kinds: list[Kind],
-        counts: Counter[str],
         losses: Tensor,
         may_time: bool,
     ) -> dict[Kind, Costs]:
@@ -226,7 +225,7 @@ class Planner:
         new: dict[str, Costs] = {}
         with torch.no_grad(), Draws().again():  # timing leaves the caller's random numbers alone
             for (use, source, rule), what in zip(readings, kinds, strict=True):
-                if what in costs or not has_choice(source, rule, counts):
+                if what in costs or not has_choice(source, rule):
                     continue
                 on_record = cache.get(repr(what))
                 if on_record is not None and not on_record.fit(rule):
@@ -279,10 +278,9 @@ def kind(rule: Rule, output: Spec, count: int) -> Kind:
     return type(rule).__name__, shapes, samples, output.shape[1:], output.dtype, rule.fold
 
 
-def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:
+def has_choice(source: Source, rule: Rule) -> bool:
     """True if the norm can be computed in several ways, and no other use has a share in it."""
-    alone = all(counts[name] == 1 for name in source.parameters)
-    return alone and source.rearranged and len(rule.ways) > 1 and not rule.is_fallback
+    return source.alone and source.rearranged and len(rule.ways) > 1 and not rule.is_fallback
 
 
 def formula_route(source: Source, rule: Rule, output: Spec, count: int) -> Route:

@@ -103,6 +103,7 @@ class Source:
         version: version counter of the tensor when it was made.
         node, output_nr: its place in the graph at that time; None for a parameter.
         part: (start, stop) of its entries in one parameter, rearranged, if they are consecutive.
+        alone: True if nothing else uses its parameters; known when the tape has exited.
     """
 
     tensor: Tensor
@@ -115,6 +116,7 @@ class Source:
     node: Any = None
     output_nr: int = 0
     part: tuple[int, int] | None = None
+    alone: bool = False
 
     @property
     def is_parameter(self) -> bool:

@@ -21,7 +21,6 @@ exactly once.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
@@ -54,7 +53,7 @@ from clipping.tape.batch_dimension import BROADCAST, MOVABLE, as_rows, new_dimen
 from clipping.tape.checkpointing import LetGo, Replay, hooks_of_saving
 from clipping.tape.marks import Marks, tensors
 from clipping.tape.rewritten import REWRITTEN
-from clipping.tape.uses import Activations, Use, count_parts, given
+from clipping.tape.uses import Activations, Use, given, mark_alone
 
 _next_number = torch.autograd._get_sequence_nr
 """Returns the number of the next node that this thread makes."""
@@ -74,7 +73,6 @@ class Tape(TorchFunctionMode):
 
     Attributes:
         uses: in the order of the forward pass; complete when the tape has exited.
-        counts: parameter name -> number of uses.
         problems: operations without an exact rule; the forward pass goes on, so that all are listed.
         arrivals, let_go: the gradients of the uses; the freed inputs.
         hooked: True if an operation on parameters ran under hooks for saved tensors, as a checkpoint sets them.
@@ -85,7 +83,6 @@ class Tape(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
-        self.counts: Counter[str] = Counter()
         self.problems: list[Problem] = []
         self.arrivals = Arrivals()
         self._batch_size, self._stand_in = batch_size, stand_in
@@ -179,10 +176,8 @@ class Tape(TorchFunctionMode):
                 self._refuse(use.operation, [source for source, _ in use.gradients], as_refused(error))
                 continue
             self.uses.append(use)
-            self.counts.update(use.names)
             self.arrivals.hook(use)
-        if self._stand_in is None:
-            count_parts(self.uses, self.counts)
+        mark_alone(self.uses, by_parts=self._stand_in is None)
 
     def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool, last: bool = True) -> None:
         """Backpropagate Σ_i ℓ_i to activations only, and call `arrival(use, g)` for each use in the graph.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipping.provenance.derived_parameters import Source, mark_disjoint
 from clipping.provenance.row_owners import Rows
-from clipping.rules.base import Gradient, Refused, Rule, Spec, made, title
+from clipping.rules.base import Gradient, Refused, Route, Rule, Spec, made, title
 from clipping.rules.elementwise import Broadcast, Copies
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.gathered import gathered
@@ -41,6 +41,7 @@ class Use:
         rows: owners of the output's rows; None for B·k rows, k consecutive rows a sample.
         again: returns complete `gradients` if the inputs of these were freed; see `clipping.tape.checkpointing`.
         rules: each source with the rule of its gradient.
+        routes: of the norm by each rule, once planned.
         names: of the parameters that its sources are made of; kept when `rules` are freed.
     """
 
@@ -56,6 +57,7 @@ class Use:
     rows: Rows | None = None
     again: Callable[[], OfSources] | None = None
     rules: list[tuple[Source, Rule]] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     def settle(self, batch_size: int) -> None:
@@ -140,16 +142,19 @@ def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule
     return source, rule
 
 
-def count_parts(uses: list[Use], counts: Counter[str]) -> None:
-    """Count uses of disjoint parts of a parameter (experts) as one use.
+def mark_alone(uses: list[Use], *, by_parts: bool) -> None:
+    """Mark the sources of uses whose parameters nothing else uses.
 
     Args:
-        counts: parameter name -> number of uses; changed in place.
+        by_parts: count uses of disjoint parts of a parameter (experts) as one use.
     """
     sources = [source for use in uses for source, _ in use.rules]
+    counts = Counter(name for source in sources for name in source.parameters)
     for name in {name for source in sources if source.part is not None for name in source.parameters}:
-        if counts[name] > 1 and mark_disjoint([source for source in sources if name in source.parameters]):
+        if by_parts and counts[name] > 1 and mark_disjoint([x for x in sources if name in x.parameters]):
             counts[name] = 1
+    for source in sources:
+        source.alone = all(counts[name] == 1 for name in source.parameters)
 
 
 Note = Callable[[Source, Gradient, Spec, Tensor], None]

@@ -167,7 +167,7 @@ class Forced(Planner):
         plan = super().plan(tape, losses, count)
         readings = [(source, rule) for use in tape.uses for source, rule in use.rules]
         routes = [
-            self.forced(route, rule) if has_choice(source, rule, tape.counts) else route
+            self.forced(route, rule) if has_choice(source, rule) else route
             for route, (source, rule) in zip(plan.routes, readings, strict=True)
         ]
         return replace(plan, routes=routes)
