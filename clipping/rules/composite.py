@@ -35,7 +35,8 @@ def multi_head_attention_forward(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """torch.nn.functional.multi_head_attention_forward: [T, B, E] in, [T, B, E] out, computed with the batch first."""
-    if query.dim() != 3 or bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None:
+    given = [x for x in (bias_k, bias_v, static_k, static_v) if x is not None]
+    if query.dim() != 3 or add_zero_attn or given:
         raise Refused(
             "unbatched input, add_bias_kv, add_zero_attn and static keys have no rule",
             "construct nn.MultiheadAttention without them",
@@ -103,7 +104,7 @@ def scaled_dot_product_attention(
 
     Fused kernels compute no gradient of the mask; torch, too, uses this path then.
     """
-    if attn_mask is None:
+    if attn_mask is None or is_causal:  # torch refuses both together
         return NotImplemented
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]

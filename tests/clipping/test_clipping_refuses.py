@@ -1,5 +1,7 @@
 """What a backend cannot do it refuses, by name, with the reason: messages are tested as product."""
 
+import ast
+import inspect
 import math
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 
 from clipping import Automatic, Flat, UnsupportedModel, load_backend
 from clipping.backends import tape
+from clipping.rules.handlers import COMPOSITES, HANDLERS, PER_SAMPLE
+from clipping.rules.recurrent import RECURRENT
 from clipping.tape.compiled import compiled_modules, explained
 from dpbench.conformance.cases import cross_entropy
 from dpbench.conformance.modules import Net
@@ -76,6 +80,27 @@ def test_embedding_options_without_a_rule_are_refused(options, said):
         pytest.raises(UnsupportedModel, match=f"0.weight: embedding: .*{said}"),
     ):
         b(ids, Y)
+
+
+@pytest.mark.parametrize("table", [HANDLERS, COMPOSITES, PER_SAMPLE], ids=["rules", "composites", "per sample"])
+def test_a_handler_reads_each_of_its_arguments(table):
+    """An option that it passes over would change the model where nobody sees it."""
+    harmless = {"norm_type", "embed_dim_to_check"}  # reads nothing without max_norm, which is refused; torch's check
+    for handler in {*table.values()} - {*RECURRENT.values()}:
+        tree = ast.parse(inspect.getsource(handler))
+        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert set(inspect.signature(handler).parameters) - read <= harmless, handler
+
+
+@pytest.mark.parametrize("backend", TAPE)
+def test_a_causal_mask_beside_one_of_parameters_is_refused_as_torch_does(backend: str):
+    def attended(m: Net, x: Tensor) -> Tensor:
+        h = x.view(-1, 3, 2)
+        return m.layer(F.scaled_dot_product_attention(h, h, h, m.mask, is_causal=True).flatten(1))
+
+    model = Net(attended, layer=nn.Linear(6, 3), mask=nn.Parameter(torch.zeros(3, 3)))
+    with load_backend(backend)(model, cross_entropy, verify=False) as b, pytest.raises(RuntimeError, match="causal"):
+        b(X, Y)
 
 
 def test_a_frozen_model_has_nothing_to_clip():
