@@ -36,7 +36,7 @@ from dpbench.records.reader import PAIRED, LeftOut, Record, by_device, entries, 
 from dpbench.records.store import slug
 from dpbench.report import plain, style
 from dpbench.report.data.failures import grouped_failures
-from dpbench.report.data.statistics import count_failures, facets, kept
+from dpbench.report.data.statistics import facets, failed, kept
 from dpbench.report.figures import found
 from dpbench.report.output import files, page
 from dpbench.report.parts import FigureKind, Part
@@ -126,7 +126,8 @@ def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mappi
     frame = kind.table(own, left_out)
     results = entries(own)
     if kind.with_causes:
-        count_failures([r for r in results if not r.result.get("rows")], left_out)  # a wrong row is a number, too
+        marks = [r for r in results if failed(r) and not r.result.get("rows")]  # a wrong row is a number, too
+        left_out.update(style.outcome(record.outcome) for record in marks)
     caption = kind.words(own, frame, left_out)
     return Part(
         name="-".join([name, *labels]),
@@ -138,7 +139,7 @@ def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mappi
         frame=frame,
         text=kind.texts(frame),
         caption=caption,
-        finding=kind.finding(frame),
+        finding=kind.finding(frame) if len(frame) else "",
         failures=grouped_failures(results) if kind.with_causes else (),
         figure=kind.plot(frame, caption) if kind.plot is not None else None,
     )

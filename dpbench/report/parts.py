@@ -25,7 +25,7 @@ class FigureKind:
         caption: the sentences of its own, or a function of records and numbers that returns them; if that returns one
             text, it is the whole caption.
         plot: draws numbers and caption; None for a table alone.
-        finding: one sentence with the main numbers; '' if there are none.
+        finding: one sentence with the main numbers of a table with rows; '' if there are none.
         cell: a key of a record; records with the same key add to the same number.
         by: fields of the trial; there is a figure for each of their values.
         facets: as `by`, for fields of some kinds of trial: field -> these kinds.

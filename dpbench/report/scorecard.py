@@ -5,22 +5,19 @@ Functions take:
     found: the columns.
 """
 
-import importlib.resources
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from clipping import BACKENDS
 from dpbench.conformance.sensitivity.scorecard import in_units
 from dpbench.records.reader import LeftOut, Record, by_device, entries, newest, read
-from dpbench.report import captions, output, style
+from dpbench.report import captions, style
 from dpbench.report.data.claims import NOT_MEASURED, VERDICTS
 from dpbench.report.data.statistics import kept
 from dpbench.report.figures import claims, coverage, overhead, sensitivity
-from dpbench.report.output import page
+from dpbench.report.output import PAGES, page
 from dpbench.report.output.files import write_text
 from dpbench.report.readable import rows
 from dpbench.report.style import missing, times
@@ -192,17 +189,14 @@ def write(source: Path, path: Path, again: str) -> Path | None:
     if not records:
         return None
     found = columns(records)
-    template = (importlib.resources.files(output) / "scorecard.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = environment.from_string(template).render(
+    text = PAGES.get_template("scorecard.html.j2").render(
         columns=found,
         backends=backends(found),
         name=lambda backend: style.backend(backend).name,
         claims=judged(records),
         verdicts=VERDICTS,
         href=lambda file: page.beside(path.parent, file),
-        css=(importlib.resources.files(page) / "page.css").read_text(encoding="utf-8"),
         again=again,
         source=page.beside(path.parent, source),
     )

@@ -32,7 +32,7 @@ def failed(row: Mapping[str, Any]) -> bool:
     return row["outcome"] in FAILURES
 
 
-def worst(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def worst(rows: Iterable[Mapping[Any, Any]]) -> Mapping[Any, Any] | None:
     """The row with the largest move of the sum; None if none is a number."""
     known = [row for row in rows if row["excess"] is not None]
     return max(known, key=lambda row: float(row["excess"]), default=None)

@@ -84,12 +84,6 @@ def why(failures: Sequence[Record], at_batch: bool = True) -> str | None:
     return f"{word} at B={batch(worst)}" if at_batch and worst.outcome not in ("unsupported", "mismatch") else word
 
 
-def count_failures(records: Iterable[Record], left_out: LeftOut) -> None:
-    """Count cells with a mark in place of a number."""
-    for record in filter(failed, records):
-        left_out[style.outcome(record.outcome)] += 1
-
-
 #: The setting of a training, apart from its seed.
 TRAINING = ["data", "network", "clip", "backend", "target_epsilon"]
 
@@ -140,13 +134,9 @@ def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.Da
 
 def in_order(frame: pd.DataFrame, *by: str) -> pd.DataFrame:
     """Sort by these columns: models and backends in their own orders, numbers by size."""
-    keys = {"model": style.model_key, "backend": style.backend_key}
-    order = sorted(frame.index, key=lambda i: [_sortable(keys, column, frame.at[i, column]) for column in by])
-    return frame.loc[order].reset_index(drop=True)
-
-
-def _sortable(keys: Mapping[str, Any], column: str, value: Any) -> Any:
-    return keys[column](value) if column in keys else ("" if pd.isna(value) else value)
+    keys: dict[Any, Any] = {"model": style.model_key, "backend": style.backend_key}
+    key = lambda column: column.map(keys[column.name]) if column.name in keys else column  # noqa: E731
+    return frame.sort_values(list(by), key=key, na_position="first", ignore_index=True)
 
 
 def kept(records: Sequence[Record], cell: Callable[[Record], Hashable], left_out: LeftOut) -> list[Record]:

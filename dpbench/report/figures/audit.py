@@ -120,8 +120,6 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
 
 
 def _finding(frame: pd.DataFrame) -> str:
-    if frame.empty:
-        return ""
     faults, sound = frame[frame.fault != ""], frame[frame.fault == ""]
     seeded = f"{len(faults)} runs with one of {faults.fault.nunique()} seeded faults"
     return (

@@ -87,8 +87,6 @@ _TEXT: readable.Columns = {
 
 
 def _finding(frame: pd.DataFrame) -> str:
-    if not len(frame):
-        return ""
     other = frame[frame.paper != frame.ours]
     kept = int((other.ours == "instantiate").sum())
     models = frame.groupby(["model", "inputs"]).ngroups

@@ -95,8 +95,6 @@ def _norms_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
 
 
 def _norms_finding(frame: pd.DataFrame) -> str:
-    if not len(frame):
-        return ""
     held = int((frame.outcome == "ok").sum())
     known = frame[frame.error.notna()]
     if not len(known):

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dpbench.conformance.sensitivity import DTYPES, FAILURES
-from dpbench.conformance.sensitivity.scorecard import FIELDS, as_row, in_units
+from dpbench.conformance.sensitivity.scorecard import FIELDS, as_row, in_units, worst
 from dpbench.records.reader import LeftOut, Record
-from dpbench.report import readable, style
+from dpbench.report import style
 from dpbench.report.data.statistics import frame_of
 from dpbench.report.drawing.sheet import AXIS, MARGIN, REFERENCE, WIDTH, beside, legend, place, sheet, sign
 from dpbench.report.parts import FigureKind
@@ -57,15 +57,15 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 def text(frame: pd.DataFrame) -> pd.DataFrame:
     """A row for each backend and dtype: the largest move, its case and record, and the other outcomes."""
     rows = [part for _, part in frame.groupby(["backend", "dtype"], sort=False)]
-    furthest = [(part, _furthest(part)) for part in rows]
+    furthest = [(part, worst(part.to_dict("records"))) for part in rows]
     return pd.DataFrame(
         [
             {
                 "Backend": style.backend(part.backend.iloc[0]).name,
                 "Dtype": part["dtype"].iloc[0],
-                "Furthest": in_units(None if most is None else most.excess),
-                "Case": "" if most is None else most.case,
-                "Record": "" if most is None or most.outcome != "exceeds" else most.record,
+                "Furthest": in_units(None if most is None else most["excess"]),
+                "Case": "" if most is None else most["case"],
+                "Record": "" if most is None or most["outcome"] != "exceeds" else most["record"],
                 "Too far": str(int((part.outcome == "exceeds").sum())),
                 "Not a number": str(_cases(part, NUMBER)),
                 "Record refused": str(_cases(part, REFUSED)),
@@ -92,13 +92,13 @@ def _caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
 def _finding(frame: pd.DataFrame) -> str:
     told = []
     for backend, part in frame.groupby("backend", sort=False):
-        most = _furthest(part)
+        most = worst(part.to_dict("records"))
         if most is not None:
-            bad = most.outcome == "exceeds"
+            bad = most["outcome"] == "exceeds"
             refused = part[part[REFUSED] > 0].case.nunique()
-            notes = [most.case] * bad + [f"refuses {refused} of the kinds"] * bool(refused)
+            notes = [most["case"]] * bad + [f"refuses {refused} of the kinds"] * bool(refused)
             named = f" ({'; '.join(notes)})" if notes else ""
-            told.append(f"{style.backend(str(backend)).name} {in_units(most.excess)}{named}")
+            told.append(f"{style.backend(str(backend)).name} {in_units(most['excess'])}{named}")
     if not told:
         return ""
     return f"One record, of {frame.case.nunique()} hard kinds, moves the computed sum by up to: {'; '.join(told)}."
@@ -173,21 +173,15 @@ def _row(axes: Axes, part: pd.DataFrame, top: float) -> None:
 
 def _names(axes: Axes, part: pd.DataFrame, top: float) -> None:
     """The backend, and its case with the largest move."""
-    most = _furthest(part)
-    far = most is not None and most.outcome in FAILURES
+    most = worst(part.to_dict("records"))
+    far = most is not None and most["outcome"] in FAILURES
     beside(axes, 0, top + 0.34 * _ROW, -72 * (_NAMES - 0.12), style.backend(part.backend.iloc[0]).name, fontsize=9.5)
     if most is None:
         words = "no number"
     else:
-        words = f"{in_units(most.excess)}" + (f": {most.case}, {most.dtype}" if far else " at most")
+        words = in_units(most["excess"]) + (f": {most['case']}, {most['dtype']}" if far else " at most")
     ink = style.FAILURE if far else style.FAINT
     beside(axes, 0, top + 0.7 * _ROW, -72 * (_NAMES - 0.12), words, fontsize=7.2, color=ink)
-
-
-def _furthest(part: pd.DataFrame) -> Any:
-    """The row with the largest excess; None if there is none."""
-    known = [row for row in readable.rows(part) if not style.missing(row.excess)]
-    return max(known, key=lambda row: float(row.excess), default=None)
 
 
 def _cases(part: pd.DataFrame, name: str) -> int:

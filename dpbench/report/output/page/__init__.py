@@ -1,11 +1,10 @@
 """Writes the HTML page of a report: one file that loads nothing else, and is readable without its script.
 
-Jinja2 escapes every text. Exceptions (`safe` in the template) are the style sheet and the script beside this module,
-and figures serialised by `svg.inline`.
+Jinja2 escapes every text, but for the style sheet and the script beside this module, and figures serialised by
+`svg.inline`.
 """
 
 import html
-import importlib.resources
 import os
 import re
 import shlex
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 
 from dpbench.experiment import experiment_names, load_experiment
@@ -23,6 +21,7 @@ from dpbench.records.reader import Record, by_device, entries
 from dpbench.report import style
 from dpbench.report.data import failures
 from dpbench.report.data.statistics import did_not_fit
+from dpbench.report.output import PAGES
 from dpbench.report.output.files import write_text
 from dpbench.report.output.page import svg
 from dpbench.report.parts import Part
@@ -71,10 +70,6 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)
     first = next((part.device for part in parts if part.finding), next(iter(devices)))
-    files = importlib.resources.files(__name__)
-    templates = jinja2.FunctionLoader(lambda name: (files / name).read_text(encoding="utf-8"))
-    environment = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
-    page = environment.from_string("{% from 'sheet.html.j2' import sheet %}{% include 'page.html.j2' %}")
     experiments = sorted({record.experiment for record in records})
     docs = {name: load_experiment(name).doc for name in experiments if name in experiment_names()}
     results = entries(records)
@@ -90,11 +85,9 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     said = [f"{several(len(devices[first]), 'trial')} on {where(devices[first])}."]
     said += [part.finding for part in parts if part.device == first and part.finding][:1]
     folder = beside(path.parent, source)
-    text = page.render(
+    text = PAGES.get_template("page/page.html.j2").render(
         title=join(experiments) if len(experiments) <= 3 else f"{len(experiments)} experiments",
         about=[doc if len(docs) == 1 else f"{name}: {doc}" for name, doc in docs.items()],
-        css=(files / "page.css").read_text(encoding="utf-8"),
-        script=(files / "sort.js").read_text(encoding="utf-8"),
         summary=said,
         failures=failed,
         failures_said=f"{several(sum(cause['count'] for cause in failed), 'result')} without a number, "
