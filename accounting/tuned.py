@@ -27,6 +27,8 @@ _SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 _ORDERS = np.concatenate(
     [1.0 + np.geomspace(1e-3, 1.0, 60), np.arange(2.25, 16.0, 0.25), np.arange(16.0, 64.0), np.geomspace(64.0, 1e5, 60)]
 )
+#: Smaller divergences are raised to this: dp-accounting takes the logarithm of 1 − e^−ρ.
+_LEAST = 2.0**-52
 
 
 class Tuned(Accountant):
@@ -62,7 +64,8 @@ class Tuned(Accountant):
         if not kept.any():
             raise NoAnswer("the Rényi divergences of a run are beyond what floats hold")
         orders = _ORDERS[kept]
-        found, order = _selected(orders, moments[kept] / (orders - 1.0), self.runs, self.distribution, delta)
+        divergences = np.maximum(moments[kept] / (orders - 1.0), _LEAST)
+        found, order = _selected(orders, divergences, self.runs, self.distribution, delta)
         if math.isnan(found):
             raise NoAnswer("dp-accounting has no number for so many runs")
         return found, {"order": order, "runs": self.runs, "distribution": self.distribution}

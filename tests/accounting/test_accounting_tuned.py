@@ -51,6 +51,12 @@ def test_noise_for_tuned_runs_is_safe_and_tight():
     assert 2.99 < found.guarantee.epsilon <= 3 < Tuned(10).epsilon(SubsampledGaussian(0.998 * found.value, 0.01), **run)
 
 
+@pytest.mark.parametrize("distribution", SHAPES)
+def test_tuned_runs_that_spend_almost_nothing_have_a_bound(distribution):
+    """Their Rényi divergences are below what 1 − e^−ρ resolves."""
+    assert 0 <= Tuned(3, distribution).epsilon(SubsampledGaussian(1e3, 1e-8), steps=1, delta=1e-5) < 1e-4
+
+
 def test_tuned_runs_never_have_the_bounds_of_one():
     """Phases count as the worst of them, the risk follows from ε alone, and batches that are cut have no bound."""
     parts = [(MNIST, 100), (SubsampledGaussian(2.0, 0.004), 100)]
