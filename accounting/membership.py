@@ -88,7 +88,8 @@ class TradeOff:
         if self.lower is None:
             return None
         at, delta = self.lower
-        below = 1.0 - math.exp(min(0.0, float(at[0]))) * (1.0 - false_positives) - 1e-12  # for ε below the grid
+        # for ε below the grid, where δ is at least 1 − e^ε, and at least the first δ of the grid
+        below = max(float(delta[0]), 1.0 - math.exp(min(0.0, float(at[0]))) * (1.0 - false_positives)) - 1e-12
         return max(false_positives, min(_conjugate(at, delta, false_positives), below))
 
 

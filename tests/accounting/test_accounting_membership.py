@@ -133,6 +133,12 @@ def test_of_one_step_the_bounds_enclose_the_closed_form(sigma, q):
         assert upper - rate == pytest.approx(truth - rate, rel=2e-3)
 
 
+def test_with_hardly_any_privacy_some_attack_certainly_succeeds():
+    """All losses are above the ε of the best test, and so is the grid."""
+    found = risk("prv", SubsampledGaussian(1.0, 0.9), steps=1000, delta=1e-5)
+    assert all(value > 0.999 for value in flat(found["at_least"]).values())
+
+
 @pytest.mark.parametrize("steps", [10**400, 10**15])
 def test_more_steps_than_a_float_can_count(steps):
     found = risk("rdp", SubsampledGaussian(0.5, 0.5), steps=steps, delta=1e-5)
