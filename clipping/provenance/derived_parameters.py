@@ -78,9 +78,18 @@ def is_marked(x: Tensor) -> bool:
     return hasattr(x, "_depends_on_data")
 
 
+def mark_constant(x: Tensor) -> None:
+    """Mark a tensor that requires a gradient as made of leaves that are neither data nor the model's parameters."""
+    x._is_constant = True  # type: ignore[attr-defined]
+
+
 def depends_on_data(x: Tensor) -> bool:
-    """True if the tensor is marked or requires a gradient; call it only for tensors not made of parameters alone."""
-    return x.requires_grad or is_marked(x)
+    """True if the tensor is marked or made by differentiable operations, but not on constants alone.
+
+    Call it only for tensors not made of parameters alone. A leaf without a mark is a constant, such as
+    `nn.Parameter(frozen.T)`.
+    """
+    return (x.requires_grad and not x.is_leaf and not hasattr(x, "_is_constant")) or is_marked(x)
 
 
 def forget_data(x: Tensor | None) -> None:

@@ -13,6 +13,7 @@ from clipping.provenance.derived_parameters import (
     depends_on_data,
     forget_data,
     is_marked,
+    mark_constant,
     mark_data,
     samples_of,
 )
@@ -44,8 +45,12 @@ class Marks:
 
     def mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
         """Mark and return the output of an operation on `data`."""
-        if not data and is_traced():
-            note(func, args, kwargs, output)
+        if not data:
+            for made in tensors((output,), None):
+                if made.requires_grad and torch.is_grad_enabled():  # else it may be a view of a parameter
+                    mark_constant(made)
+            if is_traced():
+                note(func, args, kwargs, output)
         if (func in GATHERS or not self._in_order) and data and self._moved(func, args, kwargs, output, data):
             return output
         if not data or (func in UNUSUAL and not self._is_made_of(func, args, kwargs, data)):

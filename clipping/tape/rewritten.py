@@ -21,7 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.provenance.derived_parameters import Source, is_marked, mark_data, methods, samples_of
+from clipping.provenance.derived_parameters import (
+    Source,
+    depends_on_data,
+    is_marked,
+    mark_data,
+    methods,
+    samples_of,
+)
 from clipping.rules.base import Refused
 from clipping.rules.contraction import parsed
 from clipping.tape.uses import Activations
@@ -205,7 +212,7 @@ def _einsum(rows: Activations, func: Any, equation: Any, *operands: Any) -> Inst
     if len(flat) > 2:
         return lambda: _of_two_each(terms, result, flat)
     data = [(x, term) for x, term in zip(flat, terms, strict=True) if rows.source(x) is None]
-    places = [(term, samples_of(x)) for x, term in data if x.requires_grad or is_marked(x)]
+    places = [(term, samples_of(x)) for x, term in data if depends_on_data(x)]
     if not places:
         return None
     term, place = places[0]

@@ -379,7 +379,18 @@ PLACED = [
     Case("a parameter added to data in place", added_in_place, layer_and_two_vectors, (D,)),
 ]
 
-EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS, *WRITTEN, *PLACED]
+
+def with_constants(m: Any, x: Tensor) -> Tensor:
+    """New parameters made of frozen ones, as peft does it, with as many rows as the batch or twice as many."""
+    frozen = nn.Parameter(torch.arange(2.0 * B * D).to(x).sin().view(D, 2 * B).t())
+    return x @ ((frozen + m.w) / (frozen + m.w.detach()).norm(dim=1).detach()[:, None] * m.p).view(2, B, D).mean(1).t()
+
+
+OF_FUNCTIONS = [
+    Case("with constants", with_constants, lambda: {"w": torch.randn(2 * B, D), "p": torch.randn(D)}, (D,)),
+]
+
+EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS, *WRITTEN, *PLACED, *OF_FUNCTIONS]
 
 
 def data_into_some_rows(m: Any, x: Tensor) -> Tensor:
