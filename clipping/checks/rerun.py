@@ -147,7 +147,7 @@ class _Embeddings(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _CHECKED:
+        if func in _CHECKED or _is_foreign(func):
             args = tuple(x.nan_to_num(0.5) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
         found = func(*args, **kwargs)
         if func is F.embedding and args and _memory(args[0]) in self._words - {0}:
@@ -156,6 +156,12 @@ class _Embeddings(TorchFunctionMode):
         elif func in _CASTS and args[0].is_floating_point() and not found.is_floating_point():
             return func(args[0].nan_to_num(), *args[1:], **kwargs)  # NaN is no index
         return found
+
+
+def _is_foreign(func: Any) -> bool:
+    """Whether it is another library's operator: deform_conv2d and roi_align read memory at NaN, and end the process."""
+    packet = getattr(func, "overloadpacket", func)
+    return not getattr(packet, "_qualified_op_name", "aten::").startswith("aten::")
 
 
 def _memory(x: Tensor) -> int:
@@ -281,8 +287,7 @@ def _rows(of: Sequence[Tensor], size: int) -> Tensor:
 
 def _explained(model: nn.Module, run: Run, before: Sequence[Tensor], change: Change, limit: float) -> bool:
     """Whether rounding or random numbers explain a difference, or it occurs without a change."""
-    change = change._replace(alike=change.resized)
-    unchanged = same(change.size)._replace(alike=change.resized)
+    change, unchanged = change._replace(alike=True), same(change.size)._replace(alike=True)
     was, now = or_none(run, unchanged), or_none(run, change)
     if was is None or now is None or differing(was, now, change, limit) is None:
         return True

@@ -155,6 +155,7 @@ RANDOM = {
     "masking": lambda h: h * (torch.rand(h.shape[0], T, 1) > 0.5),
     "attention": lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.3),
     "gumbel": lambda h: F.gumbel_softmax(h),
+    "as many numbers as there are negative entries": lambda h: F.rrelu(h, training=True),
     "positions in another order": lambda h: h[:, torch.randperm(T)],
 }
 
