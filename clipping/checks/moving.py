@@ -96,7 +96,7 @@ class Moving:
         of_modules = {id(x) for module in modules for of in (vars(module), module._buffers) for x in of.values()}
         found = [x for _, entries in held if len(entries) <= MANY for x in _flat(entries)]
         tensors = [x for x in map(_as_tensor, found) if x is not None and not isinstance(x, nn.Parameter)]
-        buffers = [x for x in tensors if id(x) in of_modules or x.nbytes <= LARGEST]
+        buffers = [x for x in tensors if id(x) in of_modules or _nbytes(x) <= LARGEST]
         every = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
         self._note_frozen(every)
         kept = dict.fromkeys([*buffers, *(p for p in every if p in self._written), *also])
@@ -280,6 +280,10 @@ def _as_tensor(value: Any) -> Tensor | None:
         with suppress(TypeError, ValueError):  # an array of objects, or of negative strides
             return torch.from_numpy(value)
     return value if isinstance(value, Tensor) else None
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.nbytes if x.layout == torch.strided else 0  # a sparse tensor does not say
 
 
 def _entries(of: Any) -> list[Any]:

@@ -261,9 +261,9 @@ class Tape(TorchFunctionMode):
             _ = x.grad_fn  # a view that was changed in place makes its node when read: here, not within the use
         first, is_first = _next_number(), not any(x.requires_grad for x in data)
         try:
-            for x in data:
+            for x in (*data, *(source.tensor for source in sources)):
                 if x.layout is not torch.strided or x.is_nested:
-                    raise Refused("sparse and nested tensors have no rule", "pad them, or use microbatch")
+                    raise Refused("sparse and nested tensors have no rule", "make them dense, or use microbatch")
             handler = handler_of(func)
             if handler is not None:
                 output, gradients = handler(*args, **kwargs)

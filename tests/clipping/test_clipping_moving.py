@@ -64,6 +64,7 @@ class Everywhere(nn.Module):
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("moved", torch.ones(3))
         self.pair = torch.zeros(()), torch.zeros(())
+        self.sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
         self.generators = torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)
         of_hook = [0]
 
@@ -86,6 +87,8 @@ class Everywhere(nn.Module):
         self.layer.weight.calls = getattr(self.layer.weight, "calls", 0) + 1
         self.moved.data.mul_(0.5)
         self.pair[1].add_(1)
+        for adjacency in self.sparse:
+            adjacency.mul_(2)
         self.frozen.data = self.frozen.data * 0.5
         self.layer.weight.data.mul_(0.5)
         self.layer(x)
@@ -96,6 +99,7 @@ class Everywhere(nn.Module):
             *self.moved.tolist(),
             *self.frozen.tolist(),
             self.pair[1].item(),
+            *(adjacency.to_dense()[0, 0].item() for adjacency in self.sparse),
             *self.layer.weight.flatten().tolist(),
         ]
         return [*counts, self.of_method, *self.array.tolist(), self.layer.weight.calls, *tensors, *drawn]

@@ -536,6 +536,15 @@ REFUSED = [
         "p: _sparse_mm: sparse and nested tensors have no rule",
     ),
     (
+        Case(
+            "a sparse weight",
+            lambda m, x: torch.sparse.mm(m.p.to_sparse(), x.t()).t(),
+            lambda: {"p": torch.randn(3, D)},
+            (D,),
+        ),
+        "p: _sparse_mm: sparse and nested tensors have no rule",
+    ),
+    (
         Case("reentrant checkpoint", checkpointed, layer_and_vector),
         "checkpoint: with use_reentrant=True.*reentrant=False",
     ),
