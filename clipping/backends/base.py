@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from clipping.checks.moving import Moving
 from clipping.checks.rerun import TOLERANCE, Change, mixed, mixing
 from clipping.checks.sample_independence import Occasions
-from clipping.checks.verification import verify
+from clipping.checks.verification import says_something, verify
 from clipping.core.autograd import hooks_of
 from clipping.core.batches import forward, leading_dimension, losses_of, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat
@@ -149,7 +149,9 @@ class Backend(ABC):
         """
         if self._closed:
             raise RuntimeError(f"expected an open backend, got {self.name} after close(); make a new one")
+        verifies = self._verify
         found = self._of_this_process(inputs, targets)
+        self._verify = self._verify or (verifies and not says_something(found))
         return spread.summed(found) if self.replicated else found
 
     def _of_this_process(self, inputs: Any, targets: Any) -> ClippedGradient:

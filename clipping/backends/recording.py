@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -170,16 +171,18 @@ class Recording:
         limit = Limit(min(tolerance, limit_of(formats(losses)).norm), tolerance)
         assert result.norms is not None
         few = min(2, self.batch_size)
-        reference = one_by_one(losses[:few], self.parameters, clip, keep_graph=True)
+        bounds = result.bounds
+        some = None if bounds is None else bounds[:few]
+        reference = one_by_one(losses[:few], self.parameters, clip, some, keep_graph=True)
         assert reference.norms is not None
         grads = reference.grads if few == self.batch_size else result.grads
         if few < self.batch_size and not clip.per_layer:
-            factors = clip.factors(result.norms).to(losses.dtype)
+            factors = clip.factors(result.norms if bounds is None else bounds).to(losses.dtype)
             grads = with_zeros(gradients((factors * losses).sum(), self.parameters, keep_graph=True), self.parameters)
         found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
-        agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses), clip)
+        agreement: Agreement = compare(found, replace(reference, grads=grads), clip)
         if not agreement.within(limit):  # a hook may bound gradients; then weighted losses have other gradients
-            whole = one_by_one(losses, self.parameters, clip, keep_graph=True)
+            whole = one_by_one(losses, self.parameters, clip, bounds, keep_graph=True)
             agreement = compare(result, whole, clip)
         if not agreement.within(limit):
             raise WrongGradient(self.backend.name, agreement, limit)
@@ -208,15 +211,24 @@ def for_recording(
 
 
 def one_by_one(
-    losses: Tensor, parameters: Parameters, clip: ClipFunction, *, keep_graph: bool = False
+    losses: Tensor,
+    parameters: Parameters,
+    clip: ClipFunction,
+    bounds: Tensor | None = None,
+    *,
+    keep_graph: bool = False,
 ) -> ClippedGradient:
-    """Σ_i c_i g_i by its definition: one backward pass for each loss, through one graph."""
+    """Σ_i c_i g_i by its definition: one backward pass for each loss, through one graph.
+
+    Args:
+        bounds: upper bounds of the norms, to clip by; None to clip by the norms.
+    """
     sums = Sums(parameters)
     norms, last = [], losses.shape[0] - 1
     for i in range(losses.shape[0]):
         found = gradients(losses[i], parameters, keep_graph=keep_graph or i < last)
-        norms.append(sums.add(with_zeros(found, parameters), clip, losses))
-    return ClippedGradient(sums.rounded(), torch.cat(norms), losses.detach())
+        norms.append(sums.add(with_zeros(found, parameters), clip, losses, None if bounds is None else bounds[i]))
+    return ClippedGradient(sums.rounded(), torch.cat(norms), losses.detach(), bounds)
 
 
 def _no_loss(outputs: Any, targets: Any) -> Tensor:

@@ -208,7 +208,7 @@ class TapeBackend(Backend):
             wide = norm_dtype(parameters[name].dtype)
             if grad.dtype != wide:  # type promotion made it wider
                 grads[name] = grad.to(wide)
-        return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
+        return ClippedGradient(with_zeros(grads, parameters), total, losses.detach(), norms.bounds)
 
 
 class FastGradClip(TapeBackend):

@@ -6,6 +6,9 @@ Errors are relative and norm-wise. For a parameter, ‖Δ‖ / max(‖reference�
 the whole gradient's norm: else a gradient that is zero but for rounding (a bias before a normalisation) would fail. For
 norms, |Δ_i| / max(‖g_i‖, floor), so that a larger norm does not hide the error of a sample.
 
+A record whose terms cancel may consist of rounding, and is clipped by the bound n̂_i on its norm. Then the definition
+clips by the same bound, its norm may differ by n̂_i - ‖g_i‖, and the floor is at least c_i (n̂_i - ‖g_i‖).
+
 Functions take:
     backend: the one to verify.
     samples: how many of them to compare.
@@ -119,11 +122,11 @@ def compare(result: ClippedGradient, reference: ClippedGradient, clip: ClipFunct
     if result.norms is not None and reference.norms is not None:
         if result.norms.shape != reference.norms.shape:
             return Agreement(float("inf"), float("inf"), "")
-        norm_error = _worst(result.norms.double(), reference.norms.double())
+        norm_error = _worst(result.norms.double(), reference.norms.double(), reference.bounds)
     if not reference.grads:
         return Agreement(norm_error, 0.0, "")
     whole = float(torch.linalg.vector_norm(torch.stack([_norm(g) for g in reference.grads.values()])))
-    floor = FLOOR * max(whole, _largest(reference.norms, clip))
+    floor = max(FLOOR * max(whole, _largest(reference.norms, clip)), _doubted(reference, clip))
     if result.grads.keys() != reference.grads.keys():
         different = sorted(result.grads.keys() ^ reference.grads.keys())
         return Agreement(norm_error, float("inf"), different[0])
@@ -141,6 +144,11 @@ def verify(backend: Clips, inputs: Any, targets: Any) -> None:
     agreement, limit = agreement_with_oracle(backend, inputs, targets)
     if not agreement.within(limit):
         raise WrongGradient(backend.name, agreement, limit)
+
+
+def says_something(result: ClippedGradient) -> bool:
+    """Whether a sample that is compared has a gradient: where all losses are 0, any backend agrees."""
+    return result.norms is None or bool(result.norms[:2].any())
 
 
 def agreement_with_oracle(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
@@ -242,6 +250,7 @@ def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
         *copied(),
         clip=clip,
         together=backend.together,
+        bounds=result.bounds,
         around=partial(_the_same, backend, 1),
     )
     first, target = map_tensors(lambda x: x[:1], copied())
@@ -330,16 +339,26 @@ def _largest(norms: Tensor | None, clip: ClipFunction | None) -> float:
     return float(sizes.nan_to_num(0.0, 0.0, 0.0).max())
 
 
+def _doubted(reference: ClippedGradient, clip: ClipFunction | None) -> float:
+    """The largest c_i (n̂_i - ‖g_i‖): the part of a clipped gradient that rounding may make up; 0 if it is unknown."""
+    if reference.bounds is None or reference.norms is None or clip is None or not len(reference.norms):
+        return 0.0
+    doubted = clip.factors(reference.bounds) * (reference.bounds - reference.norms).clamp(min=0)
+    return float(doubted.nan_to_num(0.0, 0.0, 0.0).max())
+
+
 def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.double())
 
 
-def _worst(found: Tensor, right: Tensor) -> float:
-    """The largest relative error of norms [B]; small norms count as the floor."""
+def _worst(found: Tensor, right: Tensor, bounds: Tensor | None) -> float:
+    """The largest relative error of norms [B] beyond what their bounds explain; small norms count as the floor."""
     if not len(right):
         return 0.0
     scale = right.abs().clamp(min=FLOOR * float(right.abs().max()))
     differences = (found - right).abs()
+    if bounds is not None:
+        differences = (differences - (bounds.double() - right).clamp(min=0)).clamp(min=0)
     return float(torch.where((differences == 0) & (scale == 0), 0.0, differences / scale).max())
 
 

@@ -2,6 +2,7 @@
 
 Functions take:
     together: samples whose mean gradient is clipped as one.
+    bounds: upper bounds of the norms, which the factors are computed from instead; None for the norms themselves.
 """
 
 import math
@@ -10,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from clipping.core.batches import leading_dimension, losses_of, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat, factors_by_name
@@ -30,6 +31,7 @@ def definition(
     *,
     clip: ClipFunction,
     together: int = 1,
+    bounds: Tensor | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ClippedGradient:
     """The result that every backend must return, computed one sample at a time.
@@ -43,7 +45,7 @@ def definition(
         sample, target = map_tensors(lambda x, i=i: x[i : i + 1].detach(), (inputs, targets))  # type: ignore[misc]
         with around(), torch.enable_grad():
             alone.append(one_by_one(model, loss_fn, parameters, sample, target, clip=Flat(math.inf)))
-    return of_means(alone, clip, together)
+    return of_means(alone, clip, together, bounds)
 
 
 def one_by_one(
@@ -71,7 +73,9 @@ def one_by_one(
     return ClippedGradient(sums.rounded(), torch.cat(norms), torch.cat(losses))
 
 
-def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: int) -> ClippedGradient:
+def of_means(
+    samples: Sequence[ClippedGradient], clip: ClipFunction, together: int, bounds: Tensor | None = None
+) -> ClippedGradient:
     """Σ_k c_k ḡ_k, where ḡ_k is the mean of `together` consecutive samples.
 
     Args:
@@ -80,29 +84,30 @@ def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: i
     names, sums = list(samples[0].grads), Sums(samples[0].grads)
     losses = torch.cat([sample.losses for sample in samples])
     norms = []
-    for start in range(0, len(samples), together):
+    for k, start in enumerate(range(0, len(samples), together)):
         few = samples[start : start + together]
         mean = {name: torch.stack([sample.grads[name] for sample in few]).mean(0) for name in names}
-        norms.append(sums.add(mean, clip, losses))
-    return ClippedGradient(sums.rounded(), torch.cat(norms), losses)
+        norms.append(sums.add(mean, clip, losses, None if bounds is None else bounds[k]))
+    return ClippedGradient(sums.rounded(), torch.cat(norms), losses, bounds)
 
 
 class Sums:
     """Accumulates clipped gradients in float64."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._wide = {name: wide_dtype(p.dtype) for name, p in parameters.items()}
         self._totals = {
             name: torch.zeros_like(p, dtype=sum_dtype(p), memory_format=torch.contiguous_format)
             for name, p in parameters.items()
         }
 
-    def add(self, grads: dict[str, torch.Tensor], clip: ClipFunction, like: torch.Tensor) -> torch.Tensor:
+    def add(self, grads: dict[str, Tensor], clip: ClipFunction, like: Tensor, bound: Tensor | None = None) -> Tensor:
         """Clip and add one gradient; return its norm [1] before clipping.
 
         Args:
             grads: parameter name -> gradient, of the parameter's shape; every parameter has one.
             like: any tensor of the gradients' device.
+            bound: of the whole norm, to clip by.
         """
         layers = [
             torch.linalg.vector_norm(g, dtype=sum_dtype(g)).to(norm_dtype(g.dtype)).view(1) for g in grads.values()
@@ -110,18 +115,20 @@ class Sums:
         if not layers:
             return like.new_zeros(1, dtype=norm_dtype(like.dtype))
         norm, factors = factors_by_name(torch.stack(layers), list(grads), clip, sum(g.numel() for g in grads.values()))
+        if bound is not None:
+            factors = dict.fromkeys(grads, clip.factors(torch.maximum(norm, bound.to(norm))))
         for name, grad in grads.items():
             pieces = (x.view(-1).split(WIDENED) for x in (self._totals[name], grad.contiguous()))
             for total, piece in zip(*pieces, strict=True):
                 total.addcmul_(piece, factors[name][0])
         return norm
 
-    def rounded(self) -> dict[str, torch.Tensor]:
+    def rounded(self) -> dict[str, Tensor]:
         """Return the sums in float32 or the parameters' wider dtype, and free the accumulators."""
         return {name: self._totals.pop(name).to(self._wide[name]) for name in list(self._totals)}
 
 
-def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = False) -> dict[str, torch.Tensor]:
+def gradients(loss: Tensor, parameters: Parameters, *, keep_graph: bool = False) -> dict[str, Tensor]:
     """∂loss/∂θ for each parameter in the graph; does not touch `.grad`.
 
     Args:
@@ -133,7 +140,7 @@ def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = 
     return {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
 
 
-def with_zeros(grads: dict[str, torch.Tensor], parameters: Parameters) -> dict[str, torch.Tensor]:
+def with_zeros(grads: dict[str, Tensor], parameters: Parameters) -> dict[str, Tensor]:
     """Return `grads` in the order of `parameters`, with zeros where the loss does not depend on one."""
     wide = norm_dtype(next(iter(grads.values())).dtype) if grads else torch.float32
     return {

@@ -21,11 +21,14 @@ class ClippedGradient:
             loss does not depend on the parameter. A tied parameter appears once, under its first name.
         norms: [B] ‖g_i‖ before clipping, float32 or wider; None from `nonprivate`.
         losses: [B] ℓ_i, detached.
+        bounds: [B] n̂_i ≥ ‖g_i‖, which the factors c_i were computed from (`clipping.numerics.rounding_bounds`); None if
+            they were computed from other numbers.
     """
 
     grads: dict[str, Tensor]
     norms: Tensor | None
     losses: Tensor
+    bounds: Tensor | None = None
 
 
 class Problem(NamedTuple):

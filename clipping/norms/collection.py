@@ -164,6 +164,8 @@ class Norms(ABC):
         self._doubt = Doubt(self._squares, self._entries_of_all, second_pass=self.second_pass)
         self._sums: dict[str, Tensor] = {}
         self._kinds: dict[str, str] = {}
+        self.bounds: Tensor | None = None
+        """n̂ [B], which the factors were computed from; None with factors of each layer."""
 
     def arrived(self, use: Use, g: Tensor) -> None:
         """Receive the gradient of a use's output, [B·k, ...]."""
@@ -234,7 +236,8 @@ class _WholeNorms(Norms):
                 self._add(name, rule.instantiate_all(g, route))
         for gradient in self._sums.values():
             self._squares += sum_of_squares(gradient)
-        return self._squares.clamp(min=0).sqrt(), self._doubt.bound(self._squares)
+        self.bounds = self._doubt.bound(self._squares)
+        return self._squares.clamp(min=0).sqrt(), self.bounds
 
     def _kept_sums(self, factors: Tensor) -> dict[str, Tensor]:
         """Σ_i c_i g_i of the gradients that were kept, by parameter. Call once; frees them."""

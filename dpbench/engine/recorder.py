@@ -23,6 +23,7 @@ from clipping.backends.base import Backend
 from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
+from clipping.checks.verification import says_something
 from clipping.core.autograd import hooks_of, version_of
 from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
@@ -313,7 +314,8 @@ class Recorder:
             if _SECOND_TIME in str(error):
                 raise Misuse(BACKWARD.format(self.remedy)) from error
             raise
-        self._verify = self._verify and few < 2  # one sample cannot show that samples stay apart
+        # one sample cannot show that samples stay apart
+        self._verify = self._verify and not (verify and few > 1 and says_something(result))
         if looks is not None and self._occasions is not None:
             with self.paused():
                 looks.judge(result, few)

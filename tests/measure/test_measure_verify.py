@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from clipping import Agreement, Flat, load_backend
-from clipping.checks.verification import CAST_TOLERANCE, Limit
+from clipping.checks.verification import CAST_TOLERANCE, Limit, WrongGradient
+from dpbench import PrivacyEngine
 from dpbench.measure import verify
 from dpbench.models.workload import Workload
 from dpbench.trials.outcome import Mismatch
@@ -42,6 +43,62 @@ def test_float32_is_compared_in_float64(name):
     before = {name: p.detach().clone() for name, p in work.model.named_parameters()}
     assert found(name, Flat(max_grad_norm=0.5), work).within(1e-12)
     assert all(p.dtype == torch.float32 and torch.equal(p, before[n]) for n, p in work.model.named_parameters())
+
+
+class Alternating(nn.Module):
+    """Sums a linear layer's outputs over positions with signs that cancel but for `rest`."""
+
+    def __init__(self, rest: float) -> None:
+        super().__init__()
+        self.layer, self.rest = nn.Linear(20, 20, bias=False), rest
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        return h[:, ::2].sum(1) - (1 - self.rest) * h[:, 1::2].sum(1)
+
+
+@pytest.mark.parametrize("rest", [1e-2, 1e-4, 0.0])
+@pytest.mark.parametrize("name", ["ghost", "bk_mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_record_whose_terms_cancel_is_compared_by_its_bound(dtype, name, rest):
+    """It is clipped harder than its norm says, and may consist of rounding; a wrong gradient is still found."""
+    torch.manual_seed(0)
+    model, x = Alternating(rest).to(dtype), torch.randn(5, 1, 20, dtype=dtype).expand(5, 8, 20).contiguous()
+
+    def loss_fn(outputs, targets):
+        return 100 * (outputs.square().sum(1) + outputs.sum(1))
+
+    with load_backend(name)(model, loss_fn, clip=Flat(0.1)) as backend:
+        result = backend(x, x[:, 0])
+    assert (result.bounds > 2 * result.norms).all()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine(model, batch_size=5, sample_size=100, max_grad_norm=0.1, noise_multiplier=1.0, backend=name)
+    engine.attach(optimizer)
+    optimizer.step(loss=loss_fn(model(x), None))
+    engine.detach()
+    model.layer.weight.register_hook(lambda g: g + 1)
+    with load_backend(name)(model, loss_fn, clip=Flat(0.1)) as backend, pytest.raises(WrongGradient):
+        backend(x, x[:, 0])
+
+
+def test_losses_of_zero_verify_nothing():
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+    model.weight.register_hook(lambda g: 2 * g)
+
+    def loss_fn(outputs, targets):
+        return outputs[:, 0] * targets
+
+    with load_backend("bk_mixed")(model, loss_fn) as backend:
+        backend(x, torch.zeros(4))
+        with pytest.raises(WrongGradient):
+            backend(x, torch.ones(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine(model, batch_size=4, sample_size=100, max_grad_norm=1.0, noise_multiplier=1.0)
+    engine.attach(optimizer)
+    optimizer.step(loss=loss_fn(model(x), torch.zeros(4)))
+    with pytest.raises(WrongGradient):
+        optimizer.step(loss=loss_fn(model(x), torch.ones(4)))
+    engine.detach()
 
 
 def test_the_oracle_leaves_the_model_as_it_was():
