@@ -14,6 +14,8 @@ square root, as rounding may make them negative.
 import triton
 import triton.language as tl
 
+from clipping.accel.reading_programs import _inputs, _of_input, _pixels, _rows
+
 
 @triton.jit
 def _nothing():
@@ -181,7 +183,9 @@ def gradient(
     sample, group = found // groups, found % groups
     p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    channel, down, across = _of_input(d, channels, KERNEL_H, KERNEL_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W)
+    patch = _of_input(d, channels, KERNEL_H, KERNEL_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W)
+    image = height, width, x_row, x_column, x_channel
+    known = d < inputs
     x += sample * x_sample + group * channels * x_channel
     g += sample * g_sample + group * outputs * g_channel
     squares += found * (tiles_p + tiles_d) * positions
@@ -190,12 +194,7 @@ def gradient(
     for start in range(0, positions, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         of_g = _rows(g, t, positions, p, outputs, g_position, g_channel)
-        if POINT:
-            of_x = _rows(x, t, positions, d, inputs, x_column, x_channel)
-        else:
-            row, column = _corners(t, positions, out_width, height, STRIDE_H, STRIDE_W, PADDING_H)
-            known = d < inputs
-            of_x = _patches(x, row, column, down, across, height, width, channel, known, x_row, x_column, x_channel)
+        of_x = _inputs(x, t, positions, known, patch, image, out_width, STRIDE_H, STRIDE_W, PADDING_H, POINT)
         of_x = of_x.to(dtype)
         if tile % tiles_d == 0:
             _store_squares(squares + (tile // tiles_d).to(tl.int64) * positions, of_g, t, positions)
@@ -288,7 +287,9 @@ def weighted(
     tile = tl.program_id(0) % tiles
     p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    channel, down, across = _of_input(d, channels, KERNEL_H, KERNEL_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W)
+    patch = _of_input(d, channels, KERNEL_H, KERNEL_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W)
+    image = height, width, x_row, x_column, x_channel
+    known = d < inputs
     first = portion * each
     blocks = tl.cdiv(positions, BLOCK_T)
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
@@ -298,63 +299,17 @@ def weighted(
         t = step % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
         of_g = _rows(g + sample * g_sample, t, positions, p, outputs, g_position, g_channel)
         x_at = x + sample * x_sample
-        if POINT:
-            of_x = _rows(x_at, t, positions, d, inputs, x_column, x_channel)
-        else:
-            row, column = _corners(t, positions, out_width, height, STRIDE_H, STRIDE_W, PADDING_H)
-            known = d < inputs
-            of_x = _patches(x_at, row, column, down, across, height, width, channel, known, x_row, x_column, x_channel)
+        of_x = _inputs(x_at, t, positions, known, patch, image, out_width, STRIDE_H, STRIDE_W, PADDING_H, POINT)
         found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
         factor = tl.load(factors + sample)
         total += found * factor
         if BIAS:
             of_bias += tl.sum(of_g.to(tl.float32), 0) * factor
-    at = p.to(tl.int64)[:, None] * inputs + (channel * (KERNEL_H * KERNEL_W) + d // channels)[None, :]
+    at = p.to(tl.int64)[:, None] * inputs + (patch[0] * (KERNEL_H * KERNEL_W) + d // channels)[None, :]
     out += portion * outputs * (inputs + BIAS)
-    tl.store(out + at, total, mask=(p < outputs)[:, None] & (d < inputs)[None, :])
+    tl.store(out + at, total, mask=(p < outputs)[:, None] & known[None, :])
     if BIAS:
         tl.store(out + outputs * inputs + p, of_bias, mask=(p < outputs) & (tile % tiles_d == 0))
-
-
-@triton.jit
-def _of_input(
-    d,
-    channels,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
-):
-    """Channel of inputs d, in the order (kernel row, kernel column, channel), and where they lie in their patch.
-
-    If the kernel has one pixel, all lie in one place, which saves addresses.
-    """
-    if KERNEL_H * KERNEL_W == 1:
-        channel, down, across = d, tl.full((1,), -PADDING_H, tl.int32), tl.full((1,), -PADDING_W, tl.int32)
-    else:
-        offset = d // channels
-        channel = d % channels
-        down = (offset // KERNEL_W) * DILATION_H - PADDING_H
-        across = (offset % KERNEL_W) * DILATION_W - PADDING_W
-    return channel, down, across
-
-
-@triton.jit
-def _corners(t, positions, out_width, height, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr):
-    """First row and column of the patches at positions t, before padding; beyond the positions, below the image."""
-    return tl.where(t < positions, t // out_width * STRIDE_H, height + PADDING_H), t % out_width * STRIDE_W
-
-
-@triton.jit
-def _patches(x, rows, columns, down, across, height, width, channels, known, x_row, x_column, x_channel):
-    """Pixels of an image at each row and column, in each channel so far down and across: [len(rows), len(channels)]."""
-    y = rows[:, None] + down[None, :]
-    z = columns[:, None] + across[None, :]
-    inside = (y >= 0) & (y < height) & (z >= 0) & (z < width) & known[None, :]
-    at = y.to(tl.int64) * x_row + z.to(tl.int64) * x_column + channels.to(tl.int64)[None, :] * x_channel
-    return tl.load(x + at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -447,24 +402,6 @@ def _gram_of_rows(
             right = _rows(x, u, positions, k, features, x_position, x_feature)
         total = _dot(left.to(dtype), tl.trans(right.to(dtype)), total)
     return total
-
-
-@triton.jit
-def _rows(x, t, positions, k, features, x_position, x_feature):
-    """Features k of x at positions t, zero beyond both: [len(t), len(k)]."""
-    there = (t < positions)[:, None] & (k < features)[None, :]
-    return tl.load(
-        x + t.to(tl.int64)[:, None] * x_position + k.to(tl.int64)[None, :] * x_feature, mask=there, other=0.0
-    )
-
-
-@triton.jit
-def _pixels(x, rows, columns, height, width, k, channels, x_row, x_column, x_channel):
-    """Pixels of an image [channels, height, width] in channels k, zero outside the image: [len(rows), len(k)]."""
-    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    at = rows.to(tl.int64) * x_row + columns.to(tl.int64) * x_column
-    there = inside[:, None] & (k < channels)[None, :]
-    return tl.load(x + at[:, None] + (k.to(tl.int64) * x_channel)[None, :], mask=there, other=0.0)
 
 
 @triton.jit

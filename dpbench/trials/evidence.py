@@ -30,7 +30,7 @@ class DeviceTrial(Trial):
     body: ClassVar[str] = "dpbench.measure.device:run"
     sources: ClassVar[tuple[str, ...]] = (
         *(f"dpbench/measure/{name}.py" for name in ("device", "bench", "counters", "precision", "timing")),
-        *(f"clipping/accel/{name}.py" for name in ("cuda", "cuda_programs")),
+        *(f"clipping/accel/{name}.py" for name in ("cuda", "cuda_programs", "reading_programs")),
     )
     device: str = "cpu"
     sizes: Sequence[int] = (1024, 4096, 8192)
