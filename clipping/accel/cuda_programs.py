@@ -169,11 +169,14 @@ def gradient(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Σ (Σ_t g_tp patch_td)² over a tile of (p, d) of one sample and group, with d in the order of `_of_input`.
 
-    `channels` and `outputs` are those of one group: out [n · groups · tiles]. The first programs of a row or column of
-    tiles also sum the squares of what they read at each position: squares [n · groups, tiles of p and of d, T].
+    `channels` and `outputs` are those of one group: out [n · groups · tiles]. The programs of a row or column of tiles
+    share the sums of squares of what they read at each position: squares [n · groups, tiles of p and of d, T]. They
+    load it again: on Hopper, Triton 3.6 and 3.8 overwrite an operand while its product is computed, if the program also
+    holds it in registers.
     """
     inputs = channels * KERNEL_H * KERNEL_W
     tiles_d = tl.cdiv(inputs, BLOCK_D)
@@ -190,17 +193,20 @@ def gradient(
     g += sample * g_sample + group * outputs * g_channel
     squares += found * (tiles_p + tiles_d) * positions
     dtype = g.dtype.element_ty
+    for start in tl.range(tile % tiles_d * BLOCK_T, positions, tiles_d * BLOCK_T, num_stages=STAGES):
+        t = start + tl.arange(0, BLOCK_T)
+        of_g = _rows(g, t, positions, p, outputs, g_position, g_channel)
+        _store_squares(squares + (tile // tiles_d).to(tl.int64) * positions, of_g, t, positions)
+    for start in tl.range(tile // tiles_d * BLOCK_T, positions, tiles_p * BLOCK_T, num_stages=STAGES):
+        t = start + tl.arange(0, BLOCK_T)
+        of_x = _inputs(x, t, positions, known, patch, image, out_width, STRIDE_H, STRIDE_W, PADDING_H, POINT)
+        _store_squares(squares + (tiles_p + tile % tiles_d).to(tl.int64) * positions, of_x.to(dtype), t, positions)
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for start in range(0, positions, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         of_g = _rows(g, t, positions, p, outputs, g_position, g_channel)
         of_x = _inputs(x, t, positions, known, patch, image, out_width, STRIDE_H, STRIDE_W, PADDING_H, POINT)
-        of_x = of_x.to(dtype)
-        if tile % tiles_d == 0:
-            _store_squares(squares + (tile // tiles_d).to(tl.int64) * positions, of_g, t, positions)
-        if tile // tiles_d == 0:
-            _store_squares(squares + (tiles_p + tile % tiles_d).to(tl.int64) * positions, of_x, t, positions)
-        total = _dot(tl.trans(of_g), of_x, total)
+        total = _dot(tl.trans(of_g), of_x.to(dtype), total)
     tl.store(out + tl.program_id(0), tl.sum(total * total))
 
 
@@ -273,6 +279,7 @@ def weighted(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d), for the `each` samples i of one portion: out [portions, p, d].
 

@@ -43,8 +43,9 @@ class Tiles(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     def sides(self) -> dict[str, int]:
-        """Options, and the sides of a gradient tile."""
-        return {"BLOCK_T": self.depth, "BLOCK_D": self.columns, "BLOCK_P": self.rows} | self.options()
+        """Options, the sides of a gradient tile, and the stages of its program's own loops."""
+        sides = {"BLOCK_T": self.depth, "BLOCK_D": self.columns, "BLOCK_P": self.rows, "STAGES": self.stages}
+        return sides | self.options()
 
 
 def gram_tiles(

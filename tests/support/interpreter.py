@@ -65,6 +65,8 @@ def compiled(
 ) -> None:
     """Compile a program for a GPU, present or not: within its registers and shared memory, and without a stack.
 
+    No copy into shared memory overwrites an operand of a product that is still computed.
+
     `kinds` has the types of arguments that are neither int32 nor, named of_*, float32; pointers are aligned, and so are
     arguments that begin with `aligned`. `shared` is in KiB; by default the GPU's.
     """
@@ -88,8 +90,29 @@ def compiled(
         file.write(binary.asm["cubin"])
         file.flush()
         said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    assert not overwritten(binary.asm["ttgir"], binary.metadata.num_stages)
     found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
     assert found and int(found[1]) <= registers and found[2] == "0", said.stdout
+
+
+def overwritten(text: str, stages: int) -> set[str]:
+    """Operands of asynchronous products with fewer buffers than stages: the next copy goes to the one in use.
+
+    Args:
+        text: a program in TTGIR.
+        stages: depths that it copies to shared memory at once.
+    """
+    if "{pendings = 1 : i32}" not in text:  # each product is waited for before the next copy
+        return set()
+    views = dict(re.findall(r"(%\w+) = ttg\.memdesc_(?:index|trans) (%\w+)", text))
+    buffers = {name: int(n) for name, n in re.findall(r"(%\w+) = ttg\.local_alloc : .*memdesc<(\d+)x\d+x\d+x", text)}
+    found = set()
+    for operands in re.findall(r"ttng\.warp_group_dot (%\w+), (%\w+)", text):
+        for name in operands:
+            while name in views:
+                name = views[name]
+            found |= {name} if buffers[name] < stages else set()
+    return found
 
 
 def mend() -> None:
