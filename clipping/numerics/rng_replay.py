@@ -135,6 +135,20 @@ class SameForEach(TorchDispatchMode):
         return tuple(torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*parts, strict=True))
 
 
+class Watched(TorchDispatchMode):
+    """Notes whether operations of this thread draw random numbers.
+
+    Attributes:
+        drew: True once one has.
+    """
+
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drew = self.drew or is_random(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 class WithoutDropping(TorchFunctionMode):
     """Disables dropout inside fused attention and recurrence."""
 

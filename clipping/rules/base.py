@@ -116,7 +116,10 @@ class Refused(Exception):
 
 
 def title(func: Any) -> str:
-    """Return the usual name of an operation."""
+    """Return the usual name of an operation; for a custom function, that of its class."""
+    owner = getattr(func, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        func = owner
     return getattr(func, "__name__", str(func))
 
 

@@ -29,6 +29,8 @@ Handled = Callable[[Any, Any, Any, Any], Any]
 class Replay(TorchFunctionMode):
     """Runs recomputed operations by `handled`, in every backward pass within the context."""
 
+    sees_functions = True
+
     def __init__(self, handled: Handled) -> None:
         super().__init__()
         self._handled = handled

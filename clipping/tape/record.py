@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.types import Parameters, Problem
@@ -43,13 +43,23 @@ from clipping.provenance.derived_parameters import (
     mark_data,
     parameter_source,
     remade,
+    samples_of,
     saved_as_they_are,
 )
 from clipping.rules.base import Gradient, Refused, Spec, as_refused, title
 from clipping.rules.fallback import fallback
 from clipping.rules.handlers import COMPOSITES, OF_DATA, PER_SAMPLE, handler_of
+from clipping.tape import custom_functions
 from clipping.tape.arrivals import Anchored, Arrival, Arrivals
-from clipping.tape.batch_dimension import BROADCAST, MOVABLE, as_rows, new_dimensions, samples_first, whose
+from clipping.tape.batch_dimension import (
+    BROADCAST,
+    MOVABLE,
+    as_rows,
+    as_rows_first,
+    new_dimensions,
+    samples_first,
+    whose,
+)
 from clipping.tape.checkpointing import LetGo, Replay, hooks_of_saving
 from clipping.tape.marks import Marks, tensors
 from clipping.tape.rewritten import REWRITTEN
@@ -77,6 +87,9 @@ class Tape(TorchFunctionMode):
         arrivals, let_go: the gradients of the uses; the freed inputs.
         hooked: True if an operation on parameters ran under hooks for saved tensors, as a checkpoint sets them.
     """
+
+    sees_functions = True
+    """It handles custom `torch.autograd.Function`s: see `clipping.tape.custom_functions`."""
 
     def __init__(
         self, parameters: Parameters, batch: Any, batch_size: int, stand_in: Naming | None = None, lets_go: bool = False
@@ -140,6 +153,8 @@ class Tape(TorchFunctionMode):
         return self._mark(func, args, kwargs, self._use(func, args, kwargs, sources, data), data)
 
     def __enter__(self) -> Tape:
+        if not self._depth:
+            custom_functions.show()
         self._depth += 1
         super().__enter__()
         return self
@@ -147,8 +162,10 @@ class Tape(TorchFunctionMode):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         super().__exit__(kind, error, tb)
         self._depth -= 1
-        if not self._depth and error is None:
-            self._settle()
+        if not self._depth:
+            custom_functions.hide()
+            if error is None:
+                self._settle()
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -158,10 +175,12 @@ class Tape(TorchFunctionMode):
             return
         known = dict(self._sources)
         self._replays, self._depth = True, self._depth + 1
+        custom_functions.show()
         try:
             with Replay(self.__torch_function__):
                 yield
         finally:
+            custom_functions.hide()
             self._replays, self._depth = False, self._depth - 1
             self._sources.clear()
             self._sources.update(known)
@@ -337,6 +356,13 @@ class Tape(TorchFunctionMode):
             with self:
                 args, kwargs = samples_first(func, args, kwargs, at, data)
                 return func(*args, **kwargs).transpose(0, at).contiguous()
+        if at and handler_of(func) is None and all(samples_of(x) == at for x in data):
+            first = as_rows_first(func, at, args, kwargs, data)
+            with self:
+                args, kwargs = map_tensors(
+                    lambda x: x.transpose(0, at) if any(x is y for y in data) else x, (args, kwargs)
+                )
+                return handle_torch_function(first, (), *args, **kwargs).transpose(0, at)
         return NotImplemented
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:

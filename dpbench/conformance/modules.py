@@ -320,7 +320,7 @@ def power_mean() -> Net:
 
 
 class Fused(torch.autograd.Function):
-    """x wᵀ with a custom backward pass, as in fused layers: no hook and no mode sees the parameter."""
+    """x wᵀ with a custom backward pass, as in fused layers: no hook sees the parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:

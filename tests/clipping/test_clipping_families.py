@@ -27,6 +27,10 @@ BY_FALLBACK = {
     "real and complex in every operation",
     "distances from as many points as samples",
     "elementwise operations of steps first",
+    "custom functions",
+    "solved",
+    "steps first in an operation without a rule",
+    "an operator without vmap",
 }
 
 

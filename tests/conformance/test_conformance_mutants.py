@@ -32,6 +32,7 @@ from clipping.rules.elementwise import Bias, Broadcast
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight
 from clipping.rules.pixel_gram import patches
+from clipping.tape import custom_functions
 from clipping.tape.arrivals import Arrivals
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
@@ -346,6 +347,18 @@ def blind_after_the_first_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tape_backends, "unrecorded", once)
 
 
+def without_functions(patch: pytest.MonkeyPatch) -> None:
+    """Custom functions are not shown to the tape, and reads that it did not see are passed over."""
+    patch.setattr(custom_functions, "_innermost_sees_functions", lambda: False)
+    blind_to_reads(patch)
+
+
+def without_later_functions(patch: pytest.MonkeyPatch) -> None:
+    """Custom functions are not shown to the tape, and the graph of the first step alone is looked at."""
+    without_functions(patch)
+    blind_after_the_first_step(patch)
+
+
 def without_leaves(patch: pytest.MonkeyPatch) -> None:
     """A leaf that the model made leads to nothing, and what does not arrive is not missed."""
     expect = Arrivals.expect
@@ -371,10 +384,9 @@ def without_others(patch: pytest.MonkeyPatch) -> None:
 
 
 OURS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
-    (blind_to_reads, "a custom function beside another use", "refuses"),
-    (blind_to_reads, "a custom function from the second step on", "refuses"),
+    (without_functions, "a custom function beside another use", "exact"),
     (blind_to_reads, "a derivative of a derivative", "refuses"),
-    (blind_after_the_first_step, "a custom function from the second step on", "refuses"),
+    (without_later_functions, "a custom function from the second step on", "exact"),
     (without_leaves, "hidden state above a frozen layer", "exact"),
     (without_renewal, "a bias changed in place", "exact"),
     (without_others, "samples mix: rolled by two", "refuses"),

@@ -63,7 +63,7 @@ NOT_FOR: dict[str, dict[str, str]] = {
         ("vmap", "opake"),
         not_for(("lstm", "gru", "rnn", "bags of different sizes", *CUSTOM, TWICE)),
     ),
-    **dict.fromkeys(TAPE, not_for((*CUSTOM, TWICE, *MIXING[:-1]))),  # rows are followed
+    **dict.fromkeys(TAPE, not_for((TWICE, *MIXING[:-1]))),  # rows are followed
     "opacus_hooks": HOOKS | WRONG_HOOKS,
     "opacus_functorch": HOOKS,
     "opacus_ew": not_for((*NO_FORMULA, *MIXING, *CUSTOM, "keyword inputs"), wrong=(*PADDING_IDX, TWICE)),

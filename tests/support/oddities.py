@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchvision.ops import deform_conv2d
 
 from dpbench.conformance.modules import Fused
 
@@ -380,14 +381,65 @@ PLACED = [
 ]
 
 
+class Rounded(torch.autograd.Function):
+    """Rounds to multiples of a learned step, as learned step size quantisation does; vmap cannot run it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: Tensor) -> Tensor:
+        ctx.save_for_backward(x, step)
+        return (x / step).round() * step
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (g,), (x, step) = grads, ctx.saved_tensors
+        scaled = x / step
+        return g, ((scaled.round() - scaled) * g).sum().reshape(step.shape)
+
+
+def rounded(m: Any, x: Tensor) -> Tensor:
+    """Of data, of activations and of a weight; a weight and data in one function."""
+    h = torch.tanh(F.linear(Rounded.apply(x, m.p), Rounded.apply(m.w, m.p)))
+    return Fused.apply(Rounded.apply(h.transpose(0, 1), m.q).transpose(0, 1), (2 * m.w).view(D, D))
+
+
 def with_constants(m: Any, x: Tensor) -> Tensor:
     """New parameters made of frozen ones, as peft does it, with as many rows as the batch or twice as many."""
     frozen = nn.Parameter(torch.arange(2.0 * B * D).to(x).sin().view(D, 2 * B).t())
     return x @ ((frozen + m.w) / (frozen + m.w.detach()).norm(dim=1).detach()[:, None] * m.p).view(2, B, D).mean(1).t()
 
 
+def solved(m: Any, x: Tensor) -> Tensor:
+    """A system solved for each sample, as columns of one right-hand side and as a stack of them."""
+    matrix = m.w + 4 * torch.eye(D).to(x)
+    return torch.linalg.solve(matrix, x.t()).t() + torch.linalg.solve(matrix, x.unsqueeze(-1)).squeeze(-1)
+
+
+def without_a_rule(m: Any, x: Tensor) -> Tensor:
+    return torch.atan2(m.layer(x).transpose(0, 1), m.p).transpose(0, 1)
+
+
+def without_vmap(m: Any, x: Tensor) -> Tensor:
+    """A row of zeros for each sample, beside a bias with as many entries; an operator of another library."""
+    offset = m.layer(x).view(len(x), 2, 1, 1).expand(-1, -1, 2, 2)
+    return deform_conv2d(x.view(len(x), 1, 2, 3)[..., :2], offset, m.w, m.p)
+
+
 OF_FUNCTIONS = [
+    Case(
+        "custom functions",
+        rounded,
+        lambda: {"w": torch.randn(D, D), "p": torch.rand(1) + 0.5, "q": torch.tensor(0.3)},
+        (D,),
+    ),
     Case("with constants", with_constants, lambda: {"w": torch.randn(2 * B, D), "p": torch.randn(D)}, (D,)),
+    Case("solved", solved, lambda: {"w": torch.randn(D, D)}, (D,)),
+    Case("steps first in an operation without a rule", without_a_rule, layer_and_vector, (B, D)),
+    Case(
+        "an operator without vmap",
+        without_vmap,
+        lambda: {"layer": nn.Linear(D, 2), "w": torch.randn(B, 1, 1, 1), "p": torch.randn(B)},
+        (D,),
+    ),
 ]
 
 EXACT = [*LIKE, *CHANGED, *VIEWS_AND_COMPLEX, *RECURRENT, *ROWS, *WRITTEN, *PLACED, *OF_FUNCTIONS]
@@ -462,6 +514,32 @@ def packed(m: Any, x: Tensor) -> Tensor:
 MIXES = "batch_norm: normalises over the samples of a batch.*group_norm"
 
 
+class Doubled(torch.autograd.Function):
+    """Doubles its input in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * grads[0], torch.zeros(D).to(grads[0])
+
+
+class Noisy(torch.autograd.Function):
+    """Adds noise of a learned size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor) -> Tensor:
+        ctx.noise = torch.randn_like(x)
+        return x + ctx.noise * p
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], (grads[0] * ctx.noise).flatten(0, -2).sum(0)
+
+
 def merged(m: Any, x: Tensor) -> Tensor:
     """Two rows joined to one, which may be of two samples."""
     flat = x[x[..., 0] > 0]
@@ -492,8 +570,12 @@ REFUSED = [
         r"layer.weight: linear: its output \[7, 5, 3\].*layer.bias: linear.*batch first",
     ),
     (
-        Case("a custom function", lambda m, x: Fused.apply(x, (2 * m.w).view(3, D)), lambda: {"w": torch.randn(3, D)}),
-        "w: is read where the tape does not see it",
+        Case("a custom function in place", lambda m, x: Doubled.apply(x * m.p, m.p), lambda: {"p": torch.randn(D)}),
+        "p: Doubled: no exact rule for this operation in place",
+    ),
+    (
+        Case("a custom function that draws", lambda m, x: Noisy.apply(x, m.p), lambda: {"p": torch.randn(D)}),
+        "Noisy: draws random numbers, other ones when it runs again",
     ),
     (
         Case("rows of two samples joined", merged, lambda: {"layer": nn.Linear(2 * D, 3)}),
