@@ -7,7 +7,8 @@ the whole gradient's norm: else a gradient that is zero but for rounding (a bias
 norms, |Δ_i| / max(‖g_i‖, floor), so that a larger norm does not hide the error of a sample.
 
 A record whose terms cancel may consist of rounding, and is clipped by the bound n̂_i on its norm. Then the definition
-clips by the same bound, its norm may differ by n̂_i - ‖g_i‖, and the floor is at least c_i (n̂_i - ‖g_i‖).
+clips by the same bound, the square of its norm may differ by the error in the bound, and the floor is at least
+c_i (n̂_i - ‖g_i‖).
 
 Functions take:
     backend: the one to verify.
@@ -352,13 +353,19 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _worst(found: Tensor, right: Tensor, bounds: Tensor | None) -> float:
-    """The largest relative error of norms [B] beyond what their bounds explain; small norms count as the floor."""
+    """The largest relative error of norms [B]; small norms count as the floor.
+
+    A bound n̂ says that the square of a norm n has an error of up to n̂² - n², upwards or downwards. So a norm that is
+    much too large is not explained by its bound, which is as large.
+    """
     if not len(right):
         return 0.0
     scale = right.abs().clamp(min=FLOOR * float(right.abs().max()))
     differences = (found - right).abs()
     if bounds is not None:
-        differences = (differences - (bounds.double() - right).clamp(min=0)).clamp(min=0)
+        bounds = bounds.double()
+        least = (2 * found.square() - bounds.square()).clamp(min=0).sqrt()
+        differences = torch.where((least <= right) & (right <= bounds), 0.0, differences)
     return float(torch.where((differences == 0) & (scale == 0), 0.0, differences / scale).max())
 
 

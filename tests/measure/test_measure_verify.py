@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from clipping import Agreement, Flat, load_backend
-from clipping.checks.verification import CAST_TOLERANCE, Limit, WrongGradient
+from clipping.checks.verification import CAST_TOLERANCE, Limit, WrongGradient, compare
+from clipping.core.types import ClippedGradient
 from dpbench import PrivacyEngine
 from dpbench.measure import verify
 from dpbench.models.workload import Workload
@@ -79,6 +80,14 @@ def test_a_record_whose_terms_cancel_is_compared_by_its_bound(dtype, name, rest)
     model.layer.weight.register_hook(lambda g: g + 1)
     with load_backend(name)(model, loss_fn, clip=Flat(0.1)) as backend, pytest.raises(WrongGradient):
         backend(x, x[:, 0])
+
+
+def test_a_bound_does_not_explain_a_norm_that_is_too_large():
+    """The bound is computed from the norm."""
+    grads, losses, clip = {"w": torch.ones(1)}, torch.ones(1), Flat(0.1)
+    for norm, bound, error in ((2.0, 2.0001, 1.0), (1.0, 5.0, 0.0), (0.5, 1.5, 0.0), (0.5, 0.75, 0.5)):
+        given, right = (ClippedGradient(grads, torch.tensor([n]), losses, torch.tensor([bound])) for n in (norm, 1.0))
+        assert compare(given, right, clip).norm_error == pytest.approx(error)
 
 
 def test_losses_of_zero_verify_nothing():
