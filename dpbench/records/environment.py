@@ -270,12 +270,8 @@ def _gpus_in_proc() -> list[str]:
 
 def _nvidia_smi(query: str) -> list[str]:
     """The fields that nvidia-smi returns; empty without nvidia-smi, or if it fails."""
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [field.strip() for line in done.stdout.splitlines() for field in line.split(",")]
+    said = _output("nvidia-smi", query, "--format=csv,noheader,nounits", seconds=10) or ""
+    return [field.strip() for line in said.splitlines() for field in line.split(",")]
 
 
 @functools.cache
@@ -306,6 +302,14 @@ def _read(path: str) -> str | None:
         return None
 
 
+def _output(*command: str, seconds: float = 30) -> str | None:
+    """What a command prints; None if it cannot be run, or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def _git() -> tuple[str | None, bool | None]:
     """(commit, whether sources differ from it) of the running clone; without a clone, from DPBENCH_COMMIT.
 
@@ -315,14 +319,6 @@ def _git() -> tuple[str | None, bool | None]:
     said = (told.removesuffix("-dirty"), told.endswith("-dirty")) if told else (None, None)
     if not (ROOT / ".git").exists():
         return said
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(ROOT), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-        except (OSError, subprocess.SubprocessError):  # no git, or no commit yet
-            return None
-
-    changes = git("status", "--porcelain", "--", ".", ":(exclude)results")
-    commit = git("rev-parse", "HEAD")
+    changes = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":(exclude)results")
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")  # None without git, or before the first commit
     return said if commit is None else (commit, None if changes is None else bool(changes))

@@ -122,7 +122,11 @@ def beside(axes: Axes, x: float, y: float, points: float, words: str, **looks: A
 
 
 def logarithmic(
-    axis: Axis, steps: Sequence[float] = (1.0,), form: Any = "{x:g}", at: Sequence[float] | None = None
+    axis: Axis,
+    steps: Sequence[float] = (1.0,),
+    form: Any = "{x:g}",
+    at: Sequence[float] | None = None,
+    most: int | None = None,
 ) -> None:
     """Make an axis logarithmic, with plain numbers at its ticks.
 
@@ -131,9 +135,10 @@ def logarithmic(
         steps: multiples of each power of ten with a tick.
         form: of a tick's label.
         at: the ticks, instead of `steps`.
+        most: the number of ticks at most.
     """
     axis.axes.set(**{"xscale" if axis is axis.axes.xaxis else "yscale": "log"})
-    axis.set_major_locator(LogLocator(subs=steps) if at is None else FixedLocator(at))
+    axis.set_major_locator(LogLocator(subs=steps, numticks=most) if at is None else FixedLocator(at))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(form)
 

@@ -12,12 +12,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from dpbench.records.reader import LeftOut, Record, grouped
 from dpbench.report import readable, style
 from dpbench.report.data.statistics import Row, frame_of
-from dpbench.report.drawing.sheet import MARGIN, REFERENCE, grid, legend
+from dpbench.report.drawing.sheet import MARGIN, REFERENCE, grid, legend, logarithmic
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import of
 
@@ -132,13 +132,10 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 def _panel(axes: Axes, own: pd.DataFrame) -> None:
     own = own.assign(ratio=own.two_T_squared.astype(float) / own.p_times_d.astype(float))
     low = min(0.1, own.ratio.min()) / 3
-    axes.set_yscale("log")
+    logarithmic(axes.yaxis, form=lambda value, _: style.power(value, 0.01, 1001), most=7)
     axes.set(ylim=(low, max(10.0, own.ratio.max()) * 3), xlim=(0.3, len(own) + 0.7))
     axes.axhline(1, **REFERENCE)
     axes.axhspan(low, 1, color=_GHOST, alpha=0.06, linewidth=0)
-    axes.yaxis.set_major_locator(LogLocator(numticks=7))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: style.power(value, 0.01, 1001))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.xaxis.grid(False)
     axes.tick_params(labelsize=7.6)

@@ -7,14 +7,13 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from dpbench.conformance.sensitivity import DTYPES, FAILURES
 from dpbench.conformance.sensitivity.scorecard import FIELDS, as_row, in_units, worst
 from dpbench.records.reader import LeftOut, Record
 from dpbench.report import style
 from dpbench.report.data.statistics import frame_of
-from dpbench.report.drawing.sheet import AXIS, MARGIN, REFERENCE, WIDTH, beside, legend, place, sheet, sign
+from dpbench.report.drawing.sheet import AXIS, MARGIN, REFERENCE, WIDTH, beside, legend, logarithmic, place, sheet, sign
 from dpbench.report.parts import FigureKind
 from dpbench.trials.backends import PEERS
 
@@ -136,13 +135,10 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 def _scale(axes: Axes, most: float, depth: float) -> None:
     """A logarithmic axis, from moves within C to the largest."""
-    axes.set_xscale("log")
+    logarithmic(axes.xaxis, form=_power, most=14)
     axes.set(xlim=(0.25, 10 ** (math.ceil(math.log10(most)) + 0.15)), ylim=(depth, 0))
     axes.fill_betweenx((0, depth), 0.25, 1.05, color=_KEPT, linewidth=0, zorder=0)
     axes.axvline(1.0, **REFERENCE)
-    axes.xaxis.set_major_locator(LogLocator(numticks=14))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(_power)
     axes.set_xlabel("the computed sum moves by, in units of C, logarithmic; the noise hides C")
     axes.set_yticks([])
 

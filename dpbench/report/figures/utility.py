@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from dpbench.records.conditions import shared_warnings
 from dpbench.records.reader import LeftOut, Record
@@ -223,14 +223,11 @@ def _differences(axes: Axes, part: pd.DataFrame) -> None:
         known = line.loss_difference.cummax().clip(lower=_NONE)
         looks: dict[str, Any] = {"color": look.color, "marker": look.marker, "markevery": max(1, len(line) // 10)}
         axes.plot(line.epoch, known, label=look.name, markersize=3.5, linewidth=1.0, **looks)
-    axes.set_yscale("log")
+    logarithmic(axes.yaxis, form=lambda value, _: style.power(value, 0.01, 1001), most=6)
     axes.set_ylim(_NONE, 1e-1)
     axes.axhline(2.0**-23, **REFERENCE)
     axes.annotate("one step of float32", (1, 2.0**-23), xycoords=axes.get_yaxis_transform(), xytext=(-2, -9),
                   textcoords="offset points", ha="right", fontsize=7.4, color=style.FAINT)  # fmt: skip
-    axes.yaxis.set_major_locator(LogLocator(numticks=6))
-    axes.yaxis.set_major_formatter(lambda value, _: style.power(value, 0.01, 1001))
-    axes.yaxis.set_minor_locator(NullLocator())
     axes.legend(loc="upper right", ncols=3)
 
 
