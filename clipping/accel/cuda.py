@@ -85,6 +85,8 @@ LINE = 1024
 """Positions or entries of such a program."""
 BUSY = 256
 """Programs that occupy a GPU twice."""
+SLICES = 4
+"""Most programs of a row of tiles that sum its bias."""
 
 
 BY_ROWS = Tiles(ROWS, ROWS, ROWS, 8)
@@ -274,8 +276,10 @@ def weighted(
     shape = (outputs * (inputs + 1),) if bias else (outputs, channels, *kernel)
     out = factors.new_empty(max(1, -(-len(g) // size)), *shape)
     numbers = (*sizes, len(g), size, *x.stride(), *g.stride())
-    programs = len(out) * -(-outputs // tiles.rows) * -(-inputs // tiles.columns)
-    constants = _of_patches(options) | tiles.sides() | {"BIAS": bias}
+    across = -(-inputs // tiles.columns)
+    of_bias = tiles.rows // min(SLICES, power_of_two(across + 1) // 2) if bias else 0
+    constants = _of_patches(options) | tiles.sides() | {"BIAS": of_bias}
+    programs = len(out) * -(-outputs // tiles.rows) * across
     launch("weighted", programs, (x, g, factors, out), numbers, **constants)
     return out
 

@@ -284,39 +284,53 @@ def weighted(
     """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d), for the `each` samples i of one portion: out [portions, p, d].
 
     In out, d is (channel, kernel row, kernel column); tiles have the order of `_of_input`. A block of positions belongs
-    to one sample. Its products are exact, its sum is float32, and the factor scales the sum in registers. If BIAS, a
-    portion of out ends with Σ_i c_i Σ_t g_itp.
+    to one sample. Products are exact and their sum over a sample is float32. The factor scales it in registers, after
+    the sample's last block, so that tensor cores need not wait for the other blocks.
+
+    If BIAS, a portion of out ends with Σ_i c_i Σ_t g_itp. The first programs of a row of tiles each sum BIAS of its p.
+    They load these again, for the reason of `gradient`.
     """
     inputs = channels * KERNEL_H * KERNEL_W
     tiles_d = tl.cdiv(inputs, BLOCK_D)
     tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
-    portion = (tl.program_id(0) // tiles).to(tl.int64)
+    portion = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     patch = _of_input(d, channels, KERNEL_H, KERNEL_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W)
     image = height, width, x_row, x_column, x_channel
     known = d < inputs
-    first = portion * each
-    blocks = tl.cdiv(positions, BLOCK_T)
+    sample = portion * each
+    steps = (tl.minimum(count, sample + each) - sample) * tl.cdiv(positions, BLOCK_T)
+    start = 0
+    found = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    of_bias = tl.zeros((BLOCK_P,), tl.float32)
-    for step in range((tl.minimum(count, first + each) - first) * blocks):
-        sample = first + step // blocks
-        t = step % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-        of_g = _rows(g + sample * g_sample, t, positions, p, outputs, g_position, g_channel)
-        x_at = x + sample * x_sample
+    if BIAS:
+        of_bias = tl.zeros((BLOCK_T, BIAS), tl.float32)
+        within = tile % tiles_d * BIAS
+        of_slice = (tile // tiles_d) * BLOCK_P + within + tl.arange(0, BIAS)
+        end = tl.where(within < BLOCK_P, outputs, 0)
+    for _ in tl.range(steps, num_stages=STAGES):
+        t = start + tl.arange(0, BLOCK_T)
+        g_at = g + sample.to(tl.int64) * g_sample
+        x_at = x + sample.to(tl.int64) * x_sample
+        of_g = _rows(g_at, t, positions, p, outputs, g_position, g_channel)
         of_x = _inputs(x_at, t, positions, known, patch, image, out_width, STRIDE_H, STRIDE_W, PADDING_H, POINT)
-        found = _dot(tl.trans(of_g), of_x, tl.zeros((BLOCK_P, BLOCK_D), tl.float32))
-        factor = tl.load(factors + sample)
-        total += found * factor
+        found = _dot(tl.trans(of_g), of_x, found)
         if BIAS:
-            of_bias += tl.sum(of_g.to(tl.float32), 0) * factor
+            again = _rows(g_at, t, positions, of_slice, end, g_position, g_channel)
+            of_bias += again.to(tl.float32) * tl.load(factors + sample)
+        is_last = start + BLOCK_T >= positions
+        if is_last:
+            total += found * tl.load(factors + sample)
+            found = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        start = tl.where(is_last, 0, start + BLOCK_T)
+        sample += tl.where(is_last, 1, 0)
     at = p.to(tl.int64)[:, None] * inputs + (patch[0] * (KERNEL_H * KERNEL_W) + d // channels)[None, :]
-    out += portion * outputs * (inputs + BIAS)
+    out += portion.to(tl.int64) * outputs * (inputs + (BIAS > 0))
     tl.store(out + at, total, mask=(p < outputs)[:, None] & known[None, :])
     if BIAS:
-        tl.store(out + outputs * inputs + p, of_bias, mask=(p < outputs) & (tile % tiles_d == 0))
+        tl.store(out + outputs * inputs + of_slice, tl.sum(of_bias, 0), mask=of_slice < end)
 
 
 @triton.jit

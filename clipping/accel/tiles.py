@@ -17,8 +17,8 @@ from torch import Tensor
 
 from clipping.rules.pixel_gram import LINEAR
 
-SIDE, DEPTHS = 128, (128, 64, 32, 16)
-"""For sums: a tile's side, and positions that it may read at a time."""
+SIDE = 128
+"""Side of a tile of a sum."""
 
 
 class Tiles(NamedTuple):
@@ -103,14 +103,12 @@ def sum_tiles(
     at_once: bool,
     geometry: Sequence[Sequence[int]] = LINEAR,
 ) -> Tiles:
-    """For rows that are read at once, as deep as adds little padding: each depth costs a multiplication by a factor."""
+    """Two sums are in registers: of one sample, and of all."""
     if not at_once or not _is_point(geometry):
         tiles = gradient_tiles(positions, inputs, outputs, dtype, generation, at_once, geometry)
-        columns = min(tiles.columns, 32 if dtype == torch.float32 else 64)  # two sums are in registers
+        columns = min(tiles.columns, 32 if dtype == torch.float32 else 64)
         return tiles if at_once else tiles._replace(columns=columns, warps=8)
-    padded = {depth: -(-positions // depth) * depth for depth in DEPTHS}
-    depth = next((depth for depth in DEPTHS if padded[depth] <= 1.15 * positions), DEPTHS[-1])
-    return Tiles(SIDE, SIDE, depth if _has_room(dtype, generation) else min(depth, 64), 8)
+    return Tiles(SIDE, SIDE, power(positions, 64 if _has_room(dtype, generation) else 32), 8, 4)
 
 
 def reads_rows(geometry: Sequence[Sequence[int]]) -> bool:

@@ -310,6 +310,8 @@ def sums_of_rows(device: str) -> None:
             (0, 16, 16, 16, False),
             (1, 16, 16, 16, False),
             (5, 33, 32, 144, False),
+            (3, 17, 272, 144, False),  # two programs sum a tile's bias
+            (3, 17, 528, 144, False),  # four
             (9, 130, 16, 32, True),
             (4, 70, 144, 160, True),
         ):
@@ -611,7 +613,7 @@ def compile_tiles(
     tiles = tiled(generation=capability // 10)
     blocks = {
         "ALONE": 0,
-        "BIAS": 1,
+        "BIAS": cuda.SIDE if dense else 0,
         "POINT": 0,
         "BLOCK": cuda.LINE if program == "collected" else tiles.rows,
         "BLOCK_K": tiles.depth,
