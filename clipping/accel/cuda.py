@@ -83,8 +83,13 @@ WARPS = 8
 """Groups of 32 threads in a program without tiles of its own."""
 LINE = 1024
 """Positions or entries of such a program."""
-BUSY = 256
-"""Programs that occupy a GPU twice."""
+MULTIPROCESSORS = 132
+"""An H100's. Each holds one program of `weighted`, which needs more than half of the registers."""
+MOVED = 700
+"""Positions of a tile that all multiprocessors together read while a portion's tile is written and read again: 512
+bytes each from the L2 cache, at 8 TB/s, and 2 · 64 KiB at 3 TB/s."""
+MORE = 64
+"""Numbers of portions to choose from, beyond the fewest that rounding allows."""
 SLICES = 4
 """Most programs of a row of tiles that sum its bias."""
 
@@ -284,21 +289,27 @@ def weighted(
     return out
 
 
-def portion_of(count: int, most: int, inputs: int, outputs: int) -> int:
-    """Samples in a portion: a power of two, smaller if the weight has few tiles, so that a GPU is busy.
+def portion_of(count: int, most: int, positions: int, inputs: int, outputs: int) -> int:
+    """Samples in a portion, so that few portions keep a GPU busy.
 
-    One more record changes the last portion only, unless the batch size passes a power of two.
+    A multiprocessor holds one program at a time, so the last tiles may leave many idle: 288 take as long as 396. But
+    each portion is written and read once more. One more record changes the last portion only, unless the batch size
+    passes a power of two.
 
     Args:
         count: B.
         most: limit by rounding, for any batch size up to the next power of two.
-        inputs, outputs: d and p.
+        positions, inputs, outputs: T, d and p.
     """
-    count = power_of_two(count)
-    size, tiles = min(count, 1 << (most.bit_length() - 1)), -(-inputs // SIDE) * -(-outputs // SIDE)
-    while size > 1 and count // size * tiles < BUSY:
-        size //= 2
-    return size
+    count, tiles = power_of_two(count), -(-inputs // SIDE) * -(-outputs // SIDE)
+
+    def cost(size: int) -> tuple[int, int]:
+        portions = -(-count // size)
+        rounds = -(-portions * tiles // MULTIPROCESSORS)
+        return rounds * size * positions * MULTIPROCESSORS + portions * tiles * MOVED, portions
+
+    fewest = -(-count // most)
+    return min((-(-count // portions) for portions in range(fewest, min(count, fewest + MORE) + 1)), key=cost)
 
 
 def pairs(positions: int, rows: int) -> int:

@@ -219,4 +219,4 @@ def takes_bias(rule: Rule, g: Tensor, route: Route) -> bool:
 def portion(rule: Bilinear, g: Tensor | Spec) -> int:
     """Samples in a portion of `weighted`."""
     count = rule.samples(g)
-    return cuda.portion_of(count, rule.most(count, g.dtype), rule.inputs, rule.outputs)
+    return cuda.portion_of(count, rule.most(count, g.dtype), rule.positions, rule.inputs, rule.outputs)

@@ -173,6 +173,21 @@ def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((64, 178, 197, 768, 2304), 64),  # 108 tiles for 132 multiprocessors
+        ((64, 178, 197, 768, 768), 22),  # 36, three times
+        ((64, 178, 197, 768, 3072), 16),  # 144, four times: in five rounds of 16 samples, not in three of 32
+        ((64, 10, 197, 768, 3072), 10),
+        ((2, 312, 2048, 4096, 11008), 2),
+        ((0, 1, 0, 1, 1), 1),
+    ],
+)
+def test_few_portions_keep_the_multiprocessors_busy(sizes, expected):
+    assert cuda.portion_of(*sizes) == expected
+
+
+@pytest.mark.parametrize(
     ("batch_size", "most", "together"), [(1, 1, 1), (7, 3, 7), (64, 5, 64), (97, 8, 40), (5, 9, 2), (1024, 19, 100)]
 )
 def test_portions_are_no_larger_than_they_may_be_and_leave_nothing_out(batch_size, most, together):
