@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 
 from clipping.core.types import UnsupportedModel
 from dpbench import Misuse, PrivacyWarning
+from dpbench.integrations.opacus import DPDataLoader, DPOptimizer, GradSampleModule
 
 Loss = Callable[[Tensor, Tensor], Any]
 MODES = pytest.mark.parametrize("mode", ["hooks", "ghost"])
@@ -619,6 +620,24 @@ def test_losses_of_the_ghost_criterion_are_added_and_weighed():
     made.criterion(out, y).backward()
     with pytest.raises(Misuse, match=r"\(loss_a \+ loss_b\).backward\(\)"):
         made.criterion(-out, y).backward()
+
+
+@pytest.mark.parametrize(
+    "by_hand",
+    [
+        lambda: GradSampleModule(model(), batch_first=True, loss_reduction="mean"),
+        lambda: DPOptimizer(
+            torch.optim.SGD(model().parameters(), lr=0.1),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=4,
+        ),
+        lambda: DPDataLoader(data(), sample_rate=0.1),
+    ],
+)
+def test_what_make_private_returns_is_not_made_by_hand(by_hand):
+    with pytest.raises(Misuse, match=r"expected PrivacyEngine\(\).make_private\(.* made by hand"):
+        by_hand()
 
 
 @pytest.mark.parametrize("records", [240, 245])

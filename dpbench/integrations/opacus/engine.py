@@ -168,11 +168,11 @@ class PrivacyEngine:
         else:
             losses = Outputs(model, loss_reduction == "mean", forget)
             see, engine._recorder.follows_batches = losses.batch, False
-        loader = DPDataLoader(data_loader, engine, poisson_sampling, see)
-        private = DPOptimizer(optimizer, engine, losses, clips, loss_reduction, loader.stepped)
+        loader = DPDataLoader.of_engine(data_loader, engine, poisson_sampling, see)
+        private = DPOptimizer.of_engine(optimizer, engine, losses, clips, loss_reduction, loader.stepped)
         self.engine, self.dataset, self._optimizer = engine, data_loader.dataset, private
         self.accountant.hand_over()
-        made: Any = (GradSampleModule if wrap_model else GradSampleHooks)(model, loss_reduction, self._detach)
+        made: Any = (GradSampleModule if wrap_model else GradSampleHooks).of_engine(model, loss_reduction, self._detach)
         if isinstance(losses, Backward):
             engine._recorder.remedy = "take the criterion that make_private returned, whose losses have one"
             return made, private, DPLoss(loss, loss_reduction, losses), loader

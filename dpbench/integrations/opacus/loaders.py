@@ -10,9 +10,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.integrations.loader_options import batch_size_of, shared_options
+from dpbench.integrations.opacus.by_hand import ByEngine
 
 
-class DPDataLoader(DataLoader[Any]):
+class DPDataLoader(ByEngine, DataLoader[Any]):
     """Batches for one engine's private training; other attributes are those of the source loader.
 
     Args:
@@ -22,7 +23,7 @@ class DPDataLoader(DataLoader[Any]):
         see: maps each batch to the one yielded.
     """
 
-    def __init__(
+    def _begin(
         self, source: DataLoader[Any], engine: PrivacyEngine, poisson: bool, see: Callable[[Any], Any]
     ) -> None:  # not DataLoader's: it loads nothing itself
         self.__dict__.update(source=source, _engine=engine, poisson=poisson, _see=see, _epochs=Epochs(engine))

@@ -6,9 +6,10 @@ from typing import Any
 from torch import nn
 
 from dpbench.engine import Misuse
+from dpbench.integrations.opacus.by_hand import ByEngine
 
 
-class GradSampleHooks:
+class GradSampleHooks(ByEngine):
     """Returned by `wrap_model=False`: removes the hooks from the model, which trains as it is.
 
     Args:
@@ -19,8 +20,7 @@ class GradSampleHooks:
 
     batch_first = True
 
-    def __init__(self, model: nn.Module, loss_reduction: str, close: Callable[[], None]) -> None:
-        super().__init__()  # of a wrapper, nn.Module
+    def _begin(self, model: nn.Module, loss_reduction: str, close: Callable[[], None]) -> None:
         self._module, self.loss_reduction, self._close_all = model, loss_reduction, close
 
     def cleanup(self) -> None:
@@ -51,8 +51,9 @@ class GradSampleModule(GradSampleHooks, nn.Module):
     As in Opacus, the names of its parameters begin with ``_module.``; `to_standard_module()` returns the model alone.
     """
 
-    def __init__(self, model: nn.Module, loss_reduction: str, close: Callable[[], None]) -> None:
-        super().__init__(model, loss_reduction, close)
+    def _begin(self, model: nn.Module, loss_reduction: str, close: Callable[[], None]) -> None:
+        nn.Module.__init__(self)
+        super()._begin(model, loss_reduction, close)
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dpbench.engine import AdamBC, Misuse, PrivacyEngine, PrivacyWarning
 from dpbench.engine.adjust import set_clip, set_noise_multiplier
 from dpbench.engine.distributed import place
+from dpbench.integrations.opacus.by_hand import ByEngine
 from dpbench.integrations.opacus.clips import Clips
 from dpbench.integrations.opacus.criterion import Backward
 from dpbench.integrations.opacus.outputs import Outputs
@@ -45,7 +46,7 @@ def _without(name: str) -> Any:
     return property(get)
 
 
-class DPOptimizer(Optimizer):
+class DPOptimizer(ByEngine, Optimizer):
     """Passes the losses of `backward()` to the engine, whose step clips, adds noise and runs the optimizer's own step.
 
     `noise_multiplier` and `max_grad_norm` may be set between steps, as by Opacus' schedulers. Every step is accounted
@@ -63,7 +64,7 @@ class DPOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     """Makes a GradScaler call `step`, which refuses it."""
 
-    def __init__(
+    def _begin(
         self,
         optimizer: Optimizer,
         engine: PrivacyEngine,
