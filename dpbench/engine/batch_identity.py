@@ -184,7 +184,8 @@ class Tickets:
             raise Misuse(
                 "expected a batch of data_loader that was not stepped yet, got one that is done with (it was stepped, "
                 "or left out, or its iteration was broken off): its records would be in two sums, or twice in one, "
-                "which is not accounted; go on with the next one, or begin to iterate anew"
+                "which is not accounted; go on with the next one, begin to iterate anew, or take one loader of pairs "
+                "for a zip of two"
             )
         if ticket is not None and not ticket.in_order:
             raise Misuse(

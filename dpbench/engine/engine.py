@@ -355,7 +355,7 @@ class PrivacyEngine(State):
                 part of a logical batch, whose records would enter the sum twice.
         """
         mine = {**self.settings.as_state(), "sensitivity": self.clip.sensitivity}
-        saved = {**state["settings"], "sensitivity": state["sensitivity"]}
+        saved = {"bands": 1, "group_size": 1, **state["settings"], "sensitivity": state["sensitivity"]}
         for name in mine:
             if mine[name] != saved.get(name):
                 calibrated = name == "noise_multiplier" and self.settings.target_epsilon is not None

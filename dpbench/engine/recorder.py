@@ -42,6 +42,7 @@ AHEAD = 2
 MANY_PASSES = 16
 """Forward passes without a step before a warning that each of them is held in memory."""
 BACKWARD = "expected no backward(): {}, since gradients that were not clipped are not private"
+OF_ANOTHER = "; if another engine's step took these losses, make one engine of a module that holds both models"
 STEP = (
     "optimizer.step(loss=losses) runs it (freeze this model in the step of another one, requires_grad_(False); a "
     "gradient within the losses takes backend='microbatch')"
@@ -307,12 +308,12 @@ class Recorder:
             if dropped:
                 raise Misuse(
                     "expected losses of the last forward pass, got some of an earlier one, of another batch; "
-                    "step, or evaluate under torch.no_grad(), in between"
+                    "step, or evaluate under torch.no_grad(), in between; take one loader of pairs for a zip of two"
                 ) from error
             raise
         except RuntimeError as error:
             if _SECOND_TIME in str(error):
-                raise Misuse(BACKWARD.format(self.remedy)) from error
+                raise Misuse(BACKWARD.format(self.remedy) + OF_ANOTHER) from error
             raise
         # one sample cannot show that samples stay apart
         self._verify = self._verify and not (verify and few > 1 and says_something(result))

@@ -119,10 +119,10 @@ class Settings:
             "batch_size": self.batch_size,
             "sample_size": self.sample_size,
             "noise_multiplier": m.noise_multiplier,
+            "bands": self.bands,
             "sampling": self.sampling,
             "max_batch_size": m.max_batch_size,
-            **({"group_size": m.group_size} if m.group_size > 1 else {}),
-            **({"bands": self.bands} if self.bands > 1 else {}),
+            "group_size": m.group_size,
             **({"planned_steps": self.planned_steps, "blt": (self.blt.omega, self.blt.theta)} if self.blt else {}),
         }
 

@@ -155,6 +155,12 @@ def test_a_checkpoint_of_other_settings_is_refused():
     target = {"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 2}
     with pytest.raises(ValueError, match=r"noise_multiplier=1\.0 .*: give it in place of target_epsilon, whose noise"):
         engine_of(small_cnn(), **target).load_state_dict(state)
+    for sizes in ((1, 2), (2, 1)):
+        saved, mine = (engine_of(small_cnn(), group_size=size) for size in sizes)
+        with pytest.raises(ValueError, match="expected group_size={} as in the checkpoint, got {}".format(*sizes)):
+            mine.load_state_dict(saved.state_dict())
+    del state["settings"]["group_size"], state["settings"]["bands"]  # an earlier version's
+    engine_of(small_cnn(), noise_multiplier=1.0).load_state_dict(state)
     with pytest.raises(ValueError, match="same kind of noise"):
         engine_of(small_cnn(), noise_multiplier=1.0, generator=torch.Generator()).load_state_dict(state)
 

@@ -238,6 +238,17 @@ def test_another_optimizer_does_not_go_round_the_engine(loop):
     other.step()
 
 
+def test_two_engines_on_parts_of_a_model_by_microbatch():
+    parts = nn.Linear(5, 4), nn.Linear(4, 3)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        engine_of(part, backend="microbatch").attach(optimizer)
+    losses = losses_of(nn.Sequential(*parts))
+    optimizers[0].step(loss=losses)
+    with says(Misuse, "if another engine's step took these losses, make one engine of a module that holds both"):
+        optimizers[1].step(loss=losses)
+
+
 def test_two_engines_on_parts_of_a_model():
     body, head = nn.Linear(5, 4), nn.Linear(4, 3)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (body, head)]
