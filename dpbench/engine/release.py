@@ -332,14 +332,7 @@ class Unread:
             names: of the parameters.
             flags: whether each sum is finite.
         """
-        if flags.device.type != "cuda":
-            self._found.append((step, names, flags.clone(), None))
-            return
-        host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
-        host.copy_(flags, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(flags.device))
-        self._found.append((step, names, host, arrived))
+        self._found.append((step, names, *sent(flags)))
 
     def clear(self) -> None:
         """Forget the flags, as the engine loads a checkpoint."""
@@ -368,6 +361,17 @@ class Unread:
                     "the parameters whatever the noise, so noise alone was released in its place, by which they have "
                     f"moved; {_OVERFLOWED}; go on, or from a checkpoint before"
                 )
+
+
+def sent(flags: Tensor) -> tuple[Tensor, Any]:
+    """Start a copy of flags to the host; return it and the event that marks its arrival, None if it is there."""
+    if flags.device.type != "cuda":
+        return flags.clone(), None
+    host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
+    host.copy_(flags, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(flags.device))
+    return host, arrived
 
 
 def only_real(losses: Tensor, real: Tensor) -> Tensor:
