@@ -35,7 +35,7 @@ CONTENTS = {
     "utility": "accuracy against ε by model and clipping function, beside ordinary training",
     "correlated": "test loss at one ε by the steps that noise is correlated over, and in one pass with a BLT",
     "adam_bias": "test loss by learning rate of Adam with and without the noise in its second moment, and of SGD",
-    "utility_curves": "accuracy against epochs by ε, and the distance of each exact backend from the oracle on the way",
+    "utility_curves": "accuracy against epochs by ε",
     "time_to_accuracy": "epochs and seconds until a model is nearly as accurate as by ordinary training, by ε and by "
     "backend",
     "memorisation": "what a fine-tuned language model gives away of secrets in its data, by ε",

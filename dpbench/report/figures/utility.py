@@ -1,4 +1,4 @@
-"""Accuracy against ε, and during training; the difference of exact backends from the oracle."""
+"""Accuracy against ε, during training, and against time."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from dpbench.report import readable, style
 from dpbench.report.captions import settings
 from dpbench.report.data.statistics import TRAINING, over_seeds, test_losses, trained
 from dpbench.report.drawing.bars import Bar, Panel, Row, bars
-from dpbench.report.drawing.sheet import REFERENCE, grid, logarithmic, spread
+from dpbench.report.drawing.sheet import grid, logarithmic, spread
 from dpbench.report.parts import FigureKind
 from dpbench.report.readable import as_percent, digits, of
 from dpbench.report.summary import several
@@ -26,8 +26,6 @@ from dpbench.report.summary import several
 LOOKS = {"flat": ("#0077BB", "o", 1.0), "automatic": ("#EE7733", "s", 1.035), "per_layer": ("#009988", "^", 0.965)}
 #: Colours of budgets, from the smallest, repeated if needed; and of ordinary training.
 _COLORS, _ORDINARY = ("#CC3311", "#EE7733", "#DDAA33", "#117733", "#2266AA"), "#555555"
-#: Drawn for equal trajectories on a logarithmic axis.
-_NONE = 1e-9
 _MEDIANS, _MOST = ["seconds", "seconds_to_98"], ["epsilon", "noise_multiplier", "test_loss_of_seed_0"]
 
 
@@ -118,36 +116,20 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
 
 
 def curves(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each setting and epoch: accuracies of the seeds, and the difference from microbatch's test loss.
-
-    `loss_difference`: relative, for equal seeds, the largest of those with a microbatch run; None without one.
-    """
+    """A row for each setting and epoch: accuracies of the seeds."""
     rows = [
-        named | {"seed": record.trial["seed"], "epoch": epoch, "loss": loss, **point}
+        named | {"epoch": epoch, **point}
         for record in records
         if (named := trained(record))
-        for epoch, (point, loss) in enumerate(zip(record.result["curve"], test_losses(record), strict=True), start=1)
+        for epoch, point in enumerate(record.result["curve"], start=1)
     ]
-    point = ["data", "network", "clip", "target_epsilon", "seed", "epoch"]
-    oracle = {tuple(row[name] for name in point): row["loss"] for row in rows if row["backend"] == "microbatch"}
-    for row in rows:
-        known = None if row["backend"] == "microbatch" else oracle.get(tuple(row[name] for name in point))
-        row["loss_difference"] = None if known is None else _apart(row["loss"], known)
-    return over_seeds(rows, [*TRAINING, "epoch", "steps"], "accuracy", most=["loss_difference"])
-
-
-def _apart(loss: float, known: float) -> float:
-    """The relative difference of two losses: 0 if both are NaN, infinite if one of them has diverged."""
-    if loss == known or (math.isnan(loss) and math.isnan(known)):
-        return 0.0
-    return abs(loss / known - 1) if known and math.isfinite(loss) and math.isfinite(known) else math.inf
+    return over_seeds(rows, [*TRAINING, "epoch", "steps"], "accuracy")
 
 
 def curves_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """Each setting half-way and at the end; the largest difference so far."""
+    """Each setting half-way and at the end."""
     groups = [own for _, own in frame.groupby(TRAINING, dropna=False, sort=False)]
-    so_far = [own.assign(apart=own.loss_difference.cummax()) for own in groups]
-    rows = [own.iloc[[*{max(0, len(own) // 2 - 1), len(own) - 1}]].sort_values("epoch") for own in so_far]
+    rows = [own.iloc[[*{max(0, len(own) // 2 - 1), len(own) - 1}]].sort_values("epoch") for own in groups]
     columns: readable.Columns = {
         **{name: of(name) for name in TRAINING[:-1]},
         "ε": of("target_epsilon", "{:g}".format),
@@ -155,43 +137,24 @@ def curves_text(frame: pd.DataFrame) -> pd.DataFrame:
         "seeds": of("seeds"),
         "accuracy": of("accuracy", as_percent),
         "range": lambda r: f"{100 * r.least:.1f} to {100 * r.greatest:.1f} %",
-        "test loss from microbatch's": of("apart", "{:.1e}".format),
     }
     return readable.texts(pd.concat(rows) if rows else frame, columns)
 
 
 def _curves_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    said = [
-        "Above: accuracy on held-out images after each epoch, median and range of the seeds; flat clipping, bk_mixed; "
-        "grey is ordinary training of the same model on the same batches."
+    return [
+        "Accuracy on held-out images after each epoch, median and range of the seeds; flat clipping, bk_mixed; grey is "
+        "ordinary training of the same model on the same batches."
     ]
-    apart = frame.loss_difference.max()
-    if not pd.isna(apart):
-        said.append(
-            "Below: the test loss of every other exact backend beside microbatch's (the definition) after the same "
-            f"steps with the same seed, batches and noise: the largest relative difference so far, {apart:.1e} at "
-            "the end; lines at the lower edge do not differ. What differs is rounding, which jumps where it changes "
-            "the winner of a max-pooling; in float64 they agree to 1e-13 (a test holds it)."
-        )
-    return said
 
 
 def curves_plot(frame: pd.DataFrame, caption: str) -> Figure:
-    """A column for each data set and model: accuracy, with the differences, if any, beneath."""
+    """A panel for each data set and model."""
     models = _models(frame)
-    compared = [(name, own[own.loss_difference.notna()]) for name, own in models]
-    down = 2 if any(len(own) for _, own in compared) else 1
-    figure, panels = grid(caption, down * len(models), len(models), 2.1, left=0.72, gap=0.62)
+    figure, panels = grid(caption, len(models), len(models), 2.1, left=0.72, gap=0.62)
     for axes, (name, own) in zip(panels, models, strict=False):
         axes.set_title(f"{name}: accuracy")
         _accuracies(axes, own)
-    for axes, (name, own) in zip(panels[len(models) :], compared, strict=False):
-        if len(own):
-            network = name.partition(" on ")[0]
-            axes.set_title(f"{network}, ε = {own.target_epsilon.iloc[0]:g}: test loss beside microbatch's")
-            _differences(axes, own)
-        else:
-            axes.remove()
     for axes in figure.axes:
         axes.set_xlabel("epochs")
         axes.set_xlim(left=0)
@@ -215,20 +178,6 @@ def _accuracies(axes: Axes, part: pd.DataFrame) -> None:
     axes.set_ylim(max(0.0, flat.accuracy.min() - 0.05) if len(flat) else 0.0, 1.0)
     if len(flat):
         axes.legend(loc="lower right")
-
-
-def _differences(axes: Axes, part: pd.DataFrame) -> None:
-    for name in sorted(set(part.backend), key=style.backend_key):
-        line, look = part[part.backend == name], style.backend(name)
-        known = line.loss_difference.cummax().clip(lower=_NONE)
-        looks: dict[str, Any] = {"color": look.color, "marker": look.marker, "markevery": max(1, len(line) // 10)}
-        axes.plot(line.epoch, known, label=look.name, markersize=3.5, linewidth=1.0, **looks)
-    logarithmic(axes.yaxis, form=lambda value, _: style.power(value, 0.01, 1001), most=6)
-    axes.set_ylim(_NONE, 1e-1)
-    axes.axhline(2.0**-23, **REFERENCE)
-    axes.annotate("one step of float32", (1, 2.0**-23), xycoords=axes.get_yaxis_transform(), xytext=(-2, -9),
-                  textcoords="offset points", ha="right", fontsize=7.4, color=style.FAINT)  # fmt: skip
-    axes.legend(loc="upper right", ncols=3)
 
 
 #: The backend used to compare budgets and clipping functions.
