@@ -248,9 +248,9 @@ class Recorder:
         Raises:
             Misuse: the losses or the recording do not fit.
         """
+        given, self._given = self._given, None
         if self._entered and not _running(self._model):
             self._unwind()
-        given, self._given = self._given, None
         if given is not None and losses is given[0]:
             if isinstance(given[1], Exception):
                 raise given[1]

@@ -229,6 +229,23 @@ def test_without_an_optimizer_or_in_eval_mode_it_is_refused():
     assert "step" not in vars(optimizer)
 
 
+def test_after_an_interrupt_programs_go_on():
+    engine, _, step, x, y = own_batches()
+    for _ in range(4):
+        step(x, y)
+
+    def interrupt(module, inputs):
+        raise KeyboardInterrupt
+
+    handle = engine.model[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(x, y)
+    handle.remove()
+    before = step.graphs.steps
+    step(x, y)
+    assert (engine.steps, step.graphs.steps) == (5, before + 1)
+
+
 def test_a_forward_pass_between_is_no_part_of_a_step():
     """The model is recorded where the caller runs it, and not where a graph does."""
     engine, optimizer, step, x, y = own_batches()
