@@ -92,6 +92,8 @@ MORE = 64
 """Numbers of portions to choose from, beyond the fewest that rounding allows."""
 SLICES = 4
 """Most programs of a row of tiles that sum its bias."""
+BESIDE = 2
+"""Most further outputs' gradients of one Gram kernel: a query's beside a value's and a key's."""
 
 
 BY_ROWS = Tiles(ROWS, ROWS, ROWS, 8)
@@ -155,6 +157,7 @@ def gram_norms(
     lost: tuple[float, float],
     *,
     bias: bool = False,
+    beside: Sequence[Tensor] = (),
 ) -> Tensor:
     """‖∂/∂W‖² of each sample and group, and the reach: [n · groups, 4] float32.
 
@@ -162,6 +165,7 @@ def gram_norms(
 
     Args:
         bias: the gradient includes a bias, as a weight of inputs of 1.
+        beside: further outputs' gradients [n, P, T], at most `BESIDE`, with the strides of g, for a geometry of rows.
     """
     x, g, options, sizes = _of_images(x, g, geometry, groups)
     channels, outputs, *_, positions, _ = sizes
@@ -170,7 +174,8 @@ def gram_norms(
     out = g.new_empty(len(g), each, 4, dtype=torch.float32)
     numbers = (groups, *sizes, *x.stride(), *g.stride(), *map(float, (*lost, bias)))
     constants = {"ALONE": positions <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, **tiles.options()}
-    launch("gram", each, (x, g, out), numbers, count=len(g), **_of_patches(options), **constants)
+    given = (x, *[g, *(y.detach() for y in beside), g, g][: 1 + BESIDE], out)
+    launch("gram", each, given, numbers, count=len(g), BESIDE=len(beside), **_of_patches(options), **constants)
     return whole(out.view(len(g) * groups, each // groups, 4))
 
 

@@ -30,6 +30,8 @@ INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
 def gram(
     x,
     g,
+    more_g,
+    most_g,
     out,
     groups,
     channels,
@@ -58,6 +60,7 @@ def gram(
     DILATION_W: tl.constexpr,
     POINT: tl.constexpr,
     ALONE: tl.constexpr,
+    BESIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -65,25 +68,34 @@ def gram(
 
     A and G are the inner products of patches and of gradient rows, of one sample and group. `channels` and `outputs`
     are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is True if there is one block.
-    of_bias is 1 if inputs have one more entry, 1, else 0.
+    of_bias is 1 if inputs have one more entry, 1, else 0. Rows of g continue in more_g if BESIDE is 1, and in most_g if
+    it is 2.
     """
     found, first, second = _pair(positions, BLOCK)
     sample, group = found // groups, found % groups
     x += sample * x_sample + group * channels * x_channel
-    g += sample * g_sample + group * outputs * g_channel
+    of_sample = sample * g_sample + group * outputs * g_channel
+    g += of_sample
     t = first * BLOCK + tl.arange(0, BLOCK)
     u = second * BLOCK + tl.arange(0, BLOCK)
     dtype = g.dtype.element_ty  # under autocast x may be wider than the dtype it was multiplied in
-    of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_channel, dtype, ALONE, BLOCK, BLOCK_K)
+    of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
+    of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
+    if BESIDE > 0:
+        g = more_g + of_sample
+        of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
+    if BESIDE > 1:
+        g = most_g + of_sample
+        of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
+    of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
     if POINT:
-        of_x = _gram_of_rows(x, t, u, positions, channels, x_column, x_channel, dtype, ALONE, BLOCK, BLOCK_K)
+        of_x = _gram_of_rows(x, t, u, positions, channels, x_column, x_channel, of_x, dtype, ALONE, BLOCK_K)
     else:
         # positions beyond the output are read outside the image, as zero
         t_row = tl.where(t < positions, t // out_width * STRIDE_H - PADDING_H, height)
         u_row = tl.where(u < positions, u // out_width * STRIDE_H - PADDING_H, height)
         t_column, u_column = t % out_width * STRIDE_W - PADDING_W, u % out_width * STRIDE_W - PADDING_W
         chunks = tl.cdiv(channels, BLOCK_K)
-        of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
         for step in range(KERNEL_H * KERNEL_W * chunks):
             down = step // chunks // KERNEL_W * DILATION_H
             across = step // chunks % KERNEL_W * DILATION_W
@@ -126,7 +138,8 @@ def embedding_gram(
     t = first * BLOCK + tl.arange(0, BLOCK)
     u = second * BLOCK + tl.arange(0, BLOCK)
     dtype = g.dtype.element_ty
-    of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_output, dtype, False, BLOCK, BLOCK_K)
+    of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
+    of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_output, of_g, dtype, False, BLOCK_K)
     of_t = tl.load(ids + t.to(tl.int64) * ids_position, mask=t < positions, other=0)
     of_u = tl.load(ids + u.to(tl.int64) * ids_position, mask=u < positions, other=0)
     alike = of_t[:, None] == of_u[None, :]  # ids read outside may match, but their products are zero
@@ -408,13 +421,12 @@ def _gram_of_rows(
     features,
     x_position,
     x_feature,
+    total,
     dtype: tl.constexpr,
     ALONE: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x_t · x_u of positions t and u, rounded to dtype before they are multiplied: [BLOCK, BLOCK]."""
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    """total + x_t · x_u of positions t and u, rounded to dtype before they are multiplied: [len(t), len(u)]."""
     for start in range(0, features, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         left = _rows(x, t, positions, k, features, x_position, x_feature)

@@ -60,7 +60,9 @@ class _GramTiles(_Triton[Imaged]):
 
     def norms(self, rule: Imaged, g: Tensor, samples: slice) -> Parts:
         (x, of), bias = rule.images(g, samples), rule.bias is not None
-        return rule.by_sample(cuda.gram_norms(x, of, rule.geometry(), rule.groups, rule.lost(g), bias=bias))
+        beside = [rule.images(each, samples)[1] for each in rule.beside]
+        options = rule.geometry(), rule.groups, rule.lost(g)
+        return rule.by_sample(cuda.gram_norms(x, of, *options, bias=bias, beside=beside))
 
     def work(self, rule: Imaged, g: Tensor | Spec) -> Work:
         """Whole tiles of a triangle with its diagonal."""
@@ -209,11 +211,37 @@ def takes_bias(rule: Rule, g: Tensor, route: Route) -> bool:
         return False
     if rule.a.dtype != g.dtype or not fused.runs(rule.parameter, g):
         return False
-    way = rule.named(route.way or rule.best_way(g, ghost=True))
-    by_gram = way.name == GRAM_KERNEL or (way is GRAM and GRAM.is_whole(rule, g))
     images = rule.images(g, slice(0, rule.samples(g)))
     unpadded = [x.shape[1] for x in images] == [rule.inputs, rule.outputs]
-    return by_gram and unpadded and _are_taken(rule, images)
+    return _by_gram(rule, g, route) != "" and unpadded and _are_taken(rule, images)
+
+
+def shares_input(rule: Rule, route: Route, g: Tensor, other: Rule, other_route: Route, other_g: Tensor) -> bool:
+    """True if the norms of two linear layers of one input (a query's and a key's) may share its Gram matrix.
+
+    Args:
+        rule, route, g: of the first layer, which may share it with others already.
+        other, other_route, other_g: of the other layer.
+    """
+    if type(rule) is not LinearWeight or type(other) is not LinearWeight or rule.a is not other.a:
+        return False
+    alike = g.shape == other_g.shape and g.stride() == other_g.stride() and g.dtype == other_g.dtype
+    alike = alike and rule.fold == other.fold and (rule.bias is None) == (other.bias is None)
+    if not alike or rule.transposed or other.transposed or not fused.runs(rule.parameter, g):
+        return False
+    way = _by_gram(rule, g, route)
+    if way == GRAM_KERNEL:  # half precision that is not read at once would spill registers
+        images = rule.images(g, slice(0, rule.samples(g)))
+        fits = len(rule.beside) < cuda.BESIDE and (g.dtype not in HALF or _are_taken(rule, images))
+    else:
+        fits = way == GRAM.name
+    return fits and way == _by_gram(other, other_g, other_route)
+
+
+def _by_gram(rule: LinearWeight, g: Tensor, route: Route) -> str:
+    """Name of the way by whole Gram matrices or Gram tiles that this route takes, or ""."""
+    way = rule.named(route.way or rule.best_way(g, ghost=route.ghost))
+    return way.name if way.name == GRAM_KERNEL or (way is GRAM and GRAM.is_whole(rule, g)) else ""
 
 
 def portion(rule: Bilinear, g: Tensor | Spec) -> int:

@@ -397,9 +397,20 @@ class Book(_WholeNorms):
         for term in self._waiting:
             if term.route.ghost and not term.g.is_cpu:
                 term.rule.lay_out_input(term.g)
-        self._found += [term.squared_norms(self._doubt) for term in self._waiting]
+        self._found += [term.squared_norms(self._doubt) for term in self._of_inputs()]
         self._waiting.clear()
         return super()._total()
+
+    def _of_inputs(self) -> list[Term]:
+        """The waiting terms, one for all linear layers in a row that share an input and its Gram matrix."""
+        found: list[Term] = []
+        for term in self._waiting:
+            moved = found and found[-1].source.rearranged and term.source.rearranged
+            if moved and self.joins and kernels.ways.shares_input(*found[-1][1:], *term[1:]):
+                found[-1] = found[-1]._replace(rule=found[-1].rule.with_beside(term.g))
+            else:
+                found.append(term)
+        return found
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():

@@ -12,7 +12,7 @@ Functions take:
     a, g: [n, T, d] and [n, T, p], rows of an input and of an output's gradient, of one dtype.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -187,7 +187,9 @@ def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
     return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
 
 
-def gram_norms_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float], *, bias: bool = False) -> Tensor:
+def gram_norms_and_reach(
+    a: Tensor, g: Tensor, lost: tuple[float, float], *, bias: bool = False, beside: Sequence[Tensor] = ()
+) -> Tensor:
     """`gram_product` by whole Gram matrices, with the reach that their diagonals hold: [n, 4].
 
     On a GPU, by the library's products and one kernel that reads both matrices once. Many positions are halved, as the
@@ -196,20 +198,24 @@ def gram_norms_and_reach(a: Tensor, g: Tensor, lost: tuple[float, float], *, bia
     Args:
         lost: from `clipping.numerics.rounding_bounds.of_lost`.
         bias: rows of a have one more entry, 1.
+        beside: output gradients of other layers of the same input, whose results are added.
     """
     count, positions, _ = g.shape
-    half = positions // 2
-    if positions >= SPLIT and not positions % (2 * ALIGNED) and a.is_contiguous() and g.is_contiguous():
-        left, right = (x.view(2 * count, half, x.shape[2]) for x in (a, g))
-        both = gram_norms_and_reach(left, right, lost, bias=bias).view(count, 2, 4).sum(1)
-        across = products(a[:, :half], a[:, half:])
-        across = (across.add_(1) if bias else across).mul_(products(g[:, :half], g[:, half:]))
-        both[:, 0].add_(across.sum((1, 2)), alpha=2)
+    half, several = positions // 2, (g, *beside)
+    if positions >= SPLIT and not positions % (2 * ALIGNED) and all(x.is_contiguous() for x in (a, *several)):
+        left, *right = (x.view(2 * count, half, x.shape[2]) for x in (a, *several))
+        both = gram_norms_and_reach(left, right[0], lost, bias=bias, beside=right[1:]).view(count, 2, 4).sum(1)
+        of_a = products(a[:, :half], a[:, half:])
+        of_a = of_a.add_(1) if bias else of_a
+        for each in several:
+            across = products(each[:, :half], each[:, half:]).mul_(of_a)
+            both[:, 0].add_(across.sum((1, 2)), alpha=2)
         return both
     of_a = products(a, a).unsqueeze(1)
     sizes = (1, positions), (1, 1), positions
-    found: Tensor = kernels.fused.shifted_norms(of_a, products(g, g), POINT, *sizes, lost, bias=bias)
-    return found
+    norms = kernels.fused.shifted_norms
+    found: list[Tensor] = [norms(of_a, products(each, each), POINT, *sizes, lost, bias=bias) for each in several]
+    return torch.stack(found).sum(0) if beside else found[0]
 
 
 def within(found: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:

@@ -239,6 +239,8 @@ class Rule(ABC):
     """Output rows for each sample: more than one where windows or tokens were folded into the batch."""
     bias: Any = None
     """`Source` of a bias that norm and sum include, as a weight of inputs of 1 (`clipping.accel.ways.takes_bias`)."""
+    beside: tuple[Tensor, ...] = ()
+    """Output gradients of other layers of one input, whose norms are added (see `clipping.accel.ways.shares_input`)."""
     settings: tuple[object, ...] = ()
     """What a sample's cost depends on besides shapes: stride and padding of a convolution, letters of an einsum."""
     share: Any = None
@@ -273,6 +275,16 @@ class Rule(ABC):
         """
         both = copy.copy(self)
         both.bias = bias
+        return both
+
+    def with_beside(self, g: Tensor) -> Self:
+        """Return a copy of this rule that adds the norms of another layer of its input.
+
+        Args:
+            g: gradient of that layer's output.
+        """
+        both = copy.copy(self)
+        both.beside = (*self.beside, g)
         return both
 
     @abstractmethod

@@ -66,10 +66,10 @@ class Bilinear(Rule):
 
     def lost(self, g: Tensor) -> tuple[float, float]:
         """`of_lost` of the output's gradient."""
-        return of_lost(g.dtype, self.inputs + (self.bias is not None), self.outputs)
+        return of_lost(g.dtype, self.inputs + (self.bias is not None), self.outputs * (1 + len(self.beside)))
 
     def features(self, route: Route) -> int:
-        return max(self.inputs, self.outputs) + (self.bias is not None)
+        return max(self.inputs, self.outputs * (1 + len(self.beside))) + (self.bias is not None)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
@@ -120,7 +120,8 @@ class _Gram(Gram["LinearWeight"]):
             return reach.apart, *reach
         if not self.is_whole(rule, g):
             return (gram_product(a, of, rule.workspace(g)),)
-        return of_columns(gram_norms_and_reach(a, of, rule.lost(g), bias=rule.bias is not None))
+        beside = [rule.operands(each, samples)[1] for each in rule.beside]
+        return of_columns(gram_norms_and_reach(a, of, rule.lost(g), bias=rule.bias is not None, beside=beside))
 
     def is_whole(self, rule: LinearWeight, g: Tensor) -> bool:
         """True if the Gram matrices are formed whole, on a GPU."""

@@ -264,9 +264,9 @@ def _of_gradient(channels: int, g: Tensor, constants: Any) -> int:
     return 2 * g.numel() * channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
 
 
-def _of_patches(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any) -> int:
+def _of_patches(x: Tensor, g: Tensor, more_g: Tensor, most_g: Tensor, numbers: Sequence[int], constants: Any) -> int:
     groups, channels, outputs, *_ = numbers
-    features = channels * int(constants["KERNEL_H"] * constants["KERNEL_W"]) + outputs
+    features = channels * int(constants["KERNEL_H"] * constants["KERNEL_W"]) + outputs * (1 + constants["BESIDE"])
     return len(g) * groups * math.prod(g.shape[2:]) ** 2 * features
 
 

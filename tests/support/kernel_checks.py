@@ -136,6 +136,15 @@ def linear_layers(dtype: torch.dtype, device: str) -> None:
                 close(found.terms, terms.sum(1))
                 close(found.apart, terms.square().sum(1))
                 close(found.lost, of_rows(row_norms(a), row_norms(g), d, p).lost)
+        beside = [draw(device, dtype, n, t, p) for _ in range(cuda.BESIDE)]  # of other layers of this input
+        for others in (beside[:1], beside) if t > 1 else ():
+            rule.beside, whole = others, torch.cat([g, *others], 2)
+            for way in ("gram", GRAM_KERNEL):
+                squares, reach = with_kernels(partial(rule.squares_and_reach, g, Route(True, way)))
+                close(squares, squared(a, whole))
+                least = (a.double().norm(dim=2) * whole.double().norm(dim=2)).sum(1)
+                assert (reach.terms >= least * (1 - 1e-5)).all() and (reach.terms <= 2 * least).all()
+        rule.beside = ()
         rule.bias, more = True, torch.cat([a, torch.ones_like(a[..., :1])], 2)  # inputs have one more entry, 1
         for way in ("gram", GRAM_KERNEL) if t > 1 else ():
             squares, reach = with_kernels(lambda rule=rule, way=way, g=g: rule.squares_and_reach(g, Route(True, way)))
@@ -153,6 +162,10 @@ def halves(device: str) -> None:
             found = with_kernels(
                 lambda a=a, g=g, bias=bias: per_sample.gram_norms_and_reach(a, g, (1.0, 2.0), bias=bias)
             )
+            others = [draw(device, torch.bfloat16, *g.shape) for _ in "ab"]
+            norms = partial(per_sample.gram_norms_and_reach, a, lost=(1.0, 2.0), bias=bias)
+            several = with_kernels(partial(norms, g, beside=others))
+            close(several, found.double() + sum(with_kernels(partial(norms, each)).double() for each in others))
             rows = torch.cat([a, torch.ones_like(a[..., :1])], 2) if bias else a
             close(found[:, 0], squared(rows, g))
             terms = rows.double().norm(dim=2), g.double().norm(dim=2)
@@ -466,6 +479,39 @@ def layer_norms(device: str) -> None:
         assert "inplace operation" in str(outcome(torch.autograd.grad, output, x, g))
 
 
+def whole_steps_of_one_input(device: str) -> None:
+    """Norms and sums of layers that read one input, by every way with Gram matrices, and of others beside them."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.many = nn.Linear(16, 16), nn.ModuleList(nn.Linear(16, 32) for _ in range(4))
+            self.last = nn.ModuleList([nn.Linear(32, 16, bias=False), nn.Linear(32, 16), nn.Linear(32, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            h = torch.stack([layer(h) for layer in self.many]).prod(0)
+            return torch.cat([layer(h) for layer in self.last], 2).float().sin().sum((1, 2))
+
+    model, x = Layers().to(device, torch.bfloat16), torch.randn(5, 20, 16, device=device).bfloat16()
+
+    def step() -> Any:
+        with load_backend("bk_ghost")(model, lambda y, _: y, clip=Flat(0.5), verify=False) as backend:
+            return backend(x, torch.zeros(5, device=device))
+
+    before, best, taken, plain = ways.shares_input, LinearWeight.best_way, list[bool](), step()
+    ways.shares_input = lambda *given: taken.append(before(*given)) or taken[-1]
+    for way, shared in (("gram", 4), (GRAM_KERNEL, 2)):  # the kernel takes three of four, and whole lines
+        LinearWeight.best_way = lambda self, g, *, ghost, way=way: way if ghost else best(self, g, ghost=ghost)
+        found = with_kernels(step)
+        assert taken.count(True) == shared, taken
+        taken.clear()
+        close(found.norms, plain.norms)
+        for key, grad in plain.grads.items():
+            assert (found.grads[key] - grad).abs().max() <= 1e-5 * grad.abs().max(), key
+    ways.shares_input, LinearWeight.best_way = before, best
+
+
 def whole_steps_of_layer_norms(device: str) -> None:
     """Norms and sums of models with layer norms, one used twice and one in a checkpoint, in one and two passes."""
 
@@ -585,6 +631,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "infinities come through": infinities_come_through,
     "whole steps in half precision": whole_steps_in_half_precision,
     "whole steps of biases": whole_steps_of_biases,
+    "whole steps of one input": whole_steps_of_one_input,
     "whole steps of layer norms": whole_steps_of_layer_norms,
 }
 QUICK = ("as in ResNet18", "stride 2", "rows", "layer norms", "sums in float64", "infinities come through")
@@ -613,6 +660,7 @@ def compile_tiles(
     blocks = {
         "ALONE": 0,
         "BIAS": cuda.SIDE if dense else 0,
+        "BESIDE": cuda.BESIDE * (bool(constants.get("POINT")) and (dense or dtype == torch.float32)),
         "POINT": 0,
         "BLOCK": cuda.LINE if program == "collected" else tiles.rows,
         "BLOCK_K": tiles.depth,
@@ -620,7 +668,7 @@ def compile_tiles(
     values = {**blocks, **constants, **tiles.sides(), "ROWS": cuda.ROWS, "COLUMNS": cuda.COLUMNS * tiles.warps}
     element = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
     others = ("out", "squares", "parts", "factors")
-    kinds = {"ids": "*i64"} | dict.fromkeys("agx", element) | dict.fromkeys(others, "*fp32")
+    kinds = {"ids": "*i64"} | dict.fromkeys([*"agx", "more_g", "most_g"], element) | dict.fromkeys(others, "*fp32")
     aligned = (
         ("x_", "g_", "channels", "outputs", *(("positions",) if "g_position" in constants else ())) if dense else ()
     )
