@@ -115,6 +115,10 @@ class _TilesOfIds(_Triton[EmbeddingWeight]):
         ids, rows = rule.by_position(g, samples)
         return of_columns(cuda.embedding_gram_norms(ids, rows, of_lost(g.dtype, 1, rule.outputs)))
 
+    def work(self, rule: EmbeddingWeight, g: Tensor | Spec) -> Work:
+        """Ids are compared, so only the gradient's rows are multiplied, whatever the number of ids."""
+        return Work(rule.positions**2 * rule.outputs, 0, 4096)
+
 
 class _C(_Triton[R]):
     name = COMPILED

@@ -100,8 +100,10 @@ class EmbeddingWeight(Rule):
         return added(summed, blocks(count, 1, portion(count, max(1, self.positions), factors.dtype)))
 
     def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
-        seconds = super().summing_seconds(g, kept=kept)
-        return seconds if kept else seconds / self.inputs  # adds rows, without multiplications
+        if kept:
+            return super().summing_seconds(g, kept=kept)
+        entries, wide = self.positions * self.outputs, norm_dtype(g.dtype).itemsize
+        return entries * (g.element_size() + 2 * wide) / self._rates(g)[1]  # scales rows and adds them
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         """Inner product with a linear layer of the same weight (a tied head): Σ_{t,s} (g_t · a_s) h_s[id_t].

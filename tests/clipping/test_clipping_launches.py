@@ -100,6 +100,14 @@ def test_a_kernel_forms_gram_matrices_whose_rows_are_not_aligned(positions, way)
     assert route.way == way
 
 
+@pytest.mark.parametrize("rows", [514, 50_265])
+def test_a_kernel_compares_ids_whatever_the_size_of_the_table(rows):
+    with as_on_a_gpu(Launches()):
+        ids, g = torch.empty(64, 128, dtype=torch.int64, device="meta"), of_half(64, 128, 768)
+        costs = predicted(EmbeddingWeight(of_half(rows, 768), ids), g, kernels=UNTIMED[True])
+    assert costs.best(ghost=True)[0].way == GRAM_KERNEL
+
+
 @pytest.mark.parametrize(("size", "kept"), [(32, True), (16, False)])
 def test_gradients_of_a_large_image_s_convolution_are_worth_keeping(size, kept):
     """Those of ResNet18's first stage are about as small as the output's gradient; its second stage's are not."""
