@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from clipping.numerics.per_thread import PerThread
@@ -40,11 +41,13 @@ class Captured:
     Attributes:
         graph: torch functions: arguments -> outputs, which include the losses and new values for Python variables.
         losses: index of the losses among the outputs.
+        dtypes: floating dtypes of its values: autocast, or a model, may compute in others than the arguments'.
         notes: storage for the user of the graph; `clipping.program.graphs` keeps its traced steps there.
     """
 
     graph: GraphModule
     losses: int
+    dtypes: frozenset[torch.dtype] = frozenset()
     notes: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -149,7 +152,7 @@ class Capture:
         graph.recompile()
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         place = next(i for i, node in enumerate(outputs) if getattr(node, "target", None) is _marked)
-        self._graphs.append(Captured(graph, place))
+        self._graphs.append(Captured(graph, place, _dtypes_in(graph)))
         return partial(_called, weakref.WeakMethod(self._ran), len(self._graphs) - 1)
 
     def _ran(self, number: int, *given: Any) -> Sequence[Any]:
@@ -169,6 +172,12 @@ def _called(method: weakref.WeakMethod[Callable[..., Any]], *given: Any) -> Any:
     found = method()
     assert found is not None
     return found(*given)
+
+
+def _dtypes_in(graph: GraphModule) -> frozenset[torch.dtype]:
+    nodes = [node for part in graph.modules() if isinstance(part, GraphModule) for node in part.graph.nodes]
+    values = tree_leaves([node.meta.get("example_value") for node in nodes])
+    return frozenset(x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point())
 
 
 _SELECTIVE = "_checkpoint_context_fn"

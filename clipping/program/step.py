@@ -25,7 +25,7 @@ from clipping.checks.rerun import TOLERANCE, differing, of_other_kernels, same
 from clipping.checks.verification import WrongGradient, compare, limit_of
 from clipping.core.autograd import version_of
 from clipping.core.batches import tensors_of
-from clipping.core.dtypes import coarsest, without_autocast
+from clipping.core.dtypes import without_autocast
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
@@ -127,6 +127,7 @@ class Graph:
         self._has_norms, self.is_conditional, self._has_flag, self.needs_host = True, False, False, False
         self._written: list[int] = []  # arguments that a conditional step writes to
         self._losses_of = losses_of
+        self._dtypes = captured.dtypes.union(x.dtype for x in given if x.is_floating_point())
         self.require_same_step(given, batch, is_traced=False)
         self._step: Run = self._traced(given)
 
@@ -182,8 +183,8 @@ class Graph:
                     self._step = self._made(way, given, draws)
                 if way != "eager":
                     with self._repeated(given, draws) as state:
-                        self._compare(self._first_time(given, parameters), expected, given)
-                        self._require_same_state(state, left, expected.losses, given)
+                        self._compare(self._first_time(given, parameters), expected)
+                        self._require_same_state(state, left, expected.losses)
             except (UnsupportedModel, WrongGradient) as error:
                 if way == "traced":
                     raise
@@ -194,8 +195,8 @@ class Graph:
         if not steps:  # the only way is not available here
             self._step = steps["traced"] = traced
             with self._repeated(given, draws) as state:
-                self._compare(self._first_time(given, parameters), expected, given)
-                self._require_same_state(state, left, expected.losses, given)
+                self._compare(self._first_time(given, parameters), expected)
+                self._require_same_state(state, left, expected.losses)
         taken = {way: [0.0] * TURNS for way in steps}
         for turn in range(TURNS if len(steps) > 1 else 0):
             for way, step in steps.items():
@@ -259,8 +260,8 @@ class Graph:
         with self._repeated(given, draws) as state:
             found, _ = self(given, batch.parameters) if is_traced else self._eager(given)
             found = _sketched(found, batch.parameters)
-            self._require_same_state(state, left, expected.losses, given)
-        limit = of_other_kernels(expected.losses, coarsest([expected.losses, *given], TOLERANCE))
+            self._require_same_state(state, left, expected.losses)
+        limit = of_other_kernels(expected.losses, self._tolerance())
         limit *= float(expected.losses.abs().max())
         finite = bool(expected.losses.isfinite().all())  # other checks reject NaN and infinity
         odd = ""
@@ -268,15 +269,17 @@ class Graph:
             odd = "losses are not the captured graph's: they depend on what TorchDynamo cannot guard"
         elif not only_losses:
             try:
-                self._compare(found, expected, given)
+                self._compare(found, expected)
             except WrongGradient:
                 odd = "gradient is not the captured graph's, as with set_materialize_grads(False)"
         if odd:
             raise no_graph(self._name, "it cannot be captured", NotCaptured(f"its {odd}"))
 
-    def _require_same_state(
-        self, state: Sequence[Tensor], left: Sequence[Tensor], losses: Tensor, given: Sequence[Tensor]
-    ) -> None:
+    def _tolerance(self) -> float:
+        """Relative tolerance of a rerun by the same kernels."""
+        return max(TOLERANCE.get(dtype, TOLERANCE[torch.float32]) for dtype in self._dtypes)
+
+    def _require_same_state(self, state: Sequence[Tensor], left: Sequence[Tensor], losses: Tensor) -> None:
         """Raise UnsupportedModel if a step has not left in these tensors what another run of it did.
 
         Args:
@@ -285,7 +288,7 @@ class Graph:
         """
         if not bool(losses.isfinite().all()):
             return  # other checks reject NaN and infinity
-        limit = of_other_kernels(losses, coarsest([losses, *given], TOLERANCE))
+        limit = of_other_kernels(losses, self._tolerance())
         for x, y in zip(state, left, strict=True):
             if differing([y[None]], [x[None]], same(1), limit) is not None:
                 odd = "buffers or parameters are not what the graph leaves, as where p.data is replaced"
@@ -316,12 +319,11 @@ class Graph:
         except (RuntimeError, OtherValues) as error:
             raise no_graph(self._name, "what was traced does not run", error) from error
 
-    def _compare(self, found: ClippedGradient, expected: ClippedGradient, given: Sequence[Tensor]) -> None:
+    def _compare(self, found: ClippedGradient, expected: ClippedGradient) -> None:
         """Raise WrongGradient if two `_sketched` results differ."""
         if not all(bool(x.isfinite().all()) for x in (expected.losses, *expected.grads.values())):
             return  # NaN and infinity cannot be compared; other checks reject them
-        dtypes = {x.dtype for x in (expected.losses, *given) if x.is_floating_point()}
-        limit, agreement = limit_of(dtypes), compare(found, expected)
+        limit, agreement = limit_of(self._dtypes), compare(found, expected)
         if not agreement.within(limit):
             raise WrongGradient(f"{self._name}, as a graph ({REMEDY} runs it without),", agreement, limit)
 

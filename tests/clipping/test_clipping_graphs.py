@@ -423,6 +423,31 @@ def test_a_gradient_that_is_captured_as_another_is_found_before_it_is_used():
         steps(b, x, y)
 
 
+class OtherKernel(nn.Module):
+    """A captured graph has another kernel than the caller's code, as attention with a mask in place of a flag has."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.head, self.dtype = small(), dtype
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            return self.head(x).float() * (1.0 if torch.compiler.is_compiling() else 1 + 2**-6)
+
+
+def test_a_program_is_compared_as_precisely_as_it_computes():
+    """The caller's dtypes do not tell: a model may enter autocast itself."""
+    x, y = batch()
+    with opened("bk_mixed", OtherKernel(torch.bfloat16), verify=False) as b:
+        steps(b, x, y)
+        assert ways(b) == ["traced"]
+    with (
+        opened("bk_mixed", OtherKernel(torch.float32), verify=False) as b,
+        pytest.raises(UnsupportedModel, match="losses are not the captured graph's"),
+    ):
+        steps(b, x, y)
+
+
 def test_an_eager_step_leaves_nothing_of_its_batch_behind():
     model, alive = small(), []
     with opened("bk_mixed", model, verify=False) as b:
