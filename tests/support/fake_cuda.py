@@ -297,6 +297,8 @@ def _product(function: Any, count: int) -> Any:
 def _attention(
     q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, causal: bool = False, **more: Any
 ) -> Any:
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask.logical_not(), -torch.inf)
     return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, **more)[0]
 
 
