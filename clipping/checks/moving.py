@@ -182,9 +182,13 @@ class State(NamedTuple):
             if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
                 moved = True
                 _refill(of, before)
+        self.restore_generators()
+        return put_back(self.kept) or moved
+
+    def restore_generators(self) -> None:
+        """Restore the random generators alone."""
         for generator in self.generators:
             generator.restore()
-        return put_back(self.kept) or moved
 
 
 def marks(parameters: Iterable[nn.Parameter]) -> Marks:

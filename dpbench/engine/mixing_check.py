@@ -187,6 +187,7 @@ class Looks:
             with change.making() as of:
                 self._forwards(of)
             published = [x.clone() for x in _published(self._backend.model).values()]
+            self._begin.restore_generators()  # a batch may draw more numbers than another: those are no records
             with self._draws.again():
                 return published + self._forwards(same(change.size).of)
 

@@ -163,6 +163,14 @@ class Counts(Draws):
         return self.b(self.a(x).tanh()) * (1 + 0.1 * self.calls)
 
 
+class Shows(Draws):
+    """Keeps a number for its user, so that a check compares what batches of other sizes leave behind."""
+
+    def forward(self, x):
+        self.shown = x.mean()
+        return super().forward(x)
+
+
 class Anneals(Draws):
     """By a buffer that is changed in place, and that the backward pass reads."""
 
@@ -190,7 +198,7 @@ class Follows(Draws):
         return self.b(h) - self.teacher(h.detach())
 
 
-@pytest.mark.parametrize("kind", [Draws, Counts, Anneals, Follows])
+@pytest.mark.parametrize("kind", [Draws, Counts, Shows, Anneals, Follows])
 @pytest.mark.parametrize(("known", "backend"), [(False, "bk_mixed"), (True, "bk_mixed"), (False, "microbatch")])
 def test_what_differs_by_itself_is_not_called_mixing(kind, known, backend):
     torch.manual_seed(0)
