@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -98,8 +98,9 @@ class Moving:
         tensors = [x for x in map(_as_tensor, found) if x is not None and not isinstance(x, nn.Parameter)]
         buffers = [x for x in tensors if id(x) in of_modules or _nbytes(x) <= LARGEST]
         every = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
-        self._note_frozen(every)
-        kept = dict.fromkeys([*buffers, *(p for p in every if p in self._written), *also])
+        copied = dict.fromkeys(also)
+        self._note_frozen(every, copied.keys())
+        kept = dict.fromkeys([*buffers, *(p for p in every if p in self._written), *copied])
         generators = [OwnGenerator(x) for x in found if OwnGenerator.is_of(x)]
         return State(held, [(x, x.detach().clone()) for x in kept if not x.is_inference()], generators)
 
@@ -118,12 +119,19 @@ class Moving:
         self._written.update(written)
         return written
 
-    def _note_frozen(self, every: Iterable[nn.Parameter]) -> None:
-        """Find frozen parameters that were written to. Their first values are those of the model's first step."""
+    def _note_frozen(self, every: Iterable[nn.Parameter], copied: Collection[Tensor]) -> None:
+        """Find frozen parameters that were written to. Their first values are those of the model's first step.
+
+        Args:
+            every: all parameters.
+            copied: those to copy in any case; they may be cast meanwhile, which is no write.
+        """
         mine = set(self._model.parameters())
-        now = marks(p for p in every if not (p.requires_grad or p.is_inference()))
+        frozen = [p for p in every if not (p.requires_grad or p.is_inference())]
+        now = marks(p for p in frozen if p not in copied)
+        known = {p: self._marks[p] for p in frozen if p in self._marks}  # frees replaced ones
         new = {p: () if p in mine else now[p] for p in now}  # one that replaces another may be written to already
-        self._marks = {p: self._marks.get(p, new[p]) for p in now}  # frees replaced ones
+        self._marks = {**new, **known}
         self._written = {p for p in every if p in self._written or (p in now and self._marks[p] != now[p])}
 
     def _reached(self) -> tuple[list[nn.Module], list[Any]]:

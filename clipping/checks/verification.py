@@ -263,8 +263,8 @@ def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
 @contextmanager
 def _the_same(backend: Clips, batch_size: int) -> Iterator[Draws]:
     """Context in which each sample draws the same numbers; what the step writes to is restored afterwards."""
-    trained = (p for p in backend.model.parameters() if p.requires_grad)
-    with backend.moving.repeated(Draws(), also=trained), same_for_each(batch_size) as seeded:
+    every = backend.model.parameters()  # a teacher is frozen, and the first forward pass may already write to it
+    with backend.moving.repeated(Draws(), also=every), same_for_each(batch_size) as seeded:
         yield seeded
 
 

@@ -4,9 +4,11 @@ import random
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
+from clipping import load_backend
 from clipping.checks import moving
 from clipping.checks.moving import Moving
 from clipping.numerics.rng_replay import Draws
@@ -103,6 +105,29 @@ class Everywhere(nn.Module):
             *self.layer.weight.flatten().tolist(),
         ]
         return [*counts, self.of_method, *self.array.tolist(), self.layer.weight.calls, *tensors, *drawn]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_frozen_parameter_is_copied_if_it_moves_and_only_then(dtype):
+    """The first batch is verified before it is known which one moves."""
+    for moves in (True, False):
+        model = Teacher(moves).to(dtype)
+        with load_backend("bk_mixed")(model, lambda outputs, targets: outputs.sum(1)) as backend:
+            backend(torch.randn(3, 2, dtype=dtype), torch.zeros(3))
+            assert float(model.frozen) == (0.5 if moves else 1)
+            assert len(backend.moving.state().kept) == moves
+
+
+class Teacher(nn.Module):
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.layer, self.moves = nn.Linear(2, 2), moves
+        self.frozen = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moves:
+            self.frozen.data.mul_(0.5)
+        return self.layer(x) * self.frozen
 
 
 def test_every_place_that_code_writes_to_is_restored():
