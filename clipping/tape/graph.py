@@ -43,7 +43,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
         if id(source.tensor) not in known and source.is_parameter:  # it replaced a parameter
             known[id(source.tensor)] = next(iter(source.parameters))
     maker = {number: use for use in tape.uses for number in range(use.first, use.last)}
-    unseen: list[str] = []
+    unseen: dict[str, Any] = {}  # by name, the node that reads it
     leaves: dict[int, Tensor] = {}
     numbers: set[int] = set()
     kinds: list[type] = []
@@ -68,10 +68,10 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
                 if not name:
                     leaves[id(child)] = leaf
                 elif mine is None:
-                    unseen.append(name)
+                    unseen.setdefault(name, node)
                 continue
             if child in inside or (kind is _CAST and _is_parameter(child, known)):
-                unseen += _names(child, known, tape) if mine is None else []
+                unseen |= dict.fromkeys(_names(child, known, tape) if mine is None else [], node)
                 continue
             if child not in seen:
                 seen.add(child)
@@ -79,20 +79,24 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
             below = -1 if child is None else child._sequence_nr()
             use = maker.get(below)
             if use is not mine and use is not None and not {use.node, use.view} & {number, below}:
-                unseen += use.names
+                unseen |= dict.fromkeys(use.names, node)
     kernels.overwriting.note_alone(leads)
     reached = [use for use in tape.uses if use.node in numbers]
     tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)))
-    return [
-        Problem(
-            name,
-            "is read where the tape does not see it: outside of the model's forward pass, by a custom function, by "
-            "compiled code, by a derivative of a derivative, or through a view that was changed in place",
-            "take the parameter out of it (let forward return p.expand(len(x), ...), not p), freeze it, or use "
-            "microbatch or vmap",
-        )
-        for name in dict.fromkeys(unseen)
-    ]
+    return [_unseen(name, node, tape) for name, node in unseen.items()]
+
+
+def _unseen(name: str, node: Any, tape: Tape) -> Problem:
+    """Return the problem of a parameter that a node reads unseen."""
+    where, remedy = "by compiled code, by a derivative of a derivative, or through a view changed in place", ""
+    if not tape.began <= node._sequence_nr() < tape.ended:
+        where = "outside of the model's recorded forward pass"
+        remedy = "let forward return p.expand(len(x), ...), not p; "
+    elif isinstance(node, torch.autograd.function.BackwardCFunction):
+        function = type(node).__name__.removesuffix("Backward")
+        where = f"by the custom function {function}, called beneath another mode or in a captured program"
+    reason = f"is read where the tape does not see it: {where}"
+    return Problem(name, reason, f"{remedy}freeze it, or use microbatch or vmap")
 
 
 def read_before(losses: Tensor, number: int, parameters: Parameters) -> list[Problem]:

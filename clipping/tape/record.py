@@ -14,8 +14,8 @@ exits, as Python code that runs once between two large operations finds cold cac
 
 An output with B·k rows is assumed to have k consecutive rows a sample; `clipping.checks.sample_independence` verifies
 this. The tape refuses, with the reason, an output without such rows, a parameter read that the tape does not see (by a
-custom autograd function or a compiled module: see `clipping.tape.graph`), and a use whose gradient does not arrive
-exactly once.
+compiled module: see `clipping.tape.graph`), and a use whose gradient does not arrive exactly once. Custom autograd
+functions are shown to it by `clipping.tape.custom_functions`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Tape(TorchFunctionMode):
         uses: in the order of the forward pass; complete when the tape has exited.
         problems: operations without an exact rule; the forward pass goes on, so that all are listed.
         arrivals, let_go: the gradients of the uses; the freed inputs.
+        began, ended: the numbers that autograd gives to the next node before and after the forward passes.
         hooked: True if an operation on parameters ran under hooks for saved tensors, as a checkpoint sets them.
     """
 
@@ -100,7 +101,7 @@ class Tape(TorchFunctionMode):
         self.arrivals = Arrivals()
         self._batch_size, self._stand_in = batch_size, stand_in
         self._sources = {id(p): parameter_source(name, p) for name, p in parameters.items()}
-        self._depth = 0
+        self._depth = self.began = self.ended = 0
         self.hooked = self._replays = False
         self.let_go = LetGo(lets_go)
         self._noted: list[Use] = []
@@ -154,6 +155,7 @@ class Tape(TorchFunctionMode):
 
     def __enter__(self) -> Tape:
         if not self._depth:
+            self.began = self.began or _next_number()
             custom_functions.show()
         self._depth += 1
         super().__enter__()
@@ -163,6 +165,7 @@ class Tape(TorchFunctionMode):
         super().__exit__(kind, error, tb)
         self._depth -= 1
         if not self._depth:
+            self.ended = _next_number()
             custom_functions.hide()
             if error is None:
                 self._settle()

@@ -101,7 +101,7 @@ def test_losses_of_an_earlier_forward_pass(loop):
     losses = losses_of(model, 6)
     model.train()
     losses_of(model, 6)
-    with says(UnsupportedModel, "is read where the tape does not see it"):
+    with says(UnsupportedModel, "is read where the tape does not see it: outside of the model's recorded forward pass"):
         optimizer.step(loss=losses)
 
 

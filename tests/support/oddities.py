@@ -540,6 +540,11 @@ class Noisy(torch.autograd.Function):
         return grads[0], (grads[0] * ctx.noise).flatten(0, -2).sum(0)
 
 
+def beneath_a_mode(m: Any, x: Tensor) -> Tensor:
+    with torch.device("cpu"):
+        return Fused.apply(x, m.w)
+
+
 def merged(m: Any, x: Tensor) -> Tensor:
     """Two rows joined to one, which may be of two samples."""
     flat = x[x[..., 0] > 0]
@@ -568,6 +573,10 @@ REFUSED = [
     (
         Case("positions first", lambda m, x: m.layer(x + torch.zeros(7, 1, D)).mean(0), layer_and_vector, (D,)),
         r"layer.weight: linear: its output \[7, 5, 3\].*layer.bias: linear.*batch first",
+    ),
+    (
+        Case("a custom function beneath a mode", beneath_a_mode, lambda: {"w": torch.randn(3, D)}, (D,)),
+        "w: is read where the tape does not see it: by the custom function Fused, called beneath another mode",
     ),
     (
         Case("a custom function in place", lambda m, x: Doubled.apply(x * m.p, m.p), lambda: {"p": torch.randn(D)}),
