@@ -26,6 +26,7 @@ from clipping.backends.microbatch import Microbatch
 from clipping.backends.tape import BkMixed, TapeBackend
 from clipping.checks.sample_independence import Occasions, mixed_rows
 from clipping.checks.verification import Agreement, Limit, WrongGradient, compare, limit_of
+from clipping.core.autograd import hooks_of
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import coarsest, formats
@@ -185,7 +186,7 @@ class Recording:
             whole = one_by_one(losses, self.parameters, clip, bounds, keep_graph=True)
             agreement = compare(result, whole, clip)
         if not agreement.within(limit):
-            raise WrongGradient(self.backend.name, agreement, limit)
+            raise WrongGradient(self.backend.name, agreement, limit, hooks_of(self.parameters.values()))
 
 
 def recordable(cls: type[Backend]) -> bool:

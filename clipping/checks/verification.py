@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from clipping.core.autograd import hooks_of
 from clipping.core.batches import forward, leading_dimension, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import formats
@@ -99,14 +100,22 @@ def _limit_of(dtype: torch.dtype) -> Limit:
 
 
 class WrongGradient(Exception):
-    """A backend's first batch differs from the microbatch oracle: it must not be used on this model."""
+    """A backend's first batch differs from the microbatch oracle: it must not be used on this model.
 
-    def __init__(self, backend: str, agreement: Agreement, limit: Limit) -> None:
+    Args:
+        hooks: the number of hooks on parameters.
+    """
+
+    def __init__(self, backend: str, agreement: Agreement, limit: Limit, hooks: int = 0) -> None:
         self.agreement = agreement
+        remedy = "use the microbatch or vmap backend, and please report the model"
+        if hooks:
+            remedy = (
+                f"hooks on parameters ({hooks} of register_hook) may change gradients: remove them, or use microbatch"
+            )
         super().__init__(
             f"{backend} is not exact on this model: relative error {agreement.norm_error:.1e} in the norms and "
-            f"{agreement.grad_error:.1e} in the gradient of {agreement.parameter!r}, expected at most {limit}; "
-            "use the microbatch or vmap backend, and please report the model"
+            f"{agreement.grad_error:.1e} in the gradient of {agreement.parameter!r}, expected at most {limit}; {remedy}"
         )
 
 
@@ -144,7 +153,7 @@ def verify(backend: Clips, inputs: Any, targets: Any) -> None:
     """
     agreement, limit = agreement_with_oracle(backend, inputs, targets)
     if not agreement.within(limit):
-        raise WrongGradient(backend.name, agreement, limit)
+        raise WrongGradient(backend.name, agreement, limit, hooks_of(backend.model.parameters()))
 
 
 def says_something(result: ClippedGradient) -> bool:
