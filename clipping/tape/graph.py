@@ -91,7 +91,7 @@ def _unseen(name: str, node: Any, tape: Tape) -> Problem:
     where, remedy = "by compiled code, by a derivative of a derivative, or through a view changed in place", ""
     if not tape.began <= node._sequence_nr() < tape.ended:
         where = "outside of the model's recorded forward pass"
-        remedy = "let forward return p.expand(len(x), ...), not p; "
+        remedy = "let forward return p.expand(len(x), ...), not p; take weight_decay= for a penalty; "
     elif isinstance(node, torch.autograd.function.BackwardCFunction):
         function = type(node).__name__.removesuffix("Backward")
         where = f"by the custom function {function}, called beneath another mode or in a captured program"
