@@ -1,7 +1,7 @@
 """Batches of tensors in nested containers: batch size, mapping, forward pass and losses.
 
 Functions take:
-    tree: tensors in nested mappings, sequences, named tuples and dataclasses.
+    tree: tensors in nested mappings, sequences, named tuples, dataclasses and distributions.
 """
 
 import copy
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from clipping.core.types import LossFunction
 
@@ -59,6 +60,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if _is_record(tree):
         fields = {f.name: map_tensors(function, getattr(tree, f.name)) for f in dataclasses.fields(tree) if f.init}
         return dataclasses.replace(tree, **fields)
+    if isinstance(tree, Distribution):
+        made = copy.copy(tree)
+        vars(made).update(map_tensors(function, vars(tree)))
+        return made
     return tree
 
 
@@ -76,6 +81,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
             stack += reversed(value)
         elif _is_record(value):
             stack += [getattr(value, field.name) for field in reversed(dataclasses.fields(value))]
+        elif isinstance(value, Distribution):
+            stack += reversed(list(vars(value).values()))
     return found
 
 

@@ -99,7 +99,8 @@ class Trace:
             return map_tensors(lambda x: _filled(x, next(left)), model(*args, **kwargs))
 
         self._passes.append(len(self._notes))
-        self._notes.append(_Note(again, args, kwargs, result, _autocast_now()))
+        kept = map_tensors(lambda x: x, result)  # a distribution holds more tensors once they are asked for
+        self._notes.append(_Note(again, args, kwargs, kept, _autocast_now()))
         return result
 
     @property

@@ -192,15 +192,37 @@ def test_a_model_that_asserts_the_size_of_its_batch_passes():
 
 
 def test_an_output_without_tensors_is_refused_unless_the_loss_is_known():
-    class Distribution(nn.Linear):
-        def forward(self, x):
-            return torch.distributions.Normal(super().forward(x)[:, 0], 1.0)
+    class Predicted:
+        def __init__(self, mean):
+            self.mean = mean
 
-    model, optimizer, engine = made(Distribution(20, 1))
-    with pytest.raises(UnsupportedModel, match=r"output is Normal, in which no tensors are found.*make_step"):
-        optimizer.step(loss=-model(X).log_prob(Y))
-    engine.make_step(lambda output, y: -output.log_prob(y), compile=False)(X, Y)
+    class Predicting(nn.Linear):
+        def forward(self, x):
+            return Predicted(super().forward(x)[:, 0])
+
+    model, optimizer, engine = made(Predicting(20, 1))
+    with pytest.raises(UnsupportedModel, match=r"output is Predicted, in which no tensors are found.*make_step"):
+        optimizer.step(loss=(model(X).mean - Y).square())
+    engine.make_step(lambda output, y: (output.mean - y).square(), compile=False)(X, Y)
     assert engine.steps == 1
+
+
+def test_distributions_among_outputs_are_followed():
+    class Predicting(nn.Linear):
+        def forward(self, x):
+            mean, log_scale, value = super().forward(x).unbind(1)
+            return torch.distributions.Independent(torch.distributions.Normal(mean, log_scale.exp()), 0), value
+
+    def loss(outputs, scale):
+        normal, value = outputs
+        return (value - Y).square() - normal.log_prob(Y) * scale(normal)
+
+    model, optimizer, engine = made(Predicting(20, 3))
+    optimizer.step(loss=loss(model(X), lambda normal: normal.mean.detach()))
+    assert engine.steps == 1
+    model, optimizer, _ = made(Predicting(20, 3))
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        optimizer.step(loss=loss(model(X), lambda normal: normal.mean.mean().detach()))
 
 
 def test_tensors_of_the_callers_own_are_changed_once():
