@@ -7,7 +7,8 @@ is captured again. Dynamo applies Python side effects (a counter, a reassigned b
 
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -144,12 +145,13 @@ class Capture:
         sources = (getattr(node.meta.get("grapharg"), "source", None) for node in graph.graph.nodes)
         if any(isinstance(source, self._drawn) for source in sources):  # Dynamo draws even if the graph does not run
             raise NotCaptured(DRAWS)
-        for node in graph.graph.nodes:
-            if node.target is self._checkpoint and _SELECTIVE not in getattr(graph, node.args[0].target).meta:
-                node.target, node.kwargs = computed_again, {}
-            elif node.target is ASSERT:
-                node.target = required
-        graph.recompile()
+        for part in [x for x in graph.modules() if isinstance(x, GraphModule)]:  # checkpoints nest
+            for node in part.graph.nodes:
+                if node.target is self._checkpoint and _SELECTIVE not in getattr(part, node.args[0].target).meta:
+                    node.target, node.kwargs = computed_again, {}
+                elif node.target is ASSERT:
+                    node.target = required
+            part.recompile()
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         place = next(i for i, node in enumerate(outputs) if getattr(node, "target", None) is _marked)
         self._graphs.append(Captured(graph, place, _dtypes_in(graph)))
@@ -203,16 +205,52 @@ def computed_again(part: GraphModule, *args: Any) -> Any:
     Raises:
         NotCaptured: it draws random numbers while it is traced; recomputing it would draw others.
     """
+
+    def run(*args: Any) -> Any:
+        with modes_kept():  # recomputing ends early
+            return part(*args)
+
     mode = get_proxy_mode()
     if mode is None:
-        return checkpoint(part, *args, use_reentrant=False)
+        return checkpoint(run, *args, use_reentrant=False)
     nodes = mode.tracer.graph.nodes
     before = len(nodes)
-    found = checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False)
+    found = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
     mine: Any = islice(reversed(nodes), len(nodes) - before)
     if any(is_random(node.target, node.args, node.kwargs) for node in mine):
         raise NotCaptured("a checkpointed part draws random numbers")
     return found
+
+
+@contextmanager
+def modes_kept() -> Iterator[None]:
+    """Context around a captured graph: an exception in it leaves autocast as it was before.
+
+    A graph enters and leaves autocast by calls. If the last of them is skipped, later code runs in another dtype, or
+    reads weights from autocast's cache that have changed since.
+    """
+    nesting, modes = _nesting(), {kind: _autocast(kind) for kind in ("cpu", "cuda")}
+    try:
+        yield
+    except BaseException:
+        while _nesting() > nesting:
+            torch.autocast_decrement_nesting()
+        if not nesting:
+            torch.clear_autocast_cache()
+        for kind, (enabled, dtype) in modes.items():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        raise
+
+
+def _nesting() -> int:
+    """Number of autocast contexts around this call."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def required(condition: Any, message: str) -> None:

@@ -30,7 +30,17 @@ from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import tracing
-from clipping.program.capture import ASSERT, DRAWS, Captured, LossesOf, NotCaptured, OtherValues, Readers, required
+from clipping.program.capture import (
+    ASSERT,
+    DRAWS,
+    Captured,
+    LossesOf,
+    NotCaptured,
+    OtherValues,
+    Readers,
+    modes_kept,
+    required,
+)
 from clipping.program.cuda_graph import Pool, Replayed, needs_host
 from clipping.provenance.static_values import assuming
 
@@ -183,7 +193,7 @@ class Graph:
                     self._step = self._made(way, given, draws)
                 if way != "eager":
                     with self._repeated(given, draws) as state:
-                        self._compare(self._first_time(given, parameters), expected)
+                        self._compare(self._first_time(lambda: self(given, parameters)[0], parameters), expected)
                         self._require_same_state(state, left, expected.losses)
             except (UnsupportedModel, WrongGradient) as error:
                 if way == "traced":
@@ -195,7 +205,7 @@ class Graph:
         if not steps:  # the only way is not available here
             self._step = steps["traced"] = traced
             with self._repeated(given, draws) as state:
-                self._compare(self._first_time(given, parameters), expected)
+                self._compare(self._first_time(lambda: self(given, parameters)[0], parameters), expected)
                 self._require_same_state(state, left, expected.losses)
         taken = {way: [0.0] * TURNS for way in steps}
         for turn in range(TURNS if len(steps) > 1 else 0):
@@ -258,8 +268,10 @@ class Graph:
                 raise no_graph(self._name, "it cannot be captured", NotCaptured(DRAWS))
             left = _copies(state)
         with self._repeated(given, draws) as state:
-            found, _ = self(given, batch.parameters) if is_traced else self._eager(given)
-            found = _sketched(found, batch.parameters)
+            if is_traced:
+                found = _sketched(self(given, batch.parameters)[0], batch.parameters)
+            else:
+                found = self._first_time(lambda: self._eager(given)[0], batch.parameters)
             self._require_same_state(state, left, expected.losses)
         limit = of_other_kernels(expected.losses, self._tolerance())
         limit *= float(expected.losses.abs().max())
@@ -305,19 +317,20 @@ class Graph:
         outputs: list[Tensor] = []
 
         def losses() -> Tensor:
-            outputs[:] = self._captured.graph(*given)
+            with modes_kept():
+                outputs[:] = self._captured.graph(*given)
             return outputs[self._captured.losses]
 
         mine: Any = {**self._parameters, **{name: given[i] for name, i in self._own.items()}}
         return self._step_of(losses, mine, [given[i] for i in self._data], self._batch_size), outputs
 
-    def _first_time(self, given: Sequence[Tensor], parameters: Parameters) -> ClippedGradient:
+    def _first_time(self, run: Callable[[], ClippedGradient], parameters: Parameters) -> ClippedGradient:
         try:
-            return _sketched(self(given, parameters)[0], parameters)
+            return _sketched(run(), parameters)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, OtherValues) as error:
-            raise no_graph(self._name, "what was traced does not run", error) from error
+            raise no_graph(self._name, "what was captured does not run", error) from error
 
     def _compare(self, found: ClippedGradient, expected: ClippedGradient) -> None:
         """Raise WrongGradient if two `_sketched` results differ."""
@@ -336,7 +349,7 @@ class Graph:
         except Exception as error:
             _LOG.debug("a step depends on more than shapes: %s", error)
             try:
-                with self._repeated(given, Draws()):
+                with self._repeated(given, Draws()), modes_kept():
                     Readers(self._captured.graph).run(*given)
                 with assuming() as conditions:
                     graph = self._traced_as("real", given, conditions)

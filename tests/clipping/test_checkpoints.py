@@ -15,6 +15,7 @@ from clipping.backends.recording import Recording
 from clipping.checks.sample_independence import Occasions
 from clipping.core.reference import definition
 from clipping.core.types import ClippedGradient
+from clipping.program.capture import _nesting, modes_kept
 from dpbench.conformance.cases import cross_entropy
 from dpbench.measure.memory import measured_peak
 
@@ -126,6 +127,68 @@ def test_dropout_is_verified_with_the_numbers_that_it_draws_again(backend, monke
 def test_a_program_computes_it_again():
     backend = require_equal(Network("group norm", True, depth=1), [batch()] * 4)
     assert backend.graphs.steps > 0
+
+
+class Half(nn.Module):
+    """A checkpoint within a checkpoint, both with a part in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def inner(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x)
+
+    def outer(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.outer, x, use_reentrant=False).float())
+
+
+def test_a_program_leaves_autocast_as_it_was():
+    """What ends early, such as a checkpoint that is computed again, skips the call that leaves autocast."""
+    model, x, y = Half(), torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
+    with load_backend("bk_mixed")(model, cross_entropy, compile=True, verify=False, timing=False) as backend:
+        backend.graphs._timing = False
+        for _ in range(4):
+            backend(x, y)
+        assert backend.graphs.steps > 0
+    assert _nesting() == 0 and not torch.is_autocast_enabled("cpu")
+
+
+def test_an_error_in_a_graph_leaves_autocast_as_it_was():
+    with pytest.raises(ZeroDivisionError), modes_kept():
+        torch.amp.autocast_mode._enter_autocast("cpu", torch.float16, True, True)
+        raise ZeroDivisionError
+    assert _nesting() == 0 and not torch.is_autocast_enabled("cpu")
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+class Written(nn.Module):
+    """Moves frozen parameters in a checkpoint. In a graph they are inputs of the checkpoint, which torch refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.teacher = nn.Linear(5, 3), nn.Linear(5, 3).requires_grad_(False)
+
+    def part(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.layer.weight, alpha=0.1)
+        return (self.layer(x) - self.teacher(x)).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+def test_what_torch_does_not_compute_again_in_a_graph_runs_without():
+    x, y = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
+    with load_backend("bk_mixed")(Written(), cross_entropy, compile="auto", verify=False) as backend:
+        for _ in range(4):
+            backend(x, y)
+        assert "what was captured does not run" in backend.ways["others"]
 
 
 @pytest.mark.parametrize("backend", ["mixed_ghost", "bk_mixed"])
