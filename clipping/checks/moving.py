@@ -13,12 +13,13 @@ Functions take:
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,9 @@ _LIBRARIES = {"torch", *sys.stdlib_module_names}
 """Packages whose functions and classes are not looked into."""
 _WRAPPERS = staticmethod, classmethod, property
 """Types of values in a class that hold functions of it."""
+_CODE = {FunctionType, *_WRAPPERS}
+_WRITABLE = 1 << 9
+"""Flag of a class that was made by Python code; attributes of others cannot be written to."""
 BYTES = 4096
 """About how many bytes of a parameter are read to find whether it was written to."""
 Marks = Mapping[nn.Parameter, tuple[int, ...]]
@@ -72,18 +76,28 @@ class Moving:
         self._written: set[nn.Parameter] = set()
         self._marks = marks(p for p in model.parameters() if not p.requires_grad)
 
-    def functions(self, *, again: bool = False) -> list[FunctionType]:
-        """The functions of the modules' classes: `forward` and what it calls.
+    def functions(self, *, again: bool = False) -> list[object]:
+        """The functions of the classes of modules and other objects, such as `forward`, and their code.
 
         Args:
             again: modules may have changed their classes.
         """
         loss = id(self.loss_fn)
         if again or loss not in self._classes:
-            modules, _ = self._reached()
+            modules, containers = self._reached()
             kinds = {kind for module in modules for kind in type(module).__mro__}
+            kinds.update(x for x in containers if isinstance(x, type))
             self._classes[loss] = list(kinds - {*nn.Module.__mro__})
-        return [x for kind in self._classes[loss] for x in vars(kind).values() if isinstance(x, FunctionType)]
+        found = [x for kind in self._classes[loss] for x in vars(kind).values() if type(x) in _CODE]
+        return [*found, *(getattr(_function(x), "__code__", None) for x in found)]
+
+    def names(self) -> Names:
+        """The names in the containers that the code can reach now, without those that TorchDynamo guards."""
+        modules, containers = self._reached()
+        guarded = [of for module in modules for of in (module._buffers, *(vars(module)[name] for name in _HOOKS))]
+        guarded += [vars(p) for module in modules for p in module._parameters.values() if p is not None]
+        known = set(map(id, guarded))
+        return Names(x for x in containers if id(x) not in known)
 
     def state(self, also: Iterable[Tensor] = ()) -> State:
         """The present state; tensors are copied.
@@ -136,16 +150,16 @@ class Moving:
 
     def _reached(self) -> tuple[list[nn.Module], list[Any]]:
         """The modules, and all containers of state, from the model and the loss."""
-        modules, containers = dict[int, nn.Module](), dict[int, Any]()
+        opened, containers = dict[int, Any](), dict[int, Any]()
         values: list[Any] = [self._model, self.loss_fn]
         for level in range(LEVELS):
             inner: list[Any] = []
-            for of, entries in _opened(values, modules, ours=level == 0):
+            for of, entries in _opened(values, opened, ours=level == 0):
                 if id(of) not in containers:
                     containers[id(of)] = of
                     inner += entries if len(entries) <= MANY else ()
             values = inner
-        return list(modules.values()), list(containers.values())
+        return [x for x in opened.values() if isinstance(x, nn.Module)], list(containers.values())
 
     @contextmanager
     def repeated(self, draws: Draws, begin: State | None = None, also: Iterable[Tensor] = ()) -> Iterator[State]:
@@ -199,6 +213,32 @@ class State(NamedTuple):
             generator.restore()
 
 
+class Names:
+    """Which attributes and keys there are, in their order.
+
+    TorchDynamo guards the values that code has read, but not always that a name was absent (`try: self.cache`), nor the
+    order of an `OrderedDict`.
+
+    Args:
+        containers: of state.
+    """
+
+    def __init__(self, containers: Iterable[Any]) -> None:
+        self._of = [x for x in containers if isinstance(x, dict) or not isinstance(x, (*_CONTAINERS, *_CODE, type))]
+        self._before, self._changes = self._now(), Counter[int]()
+
+    def have_changed(self) -> bool:
+        """Whether they differ from those of the last call. If a container always does, calls 1, 2, 4, ... count."""
+        before, self._before = self._before, self._now()
+        changed = [i for i, (x, y) in enumerate(zip(before, self._before, strict=True)) if x != y]
+        self._changes.update(changed)
+        return any(self._changes[i].bit_count() == 1 for i in changed)
+
+    def _now(self) -> list[Any]:
+        every = [x if isinstance(x, dict) else _slots(x) for x in self._of]
+        return [tuple(x) if len(x) <= MANY else len(x) for x in every]
+
+
 def marks(parameters: Iterable[nn.Parameter]) -> Marks:
     """Return marks of parameters: version, address, and the sum of some bytes, as writes to `.data` have no version.
 
@@ -221,17 +261,18 @@ def _some_bytes(p: Tensor) -> Tensor:
     return memory[::every].sum()
 
 
-def _opened(values: Iterable[Any], modules: dict[int, nn.Module], *, ours: bool) -> Iterator[tuple[Any, Sequence[Any]]]:
+def _opened(values: Iterable[Any], opened: dict[int, Any], *, ours: bool) -> Iterator[tuple[Any, Sequence[Any]]]:
     """Yield the containers of each value, and the entries to open next.
 
     Args:
-        modules: those that were opened, by identity; updated. A hook may be a method of a module that holds it.
+        opened: modules and classes that were opened, by identity; updated. A hook may be a method of a module that
+            holds it.
         ours: open objects of this library, too.
     """
     for value in values:
         if isinstance(value, nn.Module):
-            new = {id(module): module for module in value.modules() if id(module) not in modules}
-            modules.update(new)
+            new = {id(module): module for module in value.modules() if id(module) not in opened}
+            opened.update(new)
             for module in new.values():
                 attributes = vars(module)
                 yield module._buffers, ()
@@ -239,25 +280,27 @@ def _opened(values: Iterable[Any], modules: dict[int, nn.Module], *, ours: bool)
                 yield from ((attributes[name], ()) for name in _HOOKS)
                 yield from ((vars(p), ()) for p in module._parameters.values() if p is not None)
                 hooks = [each for name, x in attributes.items() if name in _HOOKS for each in x.values()]
-                yield from _opened(hooks, modules, ours=False)
+                yield from _opened(hooks, opened, ours=False)
             kinds = dict.fromkeys(kind for module in new.values() for kind in type(module).__mro__)
-            yield from _opened(kinds, modules, ours=False)
+            yield from _opened(kinds, opened, ours=False)
         elif isinstance(value, tuple):
-            yield from _opened(value, modules, ours=ours)
+            yield from _opened(value, opened, ours=ours)
         elif isinstance(value, MethodType):
-            yield from _opened((value.__func__, value.__self__), modules, ours=ours)
+            yield from _opened((value.__func__, value.__self__), opened, ours=ours)
         elif isinstance(value, functools.partial):
-            yield from _opened((value.func, value.args, value.keywords), modules, ours=ours)
+            yield from _opened((value.func, value.args, value.keywords), opened, ours=ours)
         elif isinstance(value, _WRAPPERS):
-            function = value.fget if isinstance(value, property) else value.__func__
-            yield from _opened((function,), modules, ours=ours)
+            yield from _opened((_function(value),), opened, ours=ours)
         elif isinstance(value, _WHOLE) or (_is_foreign(value) and not ours):
             continue
         elif isinstance(value, type):
+            if id(value) in opened:
+                continue
+            opened[id(value)] = value
             inner = [*vars(value).values()]
             yield value, inner
             functions = [x for x in inner if isinstance(x, (FunctionType, *_WRAPPERS))]
-            yield from _opened(functions, modules, ours=ours)
+            yield from _opened(functions, opened, ours=ours)
         elif isinstance(value, FunctionType):
             yield value, [*_entries(value), *(value.__defaults__ or ())]
             yield from ((of, _entries(of)) for of in (vars(value), value.__kwdefaults__) if of is not None)
@@ -265,15 +308,23 @@ def _opened(values: Iterable[Any], modules: dict[int, nn.Module], *, ours: bool)
             of = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
             if isinstance(of, _CONTAINERS):
                 yield of, _entries(of)
-            if _slots(value):
+            if _has_slots(value):
                 yield value, _entries(value)
+            if not isinstance(value, _CONTAINERS):
+                yield from _opened(type(value).__mro__, opened, ours=False)
 
 
 def _is_foreign(value: Any) -> bool:
     """Whether it is of this library, code of torch's or Python's, or an object of Python's threads."""
     is_code = isinstance(value, (FunctionType, type))
     package = str((value if is_code else type(value)).__module__).partition(".")[0]
-    return package in ("clipping", "dpbench", *_OF_THREADS) or (is_code and package in _LIBRARIES)
+    is_fixed = isinstance(value, type) and not value.__flags__ & _WRITABLE
+    return is_fixed or package in ("clipping", "dpbench", *_OF_THREADS) or (is_code and package in _LIBRARIES)
+
+
+def _function(value: Any) -> Any:
+    """The function that a value of a class holds, or is."""
+    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
@@ -310,9 +361,13 @@ def _named(of: Any) -> dict[str, Any]:
     return _variables(of) if isinstance(of, FunctionType) else _slots(of)
 
 
+def _has_slots(value: Any) -> bool:
+    return any("__slots__" in vars(kind) for kind in type(value).__mro__)
+
+
 def _slots(value: Any) -> dict[str, Any]:
     """The attributes of an object that lie in slots."""
-    if not any("__slots__" in vars(kind) for kind in type(value).__mro__):
+    if not _has_slots(value):
         return {}
     state = object.__getstate__(value)
     found: dict[str, Any] = state[1] if isinstance(state, tuple) else {}
@@ -322,11 +377,19 @@ def _slots(value: Any) -> dict[str, Any]:
 def _variables(function: FunctionType) -> dict[str, Any]:
     """The variables from outside that a function names: globals, those of its closure, defaults."""
     code, outside = function.__code__, function.__globals__
-    found = {name: outside[name] for name in code.co_names if name in outside}
+    found = {name: outside[name] for name in _globals(code) if name in outside}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
     return found
+
+
+@functools.lru_cache(10_000)
+def _globals(code: CodeType) -> tuple[str, ...]:
+    """Names of the globals that code and the functions within it read or write; its other names are of attributes."""
+    mine = [x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")]
+    inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _globals(x)]
+    return tuple(dict.fromkeys([*mine, *inner]))
 
 
 def _refill(of: Any, entries: Sequence[Any]) -> None:

@@ -20,9 +20,9 @@ small model, or of any model on a GPU. A graph runs in one of these ways:
 A new graph is compared with the eager step and timed in each way, and the fastest is taken: on a CPU Inductor makes a
 ViT faster and a ResNet slower, also without privacy. Each step reads parameters, buffers and the random numbers of
 dropout. The caller's Python may depend on things that TorchDynamo does not guard. So it also runs when a graph is made,
-in the graph's second step, where losses and gradient are compared, and in one of 200 later steps, where only losses are
-compared. One step of 400 runs eagerly and checks that samples do not mix, but not beside a CUDA graph, whose memory may
-leave no room for it.
+in the graph's second step, when attributes or keys have come or gone, and in one of 200 later steps. There only losses
+are compared, else gradients, too. One step of 400 runs eagerly and checks that samples do not mix,
+but not beside a CUDA graph, whose memory may leave no room for it.
 """
 
 import logging
@@ -155,7 +155,7 @@ class Graphs:
             UnsupportedModel: if strict, the step has no graph, for example because it branches on a tensor's values.
             WrongGradient: the traced step computes another gradient.
         """
-        self.is_new, self._found, self._batch = False, None, batch
+        self.is_new, self._was_used, self._found, self._batch = False, False, None, batch
         if self._why or torch._C._len_torch_dispatch_stack():  # Dynamo captures nothing under a dispatch mode
             return None
         unguarded = self._read_unguarded()
@@ -231,18 +231,24 @@ class Graphs:
         if has_memory and self._looks.random() < LOOKS:
             self.is_new = True
             raise _AsItIs
+        is_renamed = graph.names.have_changed()
+        is_suspect = is_renamed or graph.steps == 1
         try:
-            is_second = graph.steps == 1
-            if is_second or self._random.random() < RATE:
-                self._was_used = not is_second
+            if is_suspect or self._random.random() < RATE:
+                self._was_used = not is_suspect
                 with suppress(torch.OutOfMemoryError):  # beside the graph's memory there may be none
-                    graph.require_same_step(given, self._batch, only_losses=not is_second)
+                    graph.require_same_step(given, self._batch, only_losses=not is_suspect)
                 self._was_used = False
             self._found, outputs = graph(given, self._batch.parameters)
         except OtherValues as error:
             graph.missed, self._was_used = graph.missed + 1, False
             if graph.missed > max(MOST, graph.steps):
                 graph.way = "eager"
+            raise _AsItIs from error
+        except UnsupportedModel as error:
+            if not is_renamed:
+                raise
+            self._capture = None  # the code read the new names
             raise _AsItIs from error
         self.steps += 1
         graph.steps += 1

@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import product
@@ -360,6 +361,70 @@ def test_ctc_loss_is_in_the_graph():
 
     batches = [(torch.randn(6, 7, 5, dtype=torch.float64), torch.randint(1, 3, (6, 2))) for _ in range(5)]
     require_graphs(small(), batches, loss)
+
+
+class Tool:
+    """A plain object that a model holds."""
+
+    kind = 1.0
+
+    def __init__(self) -> None:
+        self.factors = OrderedDict(first=1.0, second=2.0)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.kind
+
+    @classmethod
+    def of_class(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * cls.kind
+
+
+class UsesTool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.tool = nn.Linear(5, 3), Tool()
+
+    @staticmethod
+    def of_model(x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            late = self.tool.late
+        except AttributeError:
+            late = 1.0
+        x = self.tool.of_class(self.tool.scaled(self.of_model(self.layer(x)))) * late
+        for factor in self.tool.factors.values():
+            x = torch.sin(x) * factor
+        return x
+
+
+def double(self, x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+BEHIND_GUARDS = {
+    "a method of an object": lambda patch, model: patch.setattr(Tool, "scaled", double),
+    "a method of a class": lambda patch, model: patch.setattr(Tool, "of_class", classmethod(double)),
+    "a static method": lambda patch, model: patch.setattr(UsesTool, "of_model", staticmethod(lambda x: 2 * x)),
+    "reloaded code": lambda patch, model: patch.setattr(Tool.scaled, "__code__", double.__code__),
+    "an attribute that was absent": lambda patch, model: setattr(model.tool, "late", 2.0),
+    "an order": lambda patch, model: model.tool.factors.move_to_end("first"),
+}
+
+
+@pytest.mark.parametrize("kind", BEHIND_GUARDS)
+def test_what_torchdynamo_does_not_guard_is_another_step(kind, monkeypatch):
+    model, (x, y) = UsesTool(), batch()
+    with opened("bk_mixed", model, verify=False) as b:
+        steps(b, x, y, 4)
+        before = b.graphs.steps
+        BEHIND_GUARDS[kind](monkeypatch, model)
+        with load_backend("bk_mixed")(model, cross_entropy, clip=CLIP, verify=False, timing=False) as eager:
+            expected = eager(x, y)
+        for _ in range(4):
+            assert compare(b(x, y), expected).within(1e-6)
+        assert b.graphs.steps > before > 0
 
 
 UNGUARDED = {

@@ -39,6 +39,8 @@ def test_what_a_loss_holds_is_restored_but_no_dataset_is_copied(monkeypatch):
 
 
 COUNT, SHARED = 0, [0]
+calls = Counter[str]()
+"""Of the name of an attribute of `Everywhere`, whose code does not read this."""
 
 
 def counted_outside() -> int:
@@ -46,6 +48,23 @@ def counted_outside() -> int:
     COUNT += 1
     SHARED[0] += 1
     return COUNT + SHARED[0]
+
+
+class Helper:
+    """Counts its calls in its class, within an inner function."""
+
+    found = 0
+
+    def count(self) -> int:
+        def inner() -> int:
+            INNER[0] += 1
+            return INNER[0]
+
+        type(self).found += 1
+        return self.found + inner()
+
+
+INNER = [0]
 
 
 class Slots:
@@ -67,6 +86,7 @@ class Everywhere(nn.Module):
         self.register_buffer("moved", torch.ones(3))
         self.pair = torch.zeros(()), torch.zeros(())
         self.sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
+        self.helper = Helper()
         self.generators = torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)
         of_hook = [0]
 
@@ -96,7 +116,8 @@ class Everywhere(nn.Module):
         self.layer(x)
         of_torch, of_python, of_numpy = self.generators
         drawn = float(torch.rand((), generator=of_torch)), of_python.random(), float(of_numpy.random())
-        counts = counted_outside(), self.calls, calls[0], self.slots.calls, self.names["forward"], self.of_hook[0]
+        of_functions = self.helper.count(), counted_outside(), self.of_hook[0]
+        counts = *of_functions, self.calls, calls[0], self.slots.calls, self.names["forward"]
         tensors = [
             *self.moved.tolist(),
             *self.frozen.tolist(),
@@ -105,6 +126,10 @@ class Everywhere(nn.Module):
             *self.layer.weight.flatten().tolist(),
         ]
         return [*counts, self.of_method, *self.array.tolist(), self.layer.weight.calls, *tensors, *drawn]
+
+
+def test_attributes_of_the_name_of_a_global_are_not_the_global():
+    assert not any(x is calls for x, _ in Moving(Everywhere()).state().held)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
