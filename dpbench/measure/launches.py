@@ -14,8 +14,10 @@ more, for ordinary training too.
 products in Triton programs.
 
 **Predicted seconds** are a floor: each operation takes as long as its bytes or its operations, by the rates that copies
-and large products reached on an H100 (`RATES`, `BANDWIDTH`), half of a product's rate for Triton. A step replayed as a
-CUDA graph takes their sum; an eager one waits for Python.
+and large products reached on an H100 (`RATES`, `BANDWIDTH`). Products in Triton take as long as the busiest
+multiprocessor copies operands from the L2 cache to its shared memory, if that is longer. `CACHE` and `START` are chosen
+so that this is 0.7 to 1.1 of the times of ten norms on an H200. A step replayed as a CUDA graph takes the sum; an eager
+one waits for Python.
 """
 
 import math
@@ -50,8 +52,10 @@ ENTRIES = 320 * 65_536
 #: Bytes a second of a copy, and operations a second of products of 8,192³: an H100's (`results/evidence`, `device`).
 BANDWIDTH = 3.0e12
 RATES = {"half": 767e12, "tf32": 400e12, "float32": 52e12}
-#: Shares of these, assumed: a product of half precision whose rows are not aligned; what Triton reaches.
+#: Shares of these, assumed: a product of half precision whose rows are not aligned; one of float32 in Triton.
 UNALIGNED, TRITON = 0.2, 0.5
+#: Bytes a second from the L2 cache to the shared memory of all multiprocessors; seconds in which one starts a program.
+CACHE, START = 8.0e12, 0.9e-6
 #: Operations that make the host wait for the device.
 WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero"}
 #: Operations that do not read their first argument: they overwrite it, or take its shape.
@@ -155,7 +159,9 @@ class Launches(TorchDispatchMode):
             shaped = [x for x in args if not isinstance(x, torch.dtype)]  # torch 2.11 takes a dtype for the shape
             self.flops += int(FORMULAS[packet](*shaped, **kwargs, out_val=result))
 
-    def program(self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], flops: int = 0) -> None:
+    def program(
+        self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], flops: int = 0, least: float = 0.0
+    ) -> None:
         """Count a Triton program.
 
         Args:
@@ -163,8 +169,10 @@ class Launches(TorchDispatchMode):
             given: tensors that it reads.
             results: tensors that it writes.
             flops: operations of its products.
+            least: seconds that it takes at least.
         """
-        with self._timed(TRITON * _rate(name, given)):
+        rate = _rate(name, given)
+        with self._timed(rate if rate == RATES["half"] else TRITON * rate, least):
             self.found[name] += 1
             self.flops += flops
             self._move(given, results)
@@ -178,12 +186,12 @@ class Launches(TorchDispatchMode):
         self.bytes_written += sum(map(_bytes, results))
 
     @contextmanager
-    def _timed(self, rate: float) -> Iterator[None]:
+    def _timed(self, rate: float, least: float = 0.0) -> Iterator[None]:
         """Within it one launch is counted, whose products run at this rate."""
         flops, moved = self.flops, self.bytes_read + self.bytes_written
         yield
         moved = self.bytes_read + self.bytes_written - moved
-        self.seconds += max((self.flops - flops) / rate, moved / BANDWIDTH)
+        self.seconds += max((self.flops - flops) / rate, moved / BANDWIDTH, least)
 
 
 def _rate(name: str, given: Sequence[Tensor]) -> float:
@@ -222,7 +230,9 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         if each * count:
             read = tensors[:-results]
             flops = _FLOPS[program](*read, numbers, constants) if program in _FLOPS else 0
-            launches.program(program, read, tensors[-results:], flops)
+            loaded = _LOADED[program](read[1], numbers, constants) if program in _LOADED else 0
+            least = _of_rounds(each * count, loaded * read[1].element_size()) if loaded else 0.0
+            launches.program(program, read, tensors[-results:], flops, least)
 
     known = (*cuda.DTYPES, *cuda.IDS)
     with ExitStack() as stack:
@@ -231,6 +241,7 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         for owner, name, value in (
             (cuda, "supported", lambda *given: triton and all(x.is_meta and x.dtype in known for x in given)),
             (cuda, "launch", launched),
+            (cuda, "_generation", lambda x: 9),
             (fused, "runs", lambda *given: cuda.supported(*given)),
             (base.Rule, "room", lambda rule: _MEMORY // base.SHARE),
         ):
@@ -276,4 +287,38 @@ _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count 
     "embedding_gram": lambda ids, g, *_: len(g) * g.shape[1] ** 2 * g.shape[2],
     "gradient": lambda x, g, numbers, constants: _of_gradient(numbers[1], g, constants),
     "weighted": lambda x, g, factors, numbers, constants: _of_gradient(numbers[0], g, constants),
+}
+
+
+def _of_rounds(programs: int, loaded: int) -> float:
+    """Seconds of programs that together load so many bytes, if each multiprocessor runs one at a time."""
+    share = math.ceil(programs / cuda.MULTIPROCESSORS) / programs  # of the programs, on the busiest one
+    return share * (loaded * cuda.MULTIPROCESSORS / CACHE + programs * START)
+
+
+def _by_gram_tiles(positions: int, entries: int, block: int) -> int:
+    """Each block of positions meets each other one, and itself."""
+    blocks = -(-positions // block)
+    return entries * (blocks + 1 if blocks > 1 else 1)
+
+
+def _by_gradient_tiles(channels: int, outputs: int, rows: int, constants: Any, of_x: int, of_g: int) -> int:
+    """Each row of tiles reads the patches, and each column the output's gradient; both so many times more."""
+    inputs = channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
+    down, across = -(-outputs // constants["BLOCK_P"]), -(-inputs // constants["BLOCK_D"])
+    return rows * ((down + of_x) * inputs + (across + of_g) * outputs)
+
+
+#: Program -> a function that returns the entries of operands that all of them copy to shared memory.
+_LOADED: dict[str, Callable[..., int]] = {
+    "gram": lambda g, numbers, constants: _by_gram_tiles(
+        g.shape[2], _of_patches(g, g, numbers, constants) // g.shape[2], constants["BLOCK"]
+    ),
+    "embedding_gram": lambda g, numbers, constants: _by_gram_tiles(g.shape[1], g.numel(), constants["BLOCK"]),
+    "gradient": lambda g, numbers, constants: _by_gradient_tiles(
+        numbers[1], numbers[2], len(g) * numbers[0] * g.shape[2], constants, 1, 1
+    ),
+    "weighted": lambda g, numbers, constants: _by_gradient_tiles(
+        numbers[0], numbers[1], len(g) * g.shape[2], constants, 0, constants["BIAS"] > 0
+    ),
 }

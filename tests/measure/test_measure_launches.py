@@ -130,24 +130,50 @@ def test_a_backend_that_fails_does_not_end_the_others(monkeypatch):
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_a_predicted_time_by_hand(kind):
-    """Bytes or operations, whichever takes longer; a convolution takes TF32, and Triton half of a product's rate."""
+    """Bytes or operations, whichever takes longer; a convolution takes TF32.
+
+    Of 528 Gram tiles in half precision, a multiprocessor gets four, and reads 256 rows of 8,192 features for each. In
+    float32 Triton takes half of a product's rate.
+    """
     x, small, odd = (
         torch.empty(*shape, dtype=kind, device="meta") for shape in ((4096, 4096), (4096, 8), (4096, 4095))
     )
     rate, size = {torch.float32: (52e12, 4), torch.bfloat16: (767e12, 2)}[kind]
     image, weight = (torch.empty(*shape, dtype=kind, device="meta") for shape in ((64, 256, 32, 32), (256, 256, 3, 3)))
     of_convolution = rate if size == 2 else 400e12
+    of_tiles = 4 * (256 * 8192 * 2 / (8e12 / 132) + 0.9e-6) if size == 2 else 2 * 4096**3 / (rate / 2)
     for operation, seconds in (
         (lambda: x @ x, 2 * 4096**3 / rate),
         (lambda: x @ odd, 2 * 4096**2 * 4095 / (rate * (0.2 if size == 2 else 1))),
         (lambda: x @ small, size * (4096**2 + 2 * 4096 * 8) / 3.0e12),
         (lambda: x + x, size * 2 * 4096**2 / 3.0e12),
         (lambda: F.conv2d(image, weight, padding=1), 2 * 64 * 1024 * 9 * 256**2 / of_convolution),
-        (lambda: cuda.gram_norms(x[None], x[None], LINEAR, 1, (0.0, 0.0)), 4096**3 * 2 / (rate / 2)),
+        (lambda: cuda.gram_norms(x[None], x[None], LINEAR, 1, (0.0, 0.0)), of_tiles),
     ):
         with as_on_a_gpu(Launches()) as launches:
             operation()
         assert launches.seconds == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "by_gradients", "by_grams"),  # B, T, d, p; milliseconds on an H200 in bfloat16, by tiles of today's sizes
+    [
+        ((8, 1024, 768, 2304), 0.070, 0.101),
+        ((8, 1024, 768, 3072), 0.103, 0.120),
+        ((8, 1024, 768, 768), 0.043, 0.058),
+        ((64, 197, 768, 3072), 0.184, None),
+        ((64, 128, 768, 3072), 0.133, None),
+        ((2, 2048, 4096, 11008), 0.734, 0.422),
+    ],
+)
+def test_predicted_times_of_norms_are_near_those_measured(sizes, by_gradients, by_grams):
+    count, positions, inputs, outputs = sizes
+    rows = [torch.empty(count, positions, size, dtype=torch.bfloat16, device="meta").mT for size in (inputs, outputs)]
+    for norms, measured in ((cuda.gradient_norms, by_gradients), (cuda.gram_norms, by_grams)):
+        if measured is not None:
+            with as_on_a_gpu(Launches()) as launches:
+                norms(*rows, LINEAR, 1, (0.0, 0.0))
+            assert 0.7 <= launches.seconds / (1e-3 * measured) <= 1.15
 
 
 #: (model, dtype) -> the most launches, bytes, operations and predicted seconds of `bk_mixed`, of ordinary training's.
