@@ -46,6 +46,7 @@ import importlib.util
 import math
 import os
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,8 +89,6 @@ MULTIPROCESSORS = 132
 MOVED = 700
 """Positions of a tile that all multiprocessors together read while a portion's tile is written and read again: 512
 bytes each from the L2 cache, at 8 TB/s, and 2 · 64 KiB at 3 TB/s."""
-MORE = 64
-"""Numbers of portions to choose from, beyond the fewest that rounding allows."""
 SLICES = 4
 """Most programs of a row of tiles that sum its bias."""
 BESIDE = 2
@@ -295,11 +294,9 @@ def weighted(
 
 
 def portion_of(count: int, most: int, positions: int, inputs: int, outputs: int) -> int:
-    """Samples in a portion, so that few portions keep a GPU busy.
+    """Samples in a portion, so that few portions keep a GPU busy: each is written and read once more.
 
-    A multiprocessor holds one program at a time, so the last tiles may leave many idle: 288 take as long as 396. But
-    each portion is written and read once more. One more record changes the last portion only, unless the batch size
-    passes a power of two.
+    One more record changes the last portion only, unless the batch size passes a power of two.
 
     Args:
         count: B.
@@ -309,12 +306,30 @@ def portion_of(count: int, most: int, positions: int, inputs: int, outputs: int)
     count, tiles = power_of_two(count), -(-inputs // SIDE) * -(-outputs // SIDE)
 
     def cost(size: int) -> tuple[int, int]:
-        portions = -(-count // size)
-        rounds = -(-portions * tiles // MULTIPROCESSORS)
-        return rounds * size * positions * MULTIPROCESSORS + portions * tiles * MOVED, portions
+        moved = -(-count // size) * tiles * MOVED
+        return busiest(count, size, tiles) * positions * MULTIPROCESSORS + moved, -size
 
-    fewest = -(-count // most)
-    return min((-(-count // portions) for portions in range(fewest, min(count, fewest + MORE) + 1)), key=cost)
+    return min(range(1, min(most, count) + 1), key=cost)
+
+
+def busiest(count: int, size: int, tiles: int) -> int:
+    """Samples that the busiest multiprocessor sums in a tile: 288 tiles keep it as long as 396.
+
+    A multiprocessor holds one program at a time. Programs begin in the order of portions; the last one may be smaller.
+
+    Args:
+        count, size, tiles: samples of all portions and of one, and programs of a portion.
+    """
+    whole, rest = divmod(count, size)
+    rounds, more = divmod(whole * tiles, MULTIPROCESSORS)
+    early, late = rounds * size, (rounds + 1) * size  # when others, and `more`, are free
+
+    def ended(time: int) -> int:
+        """Programs of the last portion that have ended by then."""
+        return (MULTIPROCESSORS - more) * ((time - early) // rest) + more * max(0, (time - late) // rest)
+
+    least = late if more else early
+    return least + (bisect_left(range(least, late + tiles * rest), tiles, key=ended) if rest else 0)
 
 
 def pairs(positions: int, rows: int) -> int:

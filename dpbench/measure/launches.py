@@ -230,8 +230,15 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         if each * count:
             read = tensors[:-results]
             flops = _FLOPS[program](*read, numbers, constants) if program in _FLOPS else 0
-            loaded = _LOADED[program](read[1], numbers, constants) if program in _LOADED else 0
-            least = _of_rounds(each * count, loaded * read[1].element_size()) if loaded else 0.0
+            least = 0.0
+            if program in _LOADED:
+                programs, share = each * count, math.ceil(each * count / cuda.MULTIPROCESSORS) / (each * count)
+                if program == "weighted":  # portions are of two sizes
+                    samples, size = numbers[6:8]
+                    tiles = programs // -(-samples // size)
+                    share = cuda.busiest(samples, size, tiles) / (samples * tiles)
+                loaded = _LOADED[program](read[1], numbers, constants) * read[1].element_size()
+                least = _on_the_busiest(programs, loaded, share)
             launches.program(program, read, tensors[-results:], flops, least)
 
     known = (*cuda.DTYPES, *cuda.IDS)
@@ -290,10 +297,9 @@ _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count 
 }
 
 
-def _of_rounds(programs: int, loaded: int) -> float:
-    """Seconds of programs that together load so many bytes, if each multiprocessor runs one at a time."""
-    share = math.ceil(programs / cuda.MULTIPROCESSORS) / programs  # of the programs, on the busiest one
-    return share * (loaded * cuda.MULTIPROCESSORS / CACHE + programs * START)
+def _on_the_busiest(programs: int, loaded: int, share: float) -> float:
+    """Seconds of the multiprocessor that loads this share of the bytes that all programs load."""
+    return share * loaded * cuda.MULTIPROCESSORS / CACHE + math.ceil(programs / cuda.MULTIPROCESSORS) * START
 
 
 def _by_gram_tiles(positions: int, entries: int, block: int) -> int:

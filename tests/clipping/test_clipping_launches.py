@@ -4,6 +4,7 @@ On tensors of no values and no device ("meta"), by `dpbench.measure.launches`.
 """
 
 import copy
+import heapq
 from collections import Counter
 from functools import cache
 
@@ -183,9 +184,8 @@ def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((64, 178, 197, 768, 2304), 64),  # 108 tiles for 132 multiprocessors
-        ((64, 178, 197, 768, 768), 22),  # 36, three times
-        ((64, 178, 197, 768, 3072), 16),  # 144, four times: in five rounds of 16 samples, not in three of 32
+        ((64, 178, 197, 768, 3072), 18),  # three portions of 144 tiles each, and a smaller one beside the last of them
+        ((64, 178, 197, 768, 2304), 54),
         ((64, 10, 197, 768, 3072), 10),
         ((2, 312, 2048, 4096, 11008), 2),
         ((0, 1, 0, 1, 1), 1),
@@ -193,6 +193,18 @@ def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
 )
 def test_few_portions_keep_the_multiprocessors_busy(sizes, expected):
     assert cuda.portion_of(*sizes) == expected
+
+
+@pytest.mark.parametrize(
+    "sizes", [(64, 18, 144), (64, 64, 108), (64, 22, 36), (5, 2, 300), (7, 3, 1), (9, 1, 133), (3, 2, 132)]
+)
+def test_the_busiest_multiprocessor_is_that_of_programs_in_their_order(sizes):
+    count, size, tiles = sizes
+    free = [0] * cuda.MULTIPROCESSORS
+    for start in range(0, count, size):
+        for _ in range(tiles):
+            heapq.heapreplace(free, free[0] + min(size, count - start))
+    assert cuda.busiest(*sizes) == max(free)
 
 
 @pytest.mark.parametrize(
