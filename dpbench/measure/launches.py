@@ -282,10 +282,15 @@ def _of_gradient(channels: int, g: Tensor, constants: Any) -> int:
     return 2 * g.numel() * channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
 
 
-def _of_patches(x: Tensor, g: Tensor, more_g: Tensor, most_g: Tensor, numbers: Sequence[int], constants: Any) -> int:
+def _features(numbers: Sequence[int], constants: Any) -> int:
+    """Features of all groups of a Gram program, of the gradients beside g too."""
     groups, channels, outputs, *_ = numbers
-    features = channels * int(constants["KERNEL_H"] * constants["KERNEL_W"]) + outputs * (1 + constants["BESIDE"])
-    return len(g) * groups * math.prod(g.shape[2:]) ** 2 * features
+    inputs = channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
+    return groups * (inputs + outputs * (1 + constants["BESIDE"]))
+
+
+def _of_patches(x: Tensor, g: Tensor, more_g: Tensor, most_g: Tensor, numbers: Sequence[int], constants: Any) -> int:
+    return len(g) * math.prod(g.shape[2:]) ** 2 * _features(numbers, constants)
 
 
 #: Program of `clipping.accel` -> a function that returns the operations of its products.
@@ -318,7 +323,7 @@ def _by_gradient_tiles(channels: int, outputs: int, rows: int, constants: Any, o
 #: Program -> a function that returns the entries of operands that all of them copy to shared memory.
 _LOADED: dict[str, Callable[..., int]] = {
     "gram": lambda g, numbers, constants: _by_gram_tiles(
-        g.shape[2], _of_patches(g, g, numbers, constants) // g.shape[2], constants["BLOCK"]
+        g.shape[2], len(g) * g.shape[2] * _features(numbers, constants), constants["BLOCK"]
     ),
     "embedding_gram": lambda g, numbers, constants: _by_gram_tiles(g.shape[1], g.numel(), constants["BLOCK"]),
     "gradient": lambda g, numbers, constants: _by_gradient_tiles(
