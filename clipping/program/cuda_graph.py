@@ -103,12 +103,13 @@ class Replayed:
         lent: int = 0,
     ) -> None:
         self._step, self._moving, self._written, self._pool = step, set(moving), set[int](), pool
+        self._graph: Any = None
         self._lent = lent
         self._record(given)
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         moved = {i for i, (x, own) in enumerate(zip(given, self._own, strict=True)) if x.data_ptr() != own.data_ptr()}
-        if not moved <= self._moving:
+        if self._graph is None or not moved <= self._moving:
             self._moving |= moved
             self._record(given)
         for i in self._moving:
@@ -126,14 +127,17 @@ class Replayed:
         self._outputs = list(self._step(*self._own))
 
     def _record(self, given: Sequence[Tensor]) -> None:
+        self._graph = None  # if recording fails, as without memory, an older graph would read memory of no tensor here
         self._own = [x.clone() if i in self._moving else x for i, x in enumerate(given)]
         versions = [x._version for x in self._own]
         kept = {i: self._own[i].clone() for i in self._written}
-        with Draws().again():
-            self._graph = self._pool.record(self._run, self._own[0].device)
-        self._written = {i for i, x in enumerate(self._own) if x._version != versions[i]}
-        for i, x in kept.items():
-            self._own[i].copy_(x)
+        try:
+            with Draws().again():
+                self._graph = self._pool.record(self._run, self._own[0].device)
+            self._written = {i for i, x in enumerate(self._own) if x._version != versions[i]}
+        finally:
+            for i, x in kept.items():
+                self._own[i].copy_(x)
 
 
 def needs_host(graph: GraphModule, device: torch.device) -> bool:

@@ -82,6 +82,27 @@ def test_what_lies_elsewhere_is_copied_from_then_on(on_a_recorder):
     assert Recorder.count == 3
 
 
+def test_after_a_failed_recording_the_next_step_is_recorded_anew(on_a_recorder, monkeypatch):
+    """A step that runs out of memory may be tried again. The older graph reads what lay elsewhere."""
+    weight, count, x = torch.randn(4, 4), torch.zeros(()), torch.randn(3, 4)
+    pool, other = Pool(), torch.zeros(())
+    replayed, moved = Replayed(step, [weight, count, x], [2], pool), torch.randn(4, 4)
+    count.zero_()
+
+    def full(run, device):
+        run()
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(pool, "record", full)
+        replayed(moved, count, x)
+    assert count == 0
+    for _ in range(2):
+        wanted, found = step(moved, other, x), replayed(moved, count, x)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+        assert torch.equal(count, other)
+
+
 def test_after_a_failed_recording_another_pool_is_used(on_a_recorder):
     cpu, pool, weight = torch.device("cpu", 0), Pool(), torch.ones(3)
 
