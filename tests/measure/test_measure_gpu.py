@@ -108,4 +108,6 @@ def test_a_named_card_becomes_the_current_one(monkeypatch):
 @pytest.mark.gpu
 def test_a_real_gpu_has_a_clock_and_a_temperature():
     found = counters.sample(CUDA)
+    if found == NOTHING:
+        pytest.skip("the driver does not tell, as for a part of a card (MIG)")
     assert found["sm_mhz"] > 100 and found["memory_mhz"] > 100 and 0 < found["celsius"] < 120
