@@ -27,6 +27,7 @@ but not beside a CUDA graph, whose memory may leave no room for it.
 
 import logging
 import random
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -59,6 +60,9 @@ BEFORE, MOST = 2, 12
 """Number of eager steps before a graph, in which routes are planned and timed; largest number of graphs."""
 RATE = 1 / 200
 """Share of a graph's steps, besides its second one, in which the caller's code also computes the losses."""
+_ALONE = threading.RLock()
+"""Held by the thread whose step is captured, traced or run: torch's tracer replaces functions of `nn.Module` for all
+threads, and restores those that it found."""
 LOOKS = sample_independence.RATE
 """Share of steps that run eagerly to check that samples do not mix, because values may decide whether they do."""
 
@@ -155,6 +159,10 @@ class Graphs:
             UnsupportedModel: if strict, the step has no graph, for example because it branches on a tensor's values.
             WrongGradient: the traced step computes another gradient.
         """
+        with _ALONE:
+            return self._result(batch)
+
+    def _result(self, batch: Batch) -> ClippedGradient | None:
         self.is_new, self._was_used, self._found, self._batch = False, False, None, batch
         if self._why or torch._C._len_torch_dispatch_stack():  # Dynamo captures nothing under a dispatch mode
             return None

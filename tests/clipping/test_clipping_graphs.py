@@ -553,6 +553,21 @@ def test_a_number_of_python_s_among_a_graph_s_arguments_is_refused():
         clipping.program.step.Graph("ours", captured, lambda *given: None, None, [0, x], batch, 0, None, None)
 
 
+def test_threads_take_turns():
+    """With one backend, and with a backend each: no thread gets another one's result, or leaves torch's tracer on."""
+    call, batches = nn.Module.__call__, [batch(dtype=torch.float64) for _ in range(8)]
+    model = small().double()
+    alone = load_backend("bk_mixed")(model, cross_entropy, clip=CLIP, timing=False)
+    expected = [alone(*each) for each in batches]
+    one, another = (opened("bk_mixed", model, verify=False) for _ in range(2))
+    for backends in ((one, one), (one, another)):
+        with ThreadPoolExecutor(2) as threads:
+            runs = [threads.submit(lambda b=b: [b(*each) for each in batches]) for b in backends]
+        for run in runs:
+            assert all(compare(x, y).within(1e-12) for x, y in zip(run.result(), expected, strict=True))
+    assert one.graphs.steps > 8 and nn.Module.__call__ is call
+
+
 @pytest.mark.parametrize(
     ("within", "is_within"), [(functools.partial(_CAPTURES.set, True), is_captured), (tracing, is_traced)]
 )
