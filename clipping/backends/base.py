@@ -11,6 +11,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from numbers import Real
 from types import TracebackType
@@ -150,7 +151,9 @@ class Backend(ABC):
         if self._closed:
             raise RuntimeError(f"expected an open backend, got {self.name} after close(); make a new one")
         verifies = self._verify
-        found = self._of_this_process(inputs, targets)
+        # in inference mode autograd records nothing, and all gradients would be 0, in silence
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            found = self._of_this_process(inputs, targets)
         self._verify = self._verify or (verifies and not says_something(found))
         return spread.summed(found) if self.replicated else found
 

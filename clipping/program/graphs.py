@@ -164,7 +164,8 @@ class Graphs:
 
     def _result(self, batch: Batch) -> ClippedGradient | None:
         self.is_new, self._was_used, self._found, self._batch = False, False, None, batch
-        if self._why or torch._C._len_torch_dispatch_stack():  # Dynamo captures nothing under a dispatch mode
+        # Dynamo captures nothing under a dispatch mode; anomaly mode is for the caller's own operations
+        if self._why or torch._C._len_torch_dispatch_stack() or torch.is_anomaly_enabled():
             return None
         unguarded = self._read_unguarded()
         if self._capture is None or unguarded != self._unguarded:

@@ -235,6 +235,19 @@ def test_more_shapes_than_there_are_graphs_for(monkeypatch):
         assert b.ways["others"] == "eager: there are more than 2 graphs"
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.autograd.detect_anomaly])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_step_within_a_mode_of_autograd_is_the_ordinary_one(mode):
+    model, (x, y) = small(), batch()
+    with load_backend("bk_mixed")(model, cross_entropy, clip=CLIP) as eager, opened("bk_mixed", model) as b:
+        expected = eager(x, y)
+        with mode():
+            assert compare(steps(b, x, y), expected).within(1e-6)
+            assert compare(eager(x, y), expected).within(1e-6)
+        steps(b, x, y)
+        assert ways(b) == ["traced"]
+
+
 def test_an_empty_batch_has_no_graph():
     with opened("bk_mixed", small()) as b:
         found = steps(b, *batch(0))
