@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.nn import Parameter
 
 from clipping.core.autograd import nodes
 from clipping.core.dtypes import norm_dtype
@@ -79,17 +80,17 @@ def is_marked(x: Tensor) -> bool:
 
 
 def mark_constant(x: Tensor) -> None:
-    """Mark a tensor that requires a gradient as made of leaves that are neither data nor the model's parameters."""
+    """Mark a tensor that requires a gradient as made of parameters that are not the model's own."""
     x._is_constant = True  # type: ignore[attr-defined]
 
 
 def depends_on_data(x: Tensor) -> bool:
-    """True if the tensor is marked or made by differentiable operations, but not on constants alone.
+    """True if the tensor is marked, or requires a gradient and is not made of constants alone.
 
-    Call it only for tensors not made of parameters alone. A leaf without a mark is a constant, such as
-    `nn.Parameter(frozen.T)`.
+    Call it only for tensors not made of parameters alone. A parameter without a mark is a constant, such as
+    `nn.Parameter(frozen.T)`; another leaf may be the batch, as `Variable(x, requires_grad=True)` has no mark.
     """
-    return (x.requires_grad and not x.is_leaf and not hasattr(x, "_is_constant")) or is_marked(x)
+    return (x.requires_grad and type(x) is not Parameter and not hasattr(x, "_is_constant")) or is_marked(x)
 
 
 def forget_data(x: Tensor | None) -> None:

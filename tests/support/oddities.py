@@ -408,6 +408,12 @@ def with_constants(m: Any, x: Tensor) -> Tensor:
     return x @ ((frozen + m.w) / (frozen + m.w.detach()).norm(dim=1).detach()[:, None] * m.p).view(2, B, D).mean(1).t()
 
 
+def of_a_leaf(m: Any, x: Tensor) -> Tensor:
+    """The batch as a leaf, in a form that older code has."""
+    logits = m.layer(torch.autograd.Variable(x, requires_grad=True)) * m.p
+    return F.cross_entropy(logits, x[:, :3].argmax(1), reduction="none")[:, None]
+
+
 def solved(m: Any, x: Tensor) -> Tensor:
     """A system solved for each sample, as columns of one right-hand side and as a stack of them."""
     matrix = m.w + 4 * torch.eye(D).to(x)
@@ -432,6 +438,7 @@ OF_FUNCTIONS = [
         (D,),
     ),
     Case("with constants", with_constants, lambda: {"w": torch.randn(2 * B, D), "p": torch.randn(D)}, (D,)),
+    Case("a leaf of the batch", of_a_leaf, layer_and_vector, (D,)),
     Case("solved", solved, lambda: {"w": torch.randn(D, D)}, (D,)),
     Case("steps first in an operation without a rule", without_a_rule, layer_and_vector, (B, D)),
     Case(
