@@ -293,17 +293,17 @@ def weighted(
     return out
 
 
+@functools.cache
 def portion_of(count: int, most: int, positions: int, inputs: int, outputs: int) -> int:
     """Samples in a portion, so that few portions keep a GPU busy: each is written and read once more.
 
-    One more record changes the last portion only, unless the batch size passes a power of two.
-
     Args:
-        count: B.
+        count: B, rounded up to a power of two. So one more record changes the last portion only, unless the batch size
+            passes a power of two.
         most: limit by rounding, for any batch size up to the next power of two.
         positions, inputs, outputs: T, d and p.
     """
-    count, tiles = power_of_two(count), -(-inputs // SIDE) * -(-outputs // SIDE)
+    tiles = -(-inputs // SIDE) * -(-outputs // SIDE)
 
     def cost(size: int) -> tuple[int, int]:
         moved = -(-count // size) * tiles * MOVED

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from clipping.accel import cpu, cuda, fused, tiles
 from clipping.core.dtypes import HALF, norm_dtype
-from clipping.core.microbatching import Parts
+from clipping.core.microbatching import Parts, power_of_two
 from clipping.numerics.per_sample import added_in, part
 from clipping.numerics.products import PADDED
 from clipping.numerics.rounding_bounds import of_lost
@@ -251,4 +251,5 @@ def _by_gram(rule: LinearWeight, g: Tensor, route: Route) -> str:
 def portion(rule: Bilinear, g: Tensor | Spec) -> int:
     """Samples in a portion of `weighted`."""
     count = rule.samples(g)
-    return cuda.portion_of(count, rule.most(count, g.dtype), rule.positions, rule.inputs, rule.outputs)
+    most = rule.most(count, g.dtype)
+    return cuda.portion_of(power_of_two(count), most, rule.positions, rule.inputs, rule.outputs)

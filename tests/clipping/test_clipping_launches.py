@@ -188,7 +188,7 @@ def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
         ((64, 178, 197, 768, 2304), 54),
         ((64, 10, 197, 768, 3072), 10),
         ((2, 312, 2048, 4096, 11008), 2),
-        ((0, 1, 0, 1, 1), 1),
+        ((1, 1, 0, 1, 1), 1),
     ],
 )
 def test_few_portions_keep_the_multiprocessors_busy(sizes, expected):
