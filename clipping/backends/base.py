@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from clipping.checks.moving import Moving
-from clipping.checks.rerun import TOLERANCE, Change, mixed, mixing
+from clipping.checks.rerun import TOLERANCE, Change, coarsest, mixed, mixing
 from clipping.checks.sample_independence import Occasions
 from clipping.checks.verification import says_something, verify
 from clipping.core.autograd import hooks_of
 from clipping.core.batches import forward, leading_dimension, losses_of, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat
-from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
+from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed import spread
 from clipping.numerics.rng_replay import Draws

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from clipping.backends.base import Backend
 from clipping.backends.microbatch import Microbatch
 from clipping.backends.tape import BkMixed, TapeBackend
+from clipping.checks.rerun import coarsest
 from clipping.checks.sample_independence import Occasions, mixed_rows
 from clipping.checks.verification import Agreement, Limit, WrongGradient, compare, limit_of
 from clipping.core.autograd import hooks_of
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.clip_functions import ClipFunction
-from clipping.core.dtypes import coarsest, formats
+from clipping.core.dtypes import formats
 from clipping.core.reference import Sums, gradients, with_zeros
 from clipping.core.types import ClippedGradient, Parameters, UnsupportedModel
 from clipping.numerics.products import full_precision_on_cpu

@@ -20,7 +20,7 @@ Functions take:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clipping.checks.verification import CAST_TOLERANCE, in_eval, reading_float64
-from clipping.core.dtypes import without_autocast
+from clipping.core.dtypes import formats, is_autocast, without_autocast
 from clipping.core.types import Problem
 from clipping.numerics.rng_replay import same_for_each
 from clipping.numerics.rounding_bounds import rounds_operands
@@ -55,6 +55,19 @@ _CHECKED |= {torch.multinomial, Tensor.multinomial, torch.poisson}
 """Functions that refuse NaN; on a GPU they end the process."""
 _CASTS = {Tensor.long, Tensor.int, Tensor.short, Tensor.char, Tensor.byte, Tensor.to, Tensor.type}
 Run = Callable[["Change", bool], Sequence[Tensor]]
+
+
+def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float]) -> float:
+    """Return the largest tolerance among the dtypes of `tensors`, and of autocast if it is enabled.
+
+    Args:
+        tensors: results, with their graphs if any.
+        tolerances: relative tolerance by dtype; a missing dtype has the tolerance of float32.
+    """
+    given = list(tensors)
+    found = formats(*given)
+    found |= {torch.get_autocast_dtype(x.device.type) for x in given if is_autocast(x.device)}
+    return max((tolerances.get(dtype, tolerances[torch.float32]) for dtype in found), default=tolerances[torch.float32])
 
 
 class Change(NamedTuple):

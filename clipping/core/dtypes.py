@@ -7,7 +7,6 @@ output.
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,21 +22,6 @@ def formats(*tensors: Tensor) -> set[torch.dtype]:
     """Return the floating dtypes of `tensors` and of every node in their graphs."""
     made = {each.dtype for node in nodes(x.grad_fn for x in tensors) for each in node._input_metadata}
     return {dtype for dtype in made.union(x.dtype for x in tensors) if dtype.is_floating_point}
-
-
-def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float]) -> float:
-    """Return the largest tolerance among the dtypes of `tensors`, and of autocast if it is enabled.
-
-    Args:
-        tensors: results, with their graphs if any.
-        tolerances: relative tolerance by dtype; a missing dtype has the tolerance of float32.
-    """
-    given = list(tensors)
-    found = formats(*given)
-    for kind in {x.device.type for x in given}:
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            found.add(torch.get_autocast_dtype(kind))
-    return max((tolerances.get(dtype, tolerances[torch.float32]) for dtype in found), default=tolerances[torch.float32])
 
 
 def is_autocast(device: torch.device) -> bool:

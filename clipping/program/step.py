@@ -194,7 +194,12 @@ class Graph:
                     self._step = self._made(way, given, draws)
                 if way != "eager":
                     with self._repeated(given, draws) as state:
-                        self._compare(self._first_time(lambda: self(given, parameters)[0], parameters), expected)
+                        self._compare(
+                            self._first_time(
+                                lambda: self(given, parameters)[0], parameters, (RuntimeError, OtherValues)
+                            ),
+                            expected,
+                        )
                         self._require_same_state(state, left, expected.losses)
             except (UnsupportedModel, WrongGradient) as error:
                 if way == "traced":
@@ -206,7 +211,10 @@ class Graph:
         if not steps:  # the only way is not available here
             self._step = steps["traced"] = traced
             with self._repeated(given, draws) as state:
-                self._compare(self._first_time(lambda: self(given, parameters)[0], parameters), expected)
+                self._compare(
+                    self._first_time(lambda: self(given, parameters)[0], parameters, (RuntimeError, OtherValues)),
+                    expected,
+                )
                 self._require_same_state(state, left, expected.losses)
         taken = {way: [0.0] * TURNS for way in steps}
         for turn in range(TURNS if len(steps) > 1 else 0):
@@ -325,12 +333,18 @@ class Graph:
         mine: Any = {**self._parameters, **{name: given[i] for name, i in self._own.items()}}
         return self._step_of(losses, mine, [given[i] for i in self._data], self._batch_size), outputs
 
-    def _first_time(self, run: Callable[[], ClippedGradient], parameters: Parameters) -> ClippedGradient:
+    def _first_time(
+        self,
+        run: Callable[[], ClippedGradient],
+        parameters: Parameters,
+        refusals: tuple[type[Exception], ...] = (RuntimeError,),
+    ) -> ClippedGradient:
+        """Run a step. `refusals` are the exceptions that say that the captured graph cannot be used."""
         try:
             return _sketched(run(), parameters)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, OtherValues) as error:
+        except refusals as error:
             raise no_graph(self._name, "what was captured does not run", error) from error
 
     def _compare(self, found: ClippedGradient, expected: ClippedGradient) -> None:

@@ -23,6 +23,8 @@ _LEAF: Any = _NODES.AccumulateGrad
 """Node type of a leaf."""
 _CAST: Any = _NODES.ToCopyBackward0
 """Node type of a parameter's cast, which autocast makes once and caches."""
+_ALIAS: Any = _NODES.AliasBackward0
+"""Node type of a model's recorded output."""
 
 
 def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Problem]:
@@ -89,7 +91,8 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
 def _unseen(name: str, node: Any, tape: Tape) -> Problem:
     """Return the problem of a parameter that a node reads unseen."""
     where, remedy = "by compiled code, by a derivative of a derivative, or through a view changed in place", ""
-    if not tape.began <= node._sequence_nr() < tape.ended:
+    is_output = isinstance(node, _ALIAS)  # of the model, which the loss reads
+    if is_output or not tape.began <= node._sequence_nr() < tape.ended:
         where = "outside of the model's recorded forward pass"
         remedy = "let forward return p.expand(len(x), ...), not p; take weight_decay= for a penalty; "
     elif isinstance(node, torch.autograd.function.BackwardCFunction):

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
+from clipping.checks.rerun import coarsest
 from clipping.core.batches import map_tensors, same_values, tensors_of
-from clipping.core.dtypes import coarsest
 from clipping.distributed.spread import sharded_modules
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine.batch_identity import Ticket

@@ -27,6 +27,7 @@ from clipping.checks.rerun import (
     TOLERANCE,
     Change,
     Run,
+    coarsest,
     differing,
     fewer,
     mixed,
@@ -38,7 +39,6 @@ from clipping.checks.rerun import (
 )
 from clipping.checks.sample_independence import separating
 from clipping.core.batches import map_tensors, same_values, tensors_of
-from clipping.core.dtypes import coarsest
 from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine.trace import Trace, plain

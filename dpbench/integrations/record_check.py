@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clipping.checks.moving import Moving
+from clipping.checks.rerun import coarsest
 from clipping.checks.verification import reading_float64
 from clipping.core.batches import map_tensors, tensors_of
-from clipping.core.dtypes import coarsest, without_autocast
+from clipping.core.dtypes import without_autocast
 from clipping.distributed.spread import any_sharded
 from clipping.numerics.rng_replay import Draws, WithoutDropping
 from dpbench.engine import Misuse

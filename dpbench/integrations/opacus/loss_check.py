@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.checks.rerun import TOLERANCE, Change, differing, replaced, same
+from clipping.checks.rerun import TOLERANCE, Change, coarsest, differing, replaced, same
 from clipping.checks.sample_independence import separating
 from clipping.core.batches import tensors_of
-from clipping.core.dtypes import coarsest
 from clipping.core.types import Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine import PrivacyWarning
