@@ -194,12 +194,7 @@ class Graph:
                     self._step = self._made(way, given, draws)
                 if way != "eager":
                     with self._repeated(given, draws) as state:
-                        self._compare(
-                            self._first_time(
-                                lambda: self(given, parameters)[0], parameters, (RuntimeError, OtherValues)
-                            ),
-                            expected,
-                        )
+                        self._compare_traced(given, parameters, expected)
                         self._require_same_state(state, left, expected.losses)
             except (UnsupportedModel, WrongGradient) as error:
                 if way == "traced":
@@ -211,10 +206,7 @@ class Graph:
         if not steps:  # the only way is not available here
             self._step = steps["traced"] = traced
             with self._repeated(given, draws) as state:
-                self._compare(
-                    self._first_time(lambda: self(given, parameters)[0], parameters, (RuntimeError, OtherValues)),
-                    expected,
-                )
+                self._compare_traced(given, parameters, expected)
                 self._require_same_state(state, left, expected.losses)
         taken = {way: [0.0] * TURNS for way in steps}
         for turn in range(TURNS if len(steps) > 1 else 0):
@@ -280,7 +272,7 @@ class Graph:
             if is_traced:
                 found = _sketched(self(given, batch.parameters)[0], batch.parameters)
             else:
-                found = self._first_time(lambda: self._eager(given)[0], batch.parameters)
+                found = self._first_time(lambda: self._eager(given)[0], batch.parameters, RuntimeError)
             self._require_same_state(state, left, expected.losses)
         limit = of_other_kernels(expected.losses, self._tolerance())
         limit *= float(expected.losses.abs().max())
@@ -334,18 +326,19 @@ class Graph:
         return self._step_of(losses, mine, [given[i] for i in self._data], self._batch_size), outputs
 
     def _first_time(
-        self,
-        run: Callable[[], ClippedGradient],
-        parameters: Parameters,
-        refusals: tuple[type[Exception], ...] = (RuntimeError,),
+        self, run: Callable[[], ClippedGradient], parameters: Parameters, *refusals: type[Exception]
     ) -> ClippedGradient:
-        """Run a step. `refusals` are the exceptions that say that the captured graph cannot be used."""
+        """Run a step. `refusals` say that the captured graph cannot be used."""
         try:
             return _sketched(run(), parameters)
         except torch.OutOfMemoryError:
             raise
         except refusals as error:
             raise no_graph(self._name, "what was captured does not run", error) from error
+
+    def _compare_traced(self, given: Sequence[Tensor], parameters: Parameters, expected: ClippedGradient) -> None:
+        found = self._first_time(lambda: self(given, parameters)[0], parameters, RuntimeError, OtherValues)
+        self._compare(found, expected)
 
     def _compare(self, found: ClippedGradient, expected: ClippedGradient) -> None:
         """Raise WrongGradient if two `_sketched` results differ."""
