@@ -92,7 +92,7 @@ class Moving:
         return [*found, *(getattr(_function(x), "__code__", None) for x in found)]
 
     def names(self) -> Names:
-        """The names in the containers that the code can reach now, without those that TorchDynamo guards."""
+        """Return the attributes and keys that the code can read now and that TorchDynamo does not guard."""
         modules, containers = self._reached()
         guarded = [of for module in modules for of in (module._buffers, *(vars(module)[name] for name in _HOOKS))]
         guarded += [vars(p) for module in modules for p in module._parameters.values() if p is not None]

@@ -65,9 +65,18 @@ def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float])
         tolerances: relative tolerance by dtype; a missing dtype has the tolerance of float32.
     """
     given = list(tensors)
-    found = formats(*given)
-    found |= {torch.get_autocast_dtype(x.device.type) for x in given if is_autocast(x.device)}
-    return max((tolerances.get(dtype, tolerances[torch.float32]) for dtype in found), default=tolerances[torch.float32])
+    autocast = {torch.get_autocast_dtype(x.device.type) for x in given if is_autocast(x.device)}
+    return tolerance_of(formats(*given) | autocast, tolerances)
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype], tolerances: Mapping[torch.dtype, float] = TOLERANCE) -> float:
+    """Return the largest tolerance of some dtypes, that of float32 for none.
+
+    Args:
+        tolerances: as of `coarsest`.
+    """
+    other = tolerances[torch.float32]
+    return max((tolerances.get(dtype, other) for dtype in dtypes), default=other)
 
 
 class Change(NamedTuple):
@@ -160,7 +169,7 @@ class _Embeddings(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _CHECKED or _is_foreign(func):
+        if func in _CHECKED or _is_extension(func):
             args = tuple(x.nan_to_num(0.5) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
         found = func(*args, **kwargs)
         if func is F.embedding and args and _memory(args[0]) in self._words - {0}:
@@ -171,7 +180,7 @@ class _Embeddings(TorchFunctionMode):
         return found
 
 
-def _is_foreign(func: Any) -> bool:
+def _is_extension(func: Any) -> bool:
     """Whether it is another library's operator: deform_conv2d and roi_align read memory at NaN, and end the process."""
     packet = getattr(func, "overloadpacket", func)
     return not getattr(packet, "_qualified_op_name", "aten::").startswith("aten::")

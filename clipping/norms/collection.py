@@ -405,9 +405,9 @@ class Book(_WholeNorms):
         """The waiting terms, one for all linear layers in a row that share an input and its Gram matrix."""
         found: list[Term] = []
         for term in self._waiting:
-            moved = found and found[-1].source.rearranged and term.source.rearranged
-            if moved and self.joins and kernels.ways.shares_input(*found[-1][1:], *term[1:]):
-                found[-1] = found[-1]._replace(rule=found[-1].rule.with_beside(term.g))
+            last = found[-1] if found and self.joins and term.source.rearranged else None
+            if last and last.source.rearranged and kernels.ways.shares_input(*last[1:], *term[1:]):
+                found[-1] = last._replace(rule=last.rule.with_beside(term.g))
             else:
                 found.append(term)
         return found

@@ -21,7 +21,7 @@ from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_map
 
 from clipping.checks.moving import Moving, put_back
-from clipping.checks.rerun import TOLERANCE, differing, of_other_kernels, same
+from clipping.checks.rerun import differing, of_other_kernels, same, tolerance_of
 from clipping.checks.verification import WrongGradient, compare, limit_of
 from clipping.core.autograd import version_of
 from clipping.core.batches import tensors_of
@@ -274,7 +274,7 @@ class Graph:
             else:
                 found = self._first_time(lambda: self._eager(given)[0], batch.parameters, RuntimeError)
             self._require_same_state(state, left, expected.losses)
-        limit = of_other_kernels(expected.losses, self._tolerance())
+        limit = of_other_kernels(expected.losses, tolerance_of(self._dtypes))
         limit *= float(expected.losses.abs().max())
         finite = bool(expected.losses.isfinite().all())  # other checks reject NaN and infinity
         odd = ""
@@ -288,10 +288,6 @@ class Graph:
         if odd:
             raise no_graph(self._name, "it cannot be captured", NotCaptured(f"its {odd}"))
 
-    def _tolerance(self) -> float:
-        """Relative tolerance of a rerun by the same kernels."""
-        return max(TOLERANCE.get(dtype, TOLERANCE[torch.float32]) for dtype in self._dtypes)
-
     def _require_same_state(self, state: Sequence[Tensor], left: Sequence[Tensor], losses: Tensor) -> None:
         """Raise UnsupportedModel if a step has not left in these tensors what another run of it did.
 
@@ -301,7 +297,7 @@ class Graph:
         """
         if not bool(losses.isfinite().all()):
             return  # other checks reject NaN and infinity
-        limit = of_other_kernels(losses, self._tolerance())
+        limit = of_other_kernels(losses, tolerance_of(self._dtypes))
         for x, y in zip(state, left, strict=True):
             if differing([y[None]], [x[None]], same(1), limit) is not None:
                 odd = "buffers or parameters are not what the graph leaves, as where p.data is replaced"

@@ -127,22 +127,27 @@ def samples_first(func: Any, args: Any, kwargs: Any, at: int, data: list[Tensor]
     return args, kwargs
 
 
-def as_rows_first(func: Any, at: int, args: Any, kwargs: Any, data: list[Tensor]) -> Callable[..., Tensor]:
-    """Return an operation as a function of its arguments with dimension `at` of its activations and output in front.
+def as_rows_first(
+    func: Any, at: int, args: Any, kwargs: Any, data: list[Tensor]
+) -> tuple[Callable[..., Tensor], tuple[Any, Any]]:
+    """Return (function, (args, kwargs)): an operation with dimension `at` of its activations and output in front.
 
     Args:
         at: dimension of the samples.
     """
     turned = [any(x is y for y in data) for x in tensors_of((args, kwargs))]
 
+    def moved(args: Any, kwargs: Any) -> Any:
+        turn = iter(turned)
+        return map_tensors(lambda x: x.transpose(0, at) if next(turn) else x, (args, kwargs))
+
     @functools.wraps(func)
     def rows_first(*args: Any, **kwargs: Any) -> Tensor:
-        turn = iter(turned)
-        args, kwargs = map_tensors(lambda x: x.transpose(0, at) if next(turn) else x, (args, kwargs))
+        args, kwargs = moved(args, kwargs)
         output: Tensor = func(*args, **kwargs).transpose(0, at)
         return output
 
-    return rows_first
+    return rows_first, moved(args, kwargs)
 
 
 def new_dimensions(args: Any, kwargs: Any, data: list[Tensor]) -> tuple[None, ...]:

@@ -360,12 +360,9 @@ class Tape(TorchFunctionMode):
                 args, kwargs = samples_first(func, args, kwargs, at, data)
                 return func(*args, **kwargs).transpose(0, at).contiguous()
         if at and handler_of(func) is None and all(samples_of(x) == at for x in data):
-            first = as_rows_first(func, at, args, kwargs, data)
             with self:
-                args, kwargs = map_tensors(
-                    lambda x: x.transpose(0, at) if any(x is y for y in data) else x, (args, kwargs)
-                )
-                return handle_torch_function(first, (), *args, **kwargs).transpose(0, at)
+                rows_first, (args, kwargs) = as_rows_first(func, at, args, kwargs, data)
+                return handle_torch_function(rows_first, (), *args, **kwargs).transpose(0, at)
         return NotImplemented
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:

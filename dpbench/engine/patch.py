@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from clipping.core.autograd import version_of
 from clipping.distributed.spread import here, reshard
 from dpbench.engine.adam import AdamBC
 from dpbench.engine.errors import Misuse
@@ -147,12 +148,8 @@ class Patch:
 
     def _gradients(self) -> list[tuple[nn.Parameter, Any, int]]:
         """(parameter, its `.grad`, how often that was written to), for each gradient in the optimizer."""
-        found = []
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if (grad := p.grad) is not None:
-                    found.append((p, grad, -1 if grad.is_inference() else grad._version))
-        return found
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        return [(p, grad, version_of(grad)) for p in held if (grad := p.grad) is not None]
 
     def require_no_other_gradient(self) -> None:
         """Raise Misuse if a gradient was put into `.grad`, or added to one, since the last step: it would be lost."""

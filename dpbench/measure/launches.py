@@ -230,15 +230,7 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         if each * count:
             read = tensors[:-results]
             flops = _FLOPS[program](*read, numbers, constants) if program in _FLOPS else 0
-            least = 0.0
-            if program in _LOADED:
-                programs, share = each * count, math.ceil(each * count / cuda.MULTIPROCESSORS) / (each * count)
-                if program == "weighted":  # portions are of two sizes
-                    samples, size = numbers[6:8]
-                    tiles = programs // -(-samples // size)
-                    share = cuda.busiest(samples, size, tiles) / (samples * tiles)
-                loaded = _LOADED[program](read[1], numbers, constants) * read[1].element_size()
-                least = _on_the_busiest(programs, loaded, share)
+            least = _on_the_busiest(program, each * count, read[1], numbers, constants) if program in _LOADED else 0.0
             launches.program(program, read, tensors[-results:], flops, least)
 
     known = (*cuda.DTYPES, *cuda.IDS)
@@ -302,9 +294,16 @@ _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count 
 }
 
 
-def _on_the_busiest(programs: int, loaded: int, share: float) -> float:
-    """Seconds of the multiprocessor that loads this share of the bytes that all programs load."""
-    return share * loaded * cuda.MULTIPROCESSORS / CACHE + math.ceil(programs / cuda.MULTIPROCESSORS) * START
+def _on_the_busiest(program: str, programs: int, g: Tensor, numbers: Sequence[int], constants: Any) -> float:
+    """Seconds of the multiprocessor that loads the most bytes."""
+    rounds = math.ceil(programs / cuda.MULTIPROCESSORS)
+    share = rounds / programs  # of the bytes that all programs load
+    if program == "weighted":  # portions are of two sizes
+        samples, size = numbers[6:8]
+        tiles = programs // -(-samples // size)
+        share = cuda.busiest(samples, size, tiles) / (samples * tiles)
+    loaded = _LOADED[program](g, numbers, constants) * g.element_size()
+    return share * loaded * cuda.MULTIPROCESSORS / CACHE + rounds * START
 
 
 def _by_gram_tiles(positions: int, entries: int, block: int) -> int:
