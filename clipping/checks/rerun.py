@@ -70,9 +70,10 @@ def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float])
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype], tolerances: Mapping[torch.dtype, float] = TOLERANCE) -> float:
-    """Return the largest tolerance of some dtypes, that of float32 for none.
+    """Return the largest tolerance of some dtypes.
 
     Args:
+        dtypes: floating dtypes; if there are none, that of float32 counts.
         tolerances: as of `coarsest`.
     """
     other = tolerances[torch.float32]
