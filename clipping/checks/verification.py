@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,12 @@ from clipping.core.batches import forward, leading_dimension, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import formats
 from clipping.core.reference import definition
-from clipping.core.types import ClippedGradient, Clips
+from clipping.core.types import ClippedGradient
 from clipping.numerics import kernels
 from clipping.numerics.rng_replay import Draws, same_for_each
+
+if TYPE_CHECKING:
+    from clipping.backends.base import Backend
 
 FLOOR = 1e-3
 CAST_TOLERANCE = 1e-6
@@ -145,7 +148,7 @@ def compare(result: ClippedGradient, reference: ClippedGradient, clip: ClipFunct
     return Agreement(norm_error, errors[worst], worst)
 
 
-def verify(backend: Clips, inputs: Any, targets: Any) -> None:
+def verify(backend: Backend, inputs: Any, targets: Any) -> None:
     """Compare `backend` with the oracle on the first two samples of a batch.
 
     Raises:
@@ -161,7 +164,7 @@ def says_something(result: ClippedGradient) -> bool:
     return result.norms is None or bool(result.norms[:2].any())
 
 
-def agreement_with_oracle(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
+def agreement_with_oracle(backend: Backend, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
     """The errors on the first `samples` samples, and the limit that rounding explains.
 
     Computed in float64 if the model can be cast, so that larger errors come from the method; else in the model's own
@@ -172,7 +175,9 @@ def agreement_with_oracle(backend: Clips, inputs: Any, targets: Any, samples: in
     return _on_few(_agreement, backend, inputs, targets, samples)
 
 
-def agreement_in_own_arithmetic(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
+def agreement_in_own_arithmetic(
+    backend: Backend, inputs: Any, targets: Any, samples: int = 2
+) -> tuple[Agreement, Limit]:
     """As `agreement_with_oracle`, in the dtypes of training, whose kernels differ from those of float64.
 
     See `ROUNDINGS` and `SPREAD` for the limit.
@@ -180,7 +185,7 @@ def agreement_in_own_arithmetic(backend: Clips, inputs: Any, targets: Any, sampl
     return _on_few(_agreement_as_it_is, backend, inputs, targets, samples)
 
 
-def _on_few(of: _Check, backend: Clips, inputs: Any, targets: Any, samples: int) -> tuple[Agreement, Limit]:
+def _on_few(of: _Check, backend: Backend, inputs: Any, targets: Any, samples: int) -> tuple[Agreement, Limit]:
     few = map_tensors(lambda x: x[: samples * backend.together], (inputs, targets))
     before = Draws()
     with kernels.overwriting.of_any_size():
@@ -191,7 +196,7 @@ def _on_few(of: _Check, backend: Clips, inputs: Any, targets: Any, samples: int)
     return found, limit
 
 
-def _agreement(backend: Clips, few: Any) -> tuple[Agreement, Limit, bool]:
+def _agreement(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:
     both = _in_float64(backend, few)
     if both is None:
         both = _both(backend, *few)
@@ -202,7 +207,7 @@ def _agreement(backend: Clips, few: Any) -> tuple[Agreement, Limit, bool]:
     return both.agreement(), limit_of(both.formats), both.drew
 
 
-def _agreement_as_it_is(backend: Clips, few: Any) -> tuple[Agreement, Limit, bool]:
+def _agreement_as_it_is(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:
     both = _both(backend, *few)
     found, loose = both.agreement(), limit_of(both.formats)
     limit = Limit(loose.norm, min(loose.norm, loose.grad))
@@ -216,7 +221,7 @@ def _agreement_as_it_is(backend: Clips, few: Any) -> tuple[Agreement, Limit, boo
     return found, limit, both.drew
 
 
-def _in_float64(backend: Clips, few: Any) -> _Both | None:
+def _in_float64(backend: Backend, few: Any) -> _Both | None:
     """Both results in float64; None if the model cannot be cast, or its losses keep another dtype."""
     wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, few)
     try:
@@ -244,7 +249,7 @@ class _Both(NamedTuple):
 _Check = Callable[[Any, Any], tuple[Agreement, Limit, bool]]
 
 
-def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
+def _both(backend: Backend, inputs: Any, targets: Any) -> _Both:
     clip = backend.clip if backend.private else Flat(max_grad_norm=float("inf"))
 
     def copied() -> Any:
@@ -270,7 +275,7 @@ def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
 
 
 @contextmanager
-def _the_same(backend: Clips, batch_size: int) -> Iterator[Draws]:
+def _the_same(backend: Backend, batch_size: int) -> Iterator[Draws]:
     """Context in which each sample draws the same numbers; what the step writes to is restored afterwards."""
     every = backend.model.parameters()  # a teacher is frozen, and the first forward pass may already write to it
     with backend.moving.repeated(Draws(), also=every), same_for_each(batch_size) as seeded:

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-
-from clipping.core.clip_functions import ClipFunction
 
 LossFunction = Callable[[Any, Any], Tensor]
 Parameters = dict[str, nn.Parameter]
@@ -50,27 +48,3 @@ class UnsupportedModel(Exception):
         self.problems = list(problems)
         lines = "; ".join(f"{p.module}: {p.reason} (remedy: {p.remedy})" for p in self.problems)
         super().__init__(f"{backend} does not support this model: {lines}")
-
-
-class Clips(Protocol):
-    """The part of a backend (`clipping.backends.base.Backend`) that comparisons use."""
-
-    @property
-    def name(self) -> str:
-        """The name that `load_backend` accepts."""
-
-    @property
-    def private(self) -> bool:
-        """True if it clips; False for ordinary training."""
-
-    @property
-    def together(self) -> int:
-        """Samples whose mean gradient is clipped as one."""
-
-    model: nn.Module
-    loss_fn: LossFunction
-    clip: ClipFunction
-    moving: Any
-    """The state of model and loss (`clipping.checks.moving.Moving`)."""
-
-    def __call__(self, inputs: Any, targets: Any) -> ClippedGradient: ...

@@ -32,11 +32,10 @@ from dpbench.engine.release import Sensitivity, Sums, Unread, gathered, release_
 from dpbench.engine.sampling import Sampler, Sizes
 from dpbench.engine.settings import clip_function, of_noise, require_usable, resolve, source_of, usable_backend
 from dpbench.engine.spent import LEFT_OUT, NOT_ACCOUNTED, NOT_COUNTED, Abandoned, Log, PrivacySpent
-from dpbench.engine.state import State
 from dpbench.engine.whole_step import WholeStep
 
 
-class PrivacyEngine(State):
+class PrivacyEngine:
     """Makes an optimizer's steps differentially private.
 
     Formal guarantees: the parameters after T steps are (ε, δ)-private, as `privacy_spent` reports, under two
@@ -133,12 +132,13 @@ class PrivacyEngine(State):
         self._patch: Patch | None = None
         self._sums, self._unread, self._log = Sums(), Unread(), None if log is None else Log(log)
         self.steps = self.drawn = self._sampled = self._size = 0
+        """Logical batches released; the loader's that were stepped or skipped; released ones of the loader's."""
         self.stepped = False
         """Whether the last `optimizer.step` moved the parameters, rather than accumulate a piece of a logical batch."""
         self._abandoned, self._sizes = Abandoned(), Sizes(*(n / place()[1] for n in (sample_size, batch_size)))
         self._unlike: str | None = None  # how the caller's batch sizes differ from Poisson samples
         self._drawing = -1  # the loader's logical batch whose pieces are in the sum; -1 for none
-        self._ended = 0
+        self._ended = 0  # logical batches at the end of the last iteration of a loader
         self.counted = 0.0
         """The sum of `Recorder.count` over the last released logical batch: not private."""
         self._mask = 0, 0  # (real, padded) samples of the last physical batch stepped

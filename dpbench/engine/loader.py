@@ -11,12 +11,14 @@ is a valid input, as zeros may not be. Its gradient is never in the sum.
 A collator that mixes records, as mixup does, is refused: C would not bound one record's share of the sum.
 """
 
+from __future__ import annotations
+
 import copy
 import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,9 @@ from clipping.numerics.rng_replay import Draws
 from dpbench.engine.batch_identity import Ticket
 from dpbench.engine.distributed import place
 from dpbench.engine.errors import Misuse
-from dpbench.engine.state import State
+
+if TYPE_CHECKING:
+    from dpbench.engine.engine import PrivacyEngine
 
 RECORDS = 8
 """Most records to collate for a check, spread over the data set."""
@@ -59,7 +63,7 @@ class PrivateLoader:
     """
 
     def __init__(
-        self, engine: State, dataset: Any, most: int | None, pad: bool | None, options: dict[str, Any]
+        self, engine: PrivacyEngine, dataset: Any, most: int | None, pad: bool | None, options: dict[str, Any]
     ) -> None:
         if isinstance(dataset, DataLoader):
             raise ValueError(
@@ -142,7 +146,7 @@ def is_on_gpu(model: nn.Module) -> bool:
 class _Pieces:
     """Index lists for the DataLoader, and a queue of (logical batch's number, is its last piece, samples, size)."""
 
-    def __init__(self, engine: State, most: int | None, pad: bool) -> None:
+    def __init__(self, engine: PrivacyEngine, most: int | None, pad: bool) -> None:
         self._engine, self._sampler, self._most, self._shard = engine, engine._sampler, most, place()
         self.steps_per_epoch = engine.settings.steps_per_epoch
         self._grain = math.isqrt(most or engine.settings.batch_size // self._shard[1]) or 1 if pad else None

@@ -1,10 +1,12 @@
 """Replace and restore `optimizer.step`; detect steps that bypass the engine, and partial checkpoints."""
 
+from __future__ import annotations
+
 import sys
 import types
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,22 +16,24 @@ from clipping.core.autograd import version_of
 from clipping.distributed.spread import here, reshard
 from dpbench.engine.adam import AdamBC
 from dpbench.engine.errors import Misuse
-from dpbench.engine.state import State
 
-_ENGINES: weakref.WeakSet[State] = weakref.WeakSet()
+if TYPE_CHECKING:
+    from dpbench.engine.engine import PrivacyEngine
+
+_ENGINES: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 _WATCH: list[Any] = []
 _MARK = "privacy_steps"
 """Key in the optimizer's first parameter group, and so in its state_dict: the number of released logical batches."""
 
 
-def claim(engine: State) -> None:
+def claim(engine: PrivacyEngine) -> None:
     """Watch all optimizers of this process for steps on the engine's model."""
     _ENGINES.add(engine)
     if not _WATCH:
         _WATCH.append(register_optimizer_step_pre_hook(_watch))
 
 
-def disclaim(engine: State) -> None:
+def disclaim(engine: PrivacyEngine) -> None:
     """Stop watching for this engine."""
     _ENGINES.discard(engine)
     if not _ENGINES:
@@ -47,7 +51,7 @@ class Patch:
         Misuse: the optimizer or the model has an engine, or their parameters differ.
     """
 
-    def __init__(self, engine: State, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:
         _refuse(engine, optimizer)
         self.optimizer = optimizer
         self.stepping = False
@@ -89,7 +93,7 @@ class Patch:
         self._is_scheduled = hasattr(inner, "_wrapped_by_lr_sched")
         if self._is_scheduled:  # else torch would wrap it again, and warn about the order of calls
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self.engine: State | None = engine
+        self.engine: PrivacyEngine | None = engine
         own = vars(optimizer)
         # attributes of accelerate's own wrappers: it then leaves the optimizer as it is
         wrapper: dict[str, Any] = {
@@ -196,7 +200,7 @@ def _beneath(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     return own.get("optimizer") if "accelerator_state" in own else None
 
 
-def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
+def _refuse(engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Misuse(f"expected one torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}")
     if hasattr(optimizer, "privacy_engine"):

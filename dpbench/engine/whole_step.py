@@ -5,8 +5,10 @@ runs in between, so all but noise and optimizer can be one program (`clipping.pr
 counts as `optimizer.step(loss=losses)` does; only the computation of the sum differs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from clipping.program.graphs import Compile, Graphs
 from clipping.program.step import Batch
 from dpbench.engine.errors import Misuse
 from dpbench.engine.release import only_real
-from dpbench.engine.state import State
+
+if TYPE_CHECKING:
+    from dpbench.engine.engine import PrivacyEngine
 
 
 class WholeStep:
@@ -33,7 +37,7 @@ class WholeStep:
         ValueError: `compile` is True, and the backend or the model does not allow a program.
     """
 
-    def __init__(self, engine: State, loss_fn: LossFunction, *, compile: Compile) -> None:
+    def __init__(self, engine: PrivacyEngine, loss_fn: LossFunction, *, compile: Compile) -> None:
         self._engine, self._loss_fn = engine, loss_fn
         self._code: Any = loss_fn  # the caller's, whose state is part of a step
         backend = engine._recorder.backend
@@ -120,7 +124,7 @@ class Programs(WholeStep):
         losses_of: batch -> [B]: forward pass and loss.
     """
 
-    def __init__(self, engine: State, losses_of: Callable[[Any], Tensor], *, compile: Compile) -> None:
+    def __init__(self, engine: PrivacyEngine, losses_of: Callable[[Any], Tensor], *, compile: Compile) -> None:
         super().__init__(engine, lambda outputs, targets: outputs, compile=compile)
         self._of_batch = self._code = losses_of
 
