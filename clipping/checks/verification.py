@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 FLOOR = 1e-3
 CAST_TOLERANCE = 1e-6
 """For a model in float64 that may cast to float32 itself (the RMSNorm of Llama)."""
-LOWERED = 1e-3
-"""How much rounding in such a cast may lower a factor and its sum (`clipping.numerics.rounding_bounds`)."""
 EXACT = 1e-9
 """For a computation in float64 throughout."""
 ROUNDINGS, FLIPS = 8, 2e-2
@@ -200,11 +198,10 @@ def _agreement(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:
     both = _in_float64(backend, few)
     if both is None:
         both = _both(backend, *few)
-    if {g.dtype for g in both.reference.grads.values()} | {both.reference.losses.dtype} == {torch.float64}:
-        limit = Limit(CAST_TOLERANCE, LOWERED if torch.float32 in both.formats else CAST_TOLERANCE)
-        if both.formats <= {torch.float64, torch.float32}:
-            return both.agreement(), limit, both.drew
-    return both.agreement(), limit_of(both.formats), both.drew
+    results = {x.dtype for x in (*both.reference.grads.values(), both.reference.losses)}
+    is_wide = results == {torch.float64} and both.formats <= {torch.float64, torch.float32}
+    limit = Limit(CAST_TOLERANCE, CAST_TOLERANCE) if is_wide else limit_of(both.formats)
+    return both.agreement(), limit, both.drew
 
 
 def _agreement_as_it_is(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from clipping import ClippedGradient, Flat, UnsupportedModel, compare
-from clipping.checks.verification import CAST_TOLERANCE, LOWERED, Limit
+from clipping.checks.verification import CAST_TOLERANCE, Limit
 from clipping.core.batches import forward, map_tensors
 from clipping.core.reference import gradients, of_means, with_zeros
 from clipping.program.graphs import BEFORE
 from dpbench.conformance.coverage import COMPILED, KERNEL, LOOP, CoverageTrial
 from dpbench.errors import in_words
-from dpbench.measure.check import between, norms_of, one_by_one, worst
+from dpbench.measure.check import LOWERED, between, norms_of, one_by_one, worst
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.backend_classes import UnavailableBackend, backend_class
