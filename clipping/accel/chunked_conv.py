@@ -124,7 +124,7 @@ def _is_large(
 
 
 def _in_pieces(g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int) -> Tensor:
-    with torch.no_grad(), without_autocast(g.device):
+    with torch.no_grad(), without_autocast():
         wanted = [True, False, False]
         result = torch.empty_like(x)
 

@@ -201,7 +201,7 @@ class TapeBackend(Backend):
             tape.backward(losses, norms.arrived, retain_graph=twice or keep_graph, last=not twice)
             if isinstance(norms, TwoPasses):
                 norms.again = partial(tape.backward, losses, retain_graph=keep_graph)
-            with without_autocast(losses.device):
+            with without_autocast():
                 total, grads = norms.finish()
         self.coverage = norms.coverage()
         for name, grad in grads.items():

@@ -328,7 +328,7 @@ def _explained(model: nn.Module, run: Run, before: Sequence[Tensor], change: Cha
     if limit <= CAST_TOLERANCE or differing(was[:1], now[:1], change, limit) is None:
         return False
     with suppress(RuntimeError, TypeError, NotImplementedError), reading_float64(model), torch.no_grad():
-        with without_autocast(before[0].device):
+        with without_autocast():
             was, now = (run(each._replace(wide=True), True) for each in (unchanged, change))
         return differing(was, now, change, OF_OTHER_SHAPES * CAST_TOLERANCE) is None
     return False

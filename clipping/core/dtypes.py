@@ -7,8 +7,8 @@ output.
 
 import functools
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -29,13 +29,6 @@ def is_autocast(device: torch.device) -> bool:
     return _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Context without the caller's autocast, so that norms are not computed in half precision."""
-    if is_autocast(device):
-        return torch.autocast(device.type, enabled=False)
-    return _NOTHING
-
-
 def as_autocast(x: Tensor) -> Tensor:
     """Cast as autocast does before a product; one call serves several products of x."""
     wanted = x.dtype != torch.float64 and is_autocast(x.device)
@@ -43,7 +36,8 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
-_NOTHING = nullcontext()
+without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
+"""Returns a context without autocast on any device, so that norms are not computed in half precision."""
 
 
 @functools.cache

@@ -159,7 +159,7 @@ class Graph:
             raise
 
     def _run(self, given: Sequence[Tensor], parameters: Parameters) -> tuple[ClippedGradient, Sequence[Tensor]]:
-        with torch.no_grad(), without_autocast(self.device):
+        with torch.no_grad(), without_autocast():
             tensors = self._step(*(x.detach() for x in given))
         if self._has_flag:
             *tensors, holds = tensors
@@ -407,7 +407,7 @@ class Graph:
         """Compile the traced step by TorchInductor, or record it as a CUDA graph, or both."""
         step, given = self._step, [x.detach() for x in given]
         try:
-            with torch.no_grad(), without_autocast(self.device):
+            with torch.no_grad(), without_autocast():
                 if way == "compiled":
                     inductor: Any = importlib.import_module("torch._inductor")  # takes a second
                     # dropout must draw the same numbers as in an eager step

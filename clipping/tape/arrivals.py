@@ -118,7 +118,7 @@ class Arrivals:
         if self._arrival is not None:
             self._arrived[use] += 1
             if g is not None and g.numel():
-                with without_autocast(g.device):
+                with without_autocast():
                     self._arrival(use, g if g.shape == use.output.shape else g.reshape(use.output.shape))
         elif g is not None and self.by_hand is not None:
             self.by_hand()

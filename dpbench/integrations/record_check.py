@@ -87,8 +87,7 @@ def _without_rounding(model: nn.Module, seen: _Seen) -> tuple[int, float, float,
     """The difference in float64; if the model cannot be cast, a difference of `MUCH` tolerances."""
     if not any_sharded(list(model.parameters())):
         seen.wide = True
-        device = next(model.parameters()).device
-        with suppress(RuntimeError, TypeError, NotImplementedError), reading_float64(model), without_autocast(device):
+        with suppress(RuntimeError, TypeError, NotImplementedError), reading_float64(model), without_autocast():
             return seen.differing()
         seen.wide = False
     seen.tolerance = MUCH

@@ -201,7 +201,6 @@ def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
     def on_a_gpu(graph, way, given, draws):
         with monkeypatch.context() as patched:
             patched.setattr(graph, "device", torch.device("cuda"))
-            patched.setattr(clipping.program.step, "without_autocast", lambda device: contextlib.nullcontext())
             return made(graph, way, given, draws)
 
     monkeypatch.setattr(clipping.program.step.Graph, "_made", on_a_gpu)
