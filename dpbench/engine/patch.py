@@ -152,8 +152,8 @@ class Patch:
 
     def _gradients(self) -> list[tuple[nn.Parameter, Any, int]]:
         """(parameter, its `.grad`, how often that was written to), for each gradient in the optimizer."""
-        held = (p for group in self.optimizer.param_groups for p in group["params"])
-        return [(p, grad, version_of(grad)) for p in held if (grad := p.grad) is not None]
+        groups = self.optimizer.param_groups
+        return [(p, p.grad, version_of(p.grad)) for group in groups for p in group["params"] if p.grad is not None]
 
     def require_no_other_gradient(self) -> None:
         """Raise Misuse if a gradient was put into `.grad`, or added to one, since the last step: it would be lost."""
