@@ -30,7 +30,7 @@ from clipping.provenance.derived_parameters import methods
 
 LEAST = 4 * 2**20
 """Least bytes of an activation to overwrite; for smaller ones a Python node takes more time than it saves."""
-_least, _is_from_losses = PerThread(LEAST), PerThread(False)
+_least = PerThread(LEAST)
 aten = torch.ops.aten
 
 
@@ -82,8 +82,7 @@ class Overwriting(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (g,), (kept,), activation = grads, ctx.saved_tensors, ctx.activation
         given = (g, kept, *activation.arguments)
-        ours = _is_from_losses.value and not torch.is_grad_enabled()
-        if ctx.alone and ours and _alike(g, kept):
+        if ctx.alone and not torch.is_grad_enabled() and _alike(g, kept):
             found = activation.backward.grad_input(*given, **ctx.options, grad_input=g)
         else:
             found = activation.backward.default(*given, **ctx.options)
@@ -129,11 +128,6 @@ def _applies(x: Any) -> bool:
     )
 
 
-def from_losses() -> AbstractContextManager[Any]:
-    """Context in which this thread's backward passes start at the losses that `note_alone` was called for."""
-    return _is_from_losses.set(True)
-
-
 def of_any_size() -> AbstractContextManager[Any]:
     """Context that treats small activations as large ones, so that verification runs the same code as training."""
     return _least.set(0)
@@ -156,23 +150,25 @@ def makes_anew(kind: Any) -> bool:
 
 @functools.cache
 def is_followed(kind: Any) -> bool:
-    """True if `note_alone` must know which nodes pass a gradient to nodes of this type."""
+    """True if `alone` must know which nodes pass a gradient to nodes of this type."""
     return kind is _NODE or kind.__name__ in VIEWS
 
 
-def note_alone(leads: dict[Any, list[Any]]) -> None:
-    """Mark nodes that exclusively own their incoming gradient.
+def alone(leads: dict[Any, list[Any]]) -> list[Any]:
+    """Return the nodes that exclusively own their incoming gradient.
 
     Args:
         leads: for each node that `is_followed`, the nodes that pass it a gradient.
     """
 
-    def alone(node: Any) -> bool:
+    def owns(node: Any) -> bool:
         kinds: list[tuple[Any, Any]] = [(type(each), each) for each in leads[node]]
-        return all(makes_anew(kind) or (is_followed(kind) and each in leads and alone(each)) for kind, each in kinds)
+        return all(makes_anew(kind) or (is_followed(kind) and each in leads and owns(each)) for kind, each in kinds)
 
+    found = []
     for node in leads:
         if type(node) is _NODE:
             output = node.output()
             hooked = output is not None and bool(output._backward_hooks)  # hooks may keep their gradient
-            node.alone = not hooked and alone(node)
+            found += [] if hooked or not owns(node) else [node]
+    return found

@@ -31,11 +31,9 @@ class Missing:
         """Run the operation unchanged."""
         return func(*args, **kwargs)
 
-    def from_losses(self) -> AbstractContextManager[None]:
+    def of_any_size(self) -> AbstractContextManager[None]:
         """Context in which nothing is overwritten."""
         return nullcontext()
-
-    of_any_size = from_losses
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import without_autocast
-from clipping.numerics import kernels
 from clipping.rules.base import Refused
 from clipping.tape.uses import Use
 
@@ -43,6 +42,7 @@ class Arrivals:
         self._anchors: dict[torch.device, Tensor] = {}
         self._copies: list[tuple[Use, Tensor]] = []
         self._leaves: list[Tensor] = []
+        self._alone: list[Any] = []
         self._hooks: list[Any] = []
         self._arrived: Counter[Use] = Counter()
         self._arrival: Arrival | None = None
@@ -63,16 +63,17 @@ class Arrivals:
             with suppress(RuntimeError):  # torch 2.11: the node is freed, and no gradient reaches it
                 self._hooks.append(node.register_prehook(partial(self._arrive, use, at)))
 
-    def expect(self, uses: list[Use], leaves: list[Tensor], graph: int) -> None:
+    def expect(self, uses: list[Use], leaves: list[Tensor], graph: int, alone: list[Any]) -> None:
         """State the uses and leaves in the graph of the losses. Each use's gradient must arrive exactly once.
 
         Args:
             graph: number of the graph.
+            alone: its activation functions that may overwrite the gradient that they receive.
             leaves: leaves of the graph that are not parameters; some uses may be reachable only through them.
         """
         anchors = {id(anchor) for anchor in self._anchors.values()}
         self._leaves = [leaf for leaf in leaves if id(leaf) not in anchors]
-        self.expected, self.graph = uses, graph
+        self.expected, self.graph, self._alone = uses, graph, alone
 
     def run(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool = True) -> None:
         """Backpropagate Σ_i ℓ_i, and call `arrival(use, g)` for each use whose gradient arrives. Keeps the hooks."""
@@ -82,13 +83,16 @@ class Arrivals:
             uses, copies = zip(*self._copies, strict=True) if self._copies else ((), ())
             wanted = [*copies, *self._anchors.values(), *self._leaves]
             if wanted and losses.requires_grad:
-                with kernels.overwriting.from_losses():
-                    found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
+                for node in self._alone:
+                    node.alone = True
+                found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
                 with torch.no_grad():
                     for at, use in enumerate(uses):
                         self._arrive(use, at, found)
         finally:
             self._arrival = None
+            for node in self._alone:  # a backward pass of the caller's may include other nodes
+                node.alone = False
 
     def require_complete(self) -> None:
         """Check after `run` that all gradients have arrived.
@@ -111,6 +115,7 @@ class Arrivals:
         self._hooks.clear()
         self._copies.clear()
         self._leaves.clear()
+        self._alone.clear()
 
     def _arrive(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Record the arrival of the gradient with index `at`; None is a zero gradient, as is one without entries."""

@@ -62,8 +62,6 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
             _require_unchanged(node)
         for child, _ in node.next_functions:
             kind: Any = type(child)
-            if kernels.overwriting.is_followed(kind):
-                leads.setdefault(child, []).append(node)
             if kind is _LEAF:
                 leaf = child.variable
                 name = known.get(id(leaf)) or tape.name_of(leaf)
@@ -75,6 +73,8 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
             if child in inside or (kind is _CAST and _is_parameter(child, known)):
                 unseen |= dict.fromkeys(_names(child, known, tape) if mine is None else [], node)
                 continue
+            if kernels.overwriting.is_followed(kind):
+                leads.setdefault(child, []).append(node)
             if child not in seen:
                 seen.add(child)
                 stack.append(child)
@@ -82,9 +82,9 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
             use = maker.get(below)
             if use is not mine and use is not None and not {use.node, use.view} & {number, below}:
                 unseen |= dict.fromkeys(use.names, node)
-    kernels.overwriting.note_alone(leads)
+    alone = kernels.overwriting.alone(leads) if leads else []
     reached = [use for use in tape.uses if use.node in numbers]
-    tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)))
+    tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)), alone)
     return [_unseen(name, node, tape) for name, node in unseen.items()]
 
 

@@ -362,7 +362,7 @@ def without_later_functions(patch: pytest.MonkeyPatch) -> None:
 def without_leaves(patch: pytest.MonkeyPatch) -> None:
     """A leaf that the model made leads to nothing, and what does not arrive is not missed."""
     expect = Arrivals.expect
-    patch.setattr(Arrivals, "expect", lambda self, uses, leaves, graph: expect(self, uses, [], graph))
+    patch.setattr(Arrivals, "expect", lambda self, uses, leaves, *given: expect(self, uses, [], *given))
     patch.setattr(Arrivals, "require_complete", lambda self: None)
 
 
