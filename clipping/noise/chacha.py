@@ -51,6 +51,9 @@ class Segments:
         counts: number of entries of each tensor.
         labels: last nonce word of each tensor; they must differ, or two tensors would get the same noise.
 
+    Raises:
+        ValueError: a tensor has too many entries, or a label does not fit 32 bits.
+
     Attributes:
         groups: number of groups of each tensor.
         length: number of entries of the flat tensor, gaps included.
@@ -59,6 +62,8 @@ class Segments:
     def __init__(self, counts: Sequence[int], labels: Sequence[int]) -> None:
         if (most := max(counts, default=0)) > LONGEST:
             raise ValueError(f"expected at most {LONGEST} coordinates in a draw, got {most}")
+        if min(labels, default=0) < 0 or max(labels, default=0) >= 2**32:
+            raise ValueError(f"expected a nonce of 3 words of 32 bits, got {min(labels)} to {max(labels)} as the last")
         self.counts, self.labels = tuple(counts), tuple(labels)
         self.groups = [-(-count // NORMALS) for count in counts]
         self._starts = list(itertools.accumulate(self.groups, initial=0))  # in groups, with the end
@@ -126,7 +131,7 @@ def add_to_flat(
     groups, unit = segments.length // NORMALS, grid / divisor
     if not groups:
         return
-    state = state_of(key, nonce, segments)
+    state = state_of(key, 0, (*nonce, segments.labels[0]))
     if kernels.cpu.supported(flat) and spoiled is None:
         run_compiled("noisy", flat, segments, (deviation, grid, unit), state)
         return
@@ -158,7 +163,7 @@ def _agrees(device: torch.device) -> bool:
 
     (Triton needs a C compiler to launch, and wrong noise would go unnoticed.)
     """
-    state = _state(bytes(range(32)), 0, (1, 2, 0))
+    state = state_of(bytes(range(32)), 0, (1, 2, 0))
     labels, numbers = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([3, -4], [0, 2**28 - 1]))
     found = torch.zeros(2 * NORMALS, dtype=torch.float64, device=device)
     try:
@@ -237,7 +242,7 @@ def words(key: bytes, nonce: Sequence[int], block: int, blocks: int, device: tor
         block: the number of the first.
         blocks: number of blocks.
     """
-    return _ciphered(_filled(_state(key, block, nonce), torch.arange(block, block + blocks, device=device)))
+    return _ciphered(_filled(state_of(key, block, nonce), torch.arange(block, block + blocks, device=device)))
 
 
 def _words(state: Sequence[int], labels: Tensor, numbers: Tensor) -> Tensor:
@@ -276,22 +281,12 @@ def _ciphered(state: Tensor) -> Tensor:
     return state + torch.cat([a, b, c, d])
 
 
-def state_of(key: bytes, nonce: Sequence[int], segments: Segments) -> list[int]:
-    """Return the cipher's state before block 0. The labels of tensors replace its last word.
-
-    Args:
-        nonce: its first two words.
-        segments: at least one tensor.
+def state_of(key: bytes, block: int, nonce: Sequence[int]) -> list[int]:
+    """Return the cipher's state before a block. In a draw for several tensors, their labels replace its last word.
 
     Raises:
         ValueError: a key or nonce has a wrong size.
     """
-    for label in (min(segments.labels), max(segments.labels)):
-        state = _state(key, 0, (*nonce, label))
-    return state
-
-
-def _state(key: bytes, block: int, nonce: Sequence[int]) -> list[int]:
     if len(key) != 32 or len(nonce) != 3 or min(nonce) < 0 or max(nonce) >= 2**32:
         raise ValueError(f"expected a key of 32 bytes and a nonce of 3 words of 32 bits, got {len(key)} bytes, {nonce}")
     return [*CONSTANT, *struct.unpack("<8I", key), block, *nonce]

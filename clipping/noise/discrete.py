@@ -53,7 +53,7 @@ def add_discrete(flat: Tensor, segments: Segments, log: int, grid: float, key: b
         raise ValueError(f"expected the logarithm of a deviation from 1 to 40, got {log}")
     if not segments.length:
         return
-    here, state = flat.cpu(), state_of(key, nonce, segments)
+    here, state = flat.cpu(), state_of(key, 0, (*nonce, segments.labels[0]))
     if kernels.cpu.supported(here):
         run_compiled("discrete_noisy", here, segments, (log, grid, grid), state)
     else:

@@ -45,7 +45,7 @@ def words_bit_by_bit(device: str) -> None:
     for key, nonce in ((KEY, (3, 1, 2)), (bytes(range(255, 223, -1)), (2**32 - 1, 5, 2**31))):
         for first in (0, 48, 2**31 - 16, 2**31 - 8, 2**32 - 16):
             out = torch.empty(16, 16, dtype=torch.int32, device=device)
-            state = [noise._signed(word) for word in noise._state(key, first, nonce)]
+            state = [noise._signed(word) for word in noise.state_of(key, first, nonce)]
             cipher_words[(1,)](out, *state[4:])
             assert torch.equal(out.cpu(), words(key, nonce, first, 16, "cpu")), (nonce, first)
 
@@ -106,7 +106,7 @@ def counters_of_many_groups(device: str) -> None:
         flat = torch.zeros(128, dtype=torch.float64, device=device)
         label = torch.tensor([5], dtype=torch.int32, device=device)
         numbers = torch.tensor([number], dtype=torch.int32, device=device)
-        state = noise._state(KEY, 0, (*PLACE, 5))
+        state = noise.state_of(KEY, 0, (*PLACE, 5))
         noise._launch(flat, label, numbers, (1.0, 2.0**-50, 2.0**50), state)
         assert float((flat.cpu() - _normals(words(KEY, (*PLACE, 5), 16 * number, 16, "cpu"))).abs().max()) < 2**-48, (
             number
