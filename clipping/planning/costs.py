@@ -21,6 +21,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -178,7 +179,7 @@ def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock, *, whol
     found: dict[Key, float] = {}
     best = float("inf")
     while True:
-        seconds = clock(lambda block=block: rule.norms(g, slice(0, block), way)) / block  # type: ignore[misc]
+        seconds = clock(partial(rule.named(way).norms, rule, g, slice(0, block))) / block
         found[ghost, way, 0 if whole else block] = seconds
         if seconds > 1.1 * best or block == 1 or block * rule.work(g, way).workspace <= CACHED:
             return found

@@ -318,14 +318,10 @@ class Rule(ABC):
 
     def squares_and_reach(self, g: Tensor, route: Route) -> tuple[Tensor, Reach | None]:
         """`squared_norms`, and the reach if it is computed along with them."""
-        way = route.way or self.best_way(g, ghost=route.ghost)
-        parts = each(functools.partial(self.norms, g, way=way), self.blocks(g, way, route.block))
+        way = self.named(route.way or self.best_way(g, ghost=route.ghost))
+        parts = each(functools.partial(way.norms, self, g), self.blocks(g, way.name, route.block))
         squares, *found = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
         return squares, Reach(*found) if found else None
-
-    def norms(self, g: Tensor, samples: slice, way: str) -> Parts:
-        """`Way.norms` of some samples."""
-        return self.named(way).norms(self, g, samples)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""

@@ -26,7 +26,7 @@ from clipping.checks.verification import WrongGradient
 from clipping.core.batches import forward
 from clipping.norms import collection as norms
 from clipping.numerics.per_sample import gram_product, sum_of_squares
-from clipping.rules.base import Rule
+from clipping.rules.base import Route, Rule
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.elementwise import Bias, Broadcast
 from clipping.rules.embedding import EmbeddingWeight
@@ -211,22 +211,21 @@ class LayersOfTheFirstStep(Hooked):
             super().arrived(module, own, x, g)
 
 
-def bias_norm_by_position(self: Broadcast, g: Tensor, samples: slice, way: str) -> tuple[Tensor]:
+def bias_norm_by_position(self: Broadcast, g: Tensor, route: Route) -> tuple[Tensor, None]:
     """Σ_t ‖g_t‖² in the place of ‖Σ_t g_t‖²."""
-    return (sum_of_squares(g[samples]),)
+    return sum_of_squares(g), None
 
 
-def gram_over_all_groups(self: ConvolutionWeight, g: Tensor, samples: slice, way: str) -> tuple[Tensor]:
+def gram_over_all_groups(self: ConvolutionWeight, g: Tensor, route: Route) -> tuple[Tensor, None]:
     """As if every output channel had seen every input channel (private_CNN, fastDP, private-transformers)."""
-    a, g = patches(self.x[samples], self.geometry()), g[samples]
-    a, g = (y.reshape(samples.stop - samples.start, -1, self.positions).transpose(1, 2) for y in (a, g))
-    return (gram_product(a, g, 2**20),)
+    a, g = (y.reshape(len(g), -1, self.positions).transpose(1, 2) for y in (patches(self.x, self.geometry()), g))
+    return gram_product(a, g, 2**20), None
 
 
-def gram_without_the_padding_mask(self: EmbeddingWeight, g: Tensor, samples: slice, way: str) -> tuple[Tensor]:
+def gram_without_the_padding_mask(self: EmbeddingWeight, g: Tensor, route: Route) -> tuple[Tensor, None]:
     """[id_t = id_s] of padding ids counts (Opacus)."""
-    ids, g = self.ids[samples].flatten(1), g[samples].reshape(samples.stop - samples.start, -1, self.outputs)
-    return (((g @ g.mT) * (ids[:, :, None] == ids[:, None])).sum((1, 2)),)
+    ids, g = self.ids.flatten(1), g.reshape(len(g), -1, self.outputs)
+    return ((g @ g.mT) * (ids[:, :, None] == ids[:, None])).sum((1, 2)), None
 
 
 def no_cross_term(self: Rule, g: Tensor, other: Rule, other_g: Tensor) -> Tensor:
@@ -249,16 +248,17 @@ class Mutant:
     replacement: Callable[..., Any] | None = None
 
 
+NORMS = "squares_and_reach"
 MUTANTS = [
     Mutant("factor 1/B left in", "linear 2-D", MeanLoss),
     Mutant("clipping per parameter", "conv2d", EachParameterByItself),
     Mutant("clipping per parameter, black box", "sensitivity: flat", EachParameterByItself),
     Mutant("inverted factor", "linear 2-D", Inverted),
     Mutant("nothing clipped, black box", "sensitivity: global bound", NeverClips),
-    Mutant("bias norm not summed over T", "linear 3-D", "ghost", Broadcast, "norms", bias_norm_by_position),
-    Mutant("bias norm of a convolution", "conv2d", "fastgradclip", Bias, "norms", bias_norm_by_position),
-    Mutant("groups ignored", "conv2d groups", "ghost", ConvolutionWeight, "norms", gram_over_all_groups),
-    Mutant("groups ignored, book-kept", "conv1d strided", "bk_ghost", ConvolutionWeight, "norms", gram_over_all_groups),
+    Mutant("bias norm not summed over T", "linear 3-D", "ghost", Broadcast, NORMS, bias_norm_by_position),
+    Mutant("bias norm of a convolution", "conv2d", "fastgradclip", Bias, NORMS, bias_norm_by_position),
+    Mutant("groups ignored", "conv2d groups", "ghost", ConvolutionWeight, NORMS, gram_over_all_groups),
+    Mutant("groups ignored, book-kept", "conv1d strided", "bk_ghost", ConvolutionWeight, NORMS, gram_over_all_groups),
     Mutant("padding mode ignored", "conv2d circular", PaddingModeIgnored),
     Mutant("padding mode ignored, reflect", "conv2d reflect", PaddingModeIgnored),
     Mutant("padding_idx counted", "embedding padding_idx", PaddingIdxCounted),
@@ -274,7 +274,7 @@ MUTANTS = [
         "embedding padding_idx",
         "ghost",
         EmbeddingWeight,
-        "norms",
+        NORMS,
         gram_without_the_padding_mask,
     ),
     Mutant("loss [B, 1] broadcast", "a loss shaped [B, 1]", TakesAnyLoss),
