@@ -44,7 +44,7 @@ from clipping.core.batches import leading_dimension, map_tensors
 from clipping.core.dtypes import norm_dtype
 from clipping.core.types import LossFunction, UnsupportedModel
 from clipping.planning.costs import Costs, ghost_by_paper, measured, predicted
-from clipping.planning.planner import Plan, Planner, kind
+from clipping.planning.planner import Plan, Planner, kinds_of
 from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Route, Rule
 from clipping.rules.elementwise import Broadcast
@@ -317,7 +317,8 @@ def _on_this_device(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]
     with torch.no_grad():
         for position, reading in enumerate(readings):
             if position not in found and reading.is_planned:
-                what = kind(reading.rule, reading.use.output, reading.rule.samples(reading.use.output))
+                count = reading.rule.samples(reading.use.output)
+                (what,) = kinds_of([(reading.use, reading.source, reading.rule)], count)
                 if what not in others:
                     others[what] = measured(reading.rule, reading.use.output)
                 found[position] = others[what]

@@ -22,6 +22,7 @@ once (`clipping.planning.costs`), and plans again. All routes are exact, so a pl
 repeat training bit for bit, `settle` ends the timing and returns the plans as plain values for `resume`.
 
 Functions take:
+    readings: each use, with each source that it reads and the rule of its gradient.
     output: shape and dtype of a use's output.
     count: number of samples to plan for.
     costs: measured or predicted.
@@ -63,6 +64,7 @@ KEEPING = 1.1
 them makes the rest of the step faster."""
 
 Kind = tuple[Hashable, ...]
+Reading = tuple[Use, Source, Rule]
 Strategy = Literal["auto", "time", "memory", "paper"]
 
 
@@ -140,7 +142,7 @@ class Planner:
         """
         readings = [(use, source, rule) for use in tape.uses for source, rule in use.rules]
         count = count or losses.shape[0]
-        kinds = [kind(rule, use.output, count) for use, _, rule in readings]
+        kinds = kinds_of(readings, count)
         step = (count.bit_length(), losses.device, *kinds, *(["let go"] if tape.let_go.count else []))
         self._calls[step] += 1
         known = self._plans.get(step)
@@ -158,7 +160,7 @@ class Planner:
         self,
         tape: Tape,
         losses: Tensor,
-        readings: list[tuple[Use, Source, Rule]],
+        readings: list[Reading],
         kinds: list[Kind],
         may_time: bool,
         count: int,
@@ -208,7 +210,7 @@ class Planner:
 
     def _costs(
         self,
-        readings: list[tuple[Use, Source, Rule]],
+        readings: list[Reading],
         kinds: list[Kind],
         losses: Tensor,
         may_time: bool,
@@ -271,11 +273,13 @@ def accepted(offers: Mapping[int, tuple[Choice, Choice]], room: float) -> list[i
     return found
 
 
-def kind(rule: Rule, output: Spec, count: int) -> Kind:
-    """Return everything that the costs of a use depend on, with the number of samples to a power of two."""
-    samples = min(count, MOST_SAMPLES).bit_length()
-    shapes = tuple(rule.parameter.shape), rule.positions, rule.inputs, rule.outputs, rule.groups, *rule.settings
-    return type(rule).__name__, shapes, samples, output.shape[1:], output.dtype, rule.fold
+def kinds_of(readings: list[Reading], count: int) -> list[Kind]:
+    """Return everything that the costs of each reading depend on, with the number of samples to a power of two."""
+    kinds, samples = list[Kind](), min(count, MOST_SAMPLES).bit_length()
+    for use, _, rule in readings:
+        shapes = tuple(rule.parameter.shape), rule.positions, rule.inputs, rule.outputs, rule.groups, *rule.settings
+        kinds.append((type(rule).__name__, shapes, samples, use.output.shape[1:], use.output.dtype, rule.fold))
+    return kinds
 
 
 def has_choice(source: Source, rule: Rule) -> bool:
