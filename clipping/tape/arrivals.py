@@ -69,11 +69,10 @@ class Arrivals:
         Args:
             graph: number of the graph.
             alone: its activation functions that may overwrite the gradient that they receive.
-            leaves: leaves of the graph that are not parameters; some uses may be reachable only through them.
+            leaves: leaves of the graph that are no parameters, such as anchors; some uses may be reachable only
+                through them.
         """
-        anchors = {id(anchor) for anchor in self._anchors.values()}
-        self._leaves = [leaf for leaf in leaves if id(leaf) not in anchors]
-        self.expected, self.graph, self._alone = uses, graph, alone
+        self.expected, self.graph, self._leaves, self._alone = uses, graph, leaves, alone
 
     def run(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool = True) -> None:
         """Backpropagate Σ_i ℓ_i, and call `arrival(use, g)` for each use whose gradient arrives. Keeps the hooks."""
@@ -81,7 +80,7 @@ class Arrivals:
         self._arrived.clear()
         try:
             uses, copies = zip(*self._copies, strict=True) if self._copies else ((), ())
-            wanted = [*copies, *self._anchors.values(), *self._leaves]
+            wanted = list(dict.fromkeys((*copies, *self._anchors.values(), *self._leaves)))
             if wanted and losses.requires_grad:
                 for node in self._alone:
                     node.alone = True

@@ -48,7 +48,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     unseen: dict[str, Any] = {}  # by name, the node that reads it
     leaves: dict[int, Tensor] = {}
     numbers: set[int] = set()
-    kinds: list[type] = []
+    kinds: list[Any] = []
     leads: dict[Any, list[Any]] = {}
     seen = {losses.grad_fn, None} | inside
     stack = [losses.grad_fn] if losses.grad_fn is not None else []
@@ -59,7 +59,9 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
         kinds.append(type(node))
         mine = maker.get(number)
         if mine is not None and mine.node >= mine.last and not tape.hooked:
-            _require_unchanged(node)
+            # its output is tied to an anchor, so no backward pass runs it: reading what it saved lets autograd check it
+            for name in _saved(kinds[-1]):
+                getattr(node, name)
         for child, _ in node.next_functions:
             kind: Any = type(child)
             if kind is _LEAF:
@@ -125,18 +127,9 @@ def read_before(losses: Tensor, number: int, parameters: Parameters) -> list[Pro
     ]
 
 
-def _require_unchanged(node: Any) -> None:
-    """Access a node's saved tensors, so that autograd checks them for in-place changes.
-
-    No backward pass runs this node, as its output is tied to an anchor.
-    """
-    kind: Any = type(node)
-    for name in _saved(kind):
-        getattr(node, name)
-
-
 @functools.cache
 def _saved(kind: type) -> list[str]:
+    """Names of the saved tensors of a type of nodes; reading one raises if it was changed in place."""
     return [name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors"]
 
 
