@@ -11,7 +11,7 @@ from clipping.core.dtypes import HALF, norm_dtype
 from clipping.core.microbatching import Parts, power_of_two
 from clipping.numerics.per_sample import added_in, part
 from clipping.numerics.products import PADDED
-from clipping.numerics.rounding_bounds import of_lost
+from clipping.numerics.rounding_bounds import of_lost, portion
 from clipping.rules.base import Route, Rule, Spec, Way, Work, of_columns
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
@@ -178,7 +178,7 @@ def weighted(rule: Rule, g: Tensor, factors: Tensor) -> Tensor | None:
     """
     if not isinstance(rule, (LinearWeight, ConvolutionWeight)) or not fused.runs(rule.parameter):
         return None
-    size, count, factors = portion(rule, g), rule.samples(g), factors.to(torch.float32).contiguous()
+    size, count, factors = portion_of(rule, g), rule.samples(g), factors.to(torch.float32).contiguous()
     if isinstance(rule, LinearWeight):
         whole = rule.images(g, slice(0, count))  # padded alike in each block
         taken = _are_taken(rule, whole)
@@ -248,8 +248,8 @@ def _by_gram(rule: LinearWeight, g: Tensor, route: Route) -> str:
     return way.name if way.name == GRAM_KERNEL or (way is GRAM and GRAM.is_whole(rule, g)) else ""
 
 
-def portion(rule: Bilinear, g: Tensor | Spec) -> int:
+def portion_of(rule: Bilinear, g: Tensor | Spec) -> int:
     """Samples in a portion of `weighted`."""
     count = rule.samples(g)
-    most = rule.most(count, g.dtype)
+    most = portion(count, rule.positions, norm_dtype(g.dtype))
     return cuda.portion_of(power_of_two(count), most, rule.positions, rule.inputs, rule.outputs)

@@ -97,7 +97,7 @@ class EmbeddingWeight(Rule):
             rows = rows * part(factors, samples)[:, None, None]
             return torch.zeros_like(self.parameter, dtype=rows.dtype).index_add_(0, ids.flatten(), rows.flatten(0, 1))
 
-        return added(summed, blocks(count, 1, portion(count, max(1, self.positions), factors.dtype)))
+        return added(summed, blocks(count, 1, portion(count, self.positions, factors.dtype)))
 
     def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
         if kept:

@@ -75,7 +75,8 @@ class Bilinear(Rule):
         if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
             return found
         factors, count = factors.to(wide_dtype(g.dtype)), len(factors)
-        most, room, copied = self.most(count, g.dtype), self.room(), max(1, self.copied(g))
+        most = portion(count, self.positions, norm_dtype(g.dtype))
+        room, copied = self.room(), max(1, self.copied(g))
         if count <= most and count * copied <= room:
             return self.gradient(*self._scaled(g, factors, slice(0, count)))
         room = max(room, 4 * self.instantiated_bytes(g))  # adding up portions of this size takes little time
@@ -99,15 +100,6 @@ class Bilinear(Rule):
         x, g = self.operands(g, samples)
         factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
         return (x * factors, g) if x.numel() < g.numel() else (x, g * factors)
-
-    def most(self, count: int, dtype: torch.dtype) -> int:
-        """Samples in a portion: see `clipping.numerics.rounding_bounds`.
-
-        Args:
-            count: B.
-            dtype: of the output's gradient.
-        """
-        return portion(count, max(1, self.positions), norm_dtype(dtype))
 
 
 class _Gram(Gram["LinearWeight"]):

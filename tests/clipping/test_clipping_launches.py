@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda
-from clipping.accel.ways import GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL
-from clipping.accel.ways import portion as portion_of
+from clipping.accel.ways import GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL, portion_of
 from clipping.numerics.per_sample import added_at_once, of_one_size, weighted_at_once
 from clipping.numerics.rounding_bounds import portion
 from clipping.planning.costs import predicted
