@@ -366,7 +366,7 @@ class Book(_WholeNorms):
         if not source.rearranged and term.is_small_pulled_back(self._planned_for):
             return self._several(term)
         if self.joins and route.kept and not route.way and self._is_small(rule, g):
-            return self._small.add(source, rule.instantiate_all(g, route))
+            return self._small.add(source, rule.instantiate(g, slice(0, len(self._squares))))
         if not route.kept:
             self._waiting.append(term)
             return self._entries.append(term)
@@ -402,10 +402,10 @@ class Book(_WholeNorms):
         return super()._total()
 
     def _of_inputs(self) -> list[Term]:
-        """The waiting terms, one for all linear layers in a row that share an input and its Gram matrix."""
+        """The waiting terms, one for all linear layers in a row that share an input and its Gram matrix on a GPU."""
         found: list[Term] = []
         for term in self._waiting:
-            last = found[-1] if found and self.joins and term.source.rearranged else None
+            last = found[-1] if found and self.joins and term.source.rearranged and not term.g.is_cpu else None
             if last and last.source.rearranged and kernels.ways.shares_input(*last[1:], *term[1:]):
                 found[-1] = last._replace(rule=last.rule.with_beside(term.g))
             else:
