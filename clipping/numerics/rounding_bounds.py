@@ -252,6 +252,7 @@ def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
     return max(1, int(wider * PORTION / math.sqrt(count * max(1, positions))))
 
 
+@functools.lru_cache(1024)
 def excess(
     batch_size: int,
     positions: int,

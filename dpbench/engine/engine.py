@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -203,7 +204,7 @@ class PrivacyEngine:
         """
         ticket = self._tickets.take(self.drawn)
         self.stepped = ticket is None or ticket.is_last
-        self._end(ticket, lambda: self._accumulate(loss, None if ticket is None else self._mask))
+        self._end(ticket, partial(self._accumulate, loss, None if ticket is None else (ticket.real, ticket.handed)))
 
     def make_step(self, loss_fn: LossFunction, *, compile: bool | Literal["auto"] = "auto") -> WholeStep:
         """step(inputs, targets) -> losses [B]: forward, clip, noise and optimizer, as `optimizer.step(loss=...)` does.
