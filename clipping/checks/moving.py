@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
-from clipping.core.autograd import version_of
+from clipping.core.autograd import versions_of
 from clipping.core.batches import same_values
 from clipping.numerics.rng_replay import Draws, OwnGenerator
 
@@ -245,7 +245,8 @@ def marks(parameters: Iterable[nn.Parameter]) -> Marks:
     Args:
         parameters: on any devices.
     """
-    versions = {p: version_of(p) for p in parameters}
+    parameters = list(parameters)
+    versions = dict(zip(parameters, versions_of(parameters), strict=True))
     has_memory = active_fake_mode() is None
     plain = [p for p in versions if has_memory and type(p) is nn.Parameter and not p.is_meta]  # no shard
     sums = [_some_bytes(p) for p in plain]

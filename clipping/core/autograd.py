@@ -1,14 +1,19 @@
 """Autograd's view of a tensor: how often it was written to, and the nodes of its graph."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 
-def version_of(x: Tensor) -> int:
-    """Return how often a tensor was written to, by autograd's count; -1 for an inference tensor, which has none."""
-    return -1 if x.is_inference() else x._version
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often each tensor was written to, by autograd's count; -1 for an inference tensor, which has none."""
+    return [-1 if x.is_inference() else x._version for x in tensors]
+
+
+def named_versions(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return identity and version of each tensor by name, which stay if it is neither replaced nor written to."""
+    return dict(zip(tensors, zip(map(id, tensors.values()), versions_of(tensors.values()), strict=True), strict=True))
 
 
 def hooks_of(parameters: Iterable[Tensor]) -> int:

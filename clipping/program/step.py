@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from clipping.checks.moving import Moving, put_back
 from clipping.checks.rerun import differing, of_other_kernels, same, tolerance_of
 from clipping.checks.verification import WrongGradient, compare, limit_of
-from clipping.core.autograd import version_of
+from clipping.core.autograd import versions_of
 from clipping.core.batches import tensors_of
 from clipping.core.dtypes import without_autocast
 from clipping.core.reference import with_zeros
@@ -387,9 +387,9 @@ class Graph:
         """
 
         def step(*tensors: Tensor) -> list[Tensor]:
-            before = [version_of(x) for x in tensors]
+            before = versions_of(tensors)
             found, outputs = self._eager(tensors)
-            self._written = [i for i, x in enumerate(tensors) if version_of(x) != before[i]]
+            self._written = [i for i, version in enumerate(versions_of(tensors)) if version != before[i]]
             self._has_norms = found.norms is not None
             norms = [found.norms] if found.norms is not None else []
             outputs = [x.detach() for x in outputs]

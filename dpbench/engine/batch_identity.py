@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.core.autograd import version_of
+from clipping.core.autograd import versions_of
 from clipping.core.batches import tensors_of
 from dpbench.engine.errors import Misuse, PrivacyWarning
 
@@ -86,13 +86,14 @@ class Ticket:
 
     def was_read(self, tensors: list[Tensor]) -> None:
         """Remember the inputs that the model computed from this batch."""
-        self._read = [(weakref.ref(x), version_of(x)) for x in tensors]
+        self._read = list(zip(map(weakref.ref, tensors), versions_of(tensors), strict=True))
 
     def has_read(self, tensors: list[Tensor]) -> bool:
         """Returns whether the model read these tensors before, unchanged since, without any computation."""
         read = [(y, version) for ref, version in self._read if (y := ref()) is not None]
+        now = zip(tensors, versions_of(tensors), strict=True)
         return len(read) >= len(tensors) > 0 and all(
-            any(x is y and version_of(x) == version for y, version in read) for x in tensors
+            any(x is y and version == before for y, before in read) for x, version in now
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from clipping.core.autograd import version_of
+from clipping.core.autograd import versions_of
 from clipping.distributed.spread import here, reshard
 from dpbench.engine.adam import AdamBC
 from dpbench.engine.errors import Misuse
@@ -152,8 +152,9 @@ class Patch:
 
     def _gradients(self) -> list[tuple[nn.Parameter, Any, int]]:
         """(parameter, its `.grad`, how often that was written to), for each gradient in the optimizer."""
-        groups = self.optimizer.param_groups
-        return [(p, p.grad, version_of(p.grad)) for group in groups for p in group["params"] if p.grad is not None]
+        held = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in held]
+        return list(zip(held, grads, versions_of(grads), strict=True))
 
     def require_no_other_gradient(self) -> None:
         """Raise Misuse if a gradient was put into `.grad`, or added to one, since the last step: it would be lost."""

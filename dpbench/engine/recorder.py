@@ -24,7 +24,7 @@ from clipping.backends.recording import Recording
 from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
 from clipping.checks.verification import says_something
-from clipping.core.autograd import hooks_of, version_of
+from clipping.core.autograd import hooks_of, named_versions
 from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
 from clipping.distributed.spread import no_rows, row_of_zeros
@@ -413,7 +413,7 @@ class Recorder:
                     stacklevel=2,
                 )
         if self._watches:
-            self._buffers = _versions(self._model)
+            self._buffers = named_versions(dict(module.named_buffers()))
         self._recording.__enter__()
         self._entered[-1] = True
         return args, kwargs
@@ -425,7 +425,8 @@ class Recorder:
                 output = self._recording.given(output)
             finally:
                 self._recording.__exit__(None, None, None)
-            if self._watches and (written := _versions(self._model).items() - self._buffers.items()):
+            now = named_versions(dict(module.named_buffers())) if self._watches else {}
+            if written := now.items() - self._buffers.items():
                 self._watches = False
                 warnings.warn(BUFFER.format(min(written)[0], "the forward pass"), PrivacyWarning, stacklevel=2)
             if self._looks is not None and output is not None:
@@ -481,11 +482,6 @@ def _masked(losses: Tensor, real: int, handed: int) -> Tensor:
     if real == handed:
         return losses
     return only_real(losses, torch.arange(handed, device=losses.device) < real)
-
-
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Identity and version of each buffer, by name."""
-    return {name: (id(x), version_of(x)) for name, x in model.named_buffers()}
 
 
 def _running(model: nn.Module) -> int:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from clipping.core.autograd import version_of
+from clipping.core.autograd import named_versions
 from clipping.distributed.spread import sharded_modules
 from clipping.program.capture import is_captured
 from clipping.program.graphs import Compile
@@ -273,12 +273,13 @@ class _Private:
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
         """Name -> (identity, version) of each buffer in a checkpoint that is outside of the engine's model."""
-        return {
-            f"{name}.{buffer}".lstrip("."): (id(x), version_of(x))
+        buffers = {
+            f"{name}.{buffer}".lstrip("."): x
             for name, each in self._outside
             for buffer, x in each._buffers.items()
             if x is not None and buffer not in each._non_persistent_buffers_set
         }
+        return named_versions(buffers)
 
     def _losses_of(self, given: tuple[Any, ...]) -> Tensor:
         output = self._output = super().training_step(*given)  # type: ignore[misc]
