@@ -100,11 +100,17 @@ def leading_dimension(*trees: Any) -> int:
     """Return the batch size B, the first dimension of every tensor in `trees`.
 
     Raises:
-        ValueError: `trees` holds no tensor, a scalar, or tensors whose first dimensions differ.
+        ValueError: `trees` holds no tensor, a scalar, a nested tensor, or tensors whose first dimensions differ.
     """
-    shapes = [list(x.shape) for x in tensors_of(trees)]
-    if not shapes:
+    tensors = tensors_of(trees)
+    if not tensors:
         raise ValueError("expected at least one tensor in inputs and targets, got none")
+    if any(x.is_nested for x in tensors):
+        raise ValueError(
+            "expected padded tensors in inputs and targets, got a nested one: torch.nested.to_padded_tensor pads it; "
+            "pass a mask beside it"
+        )
+    shapes = [list(x.shape) for x in tensors]
     sizes = {shape[0] if shape else None for shape in shapes}
     if len(sizes) != 1 or None in sizes:
         raise ValueError(f"expected every tensor of inputs and targets to have the same first dimension, got {shapes}")

@@ -66,6 +66,8 @@ def test_a_batch_that_disagrees_with_itself_is_refused(backend: str):
             b(X, Y[:3])
         with pytest.raises(ValueError, match="same first dimension"):
             b({"input": X, "scale": torch.tensor(2.0)}, Y)
+        with pytest.raises(ValueError, match=r"expected padded tensors.* got a nested one"):
+            b(torch.nested.nested_tensor(list(X[:, None]), layout=torch.jagged), Y)
 
 
 @pytest.mark.parametrize(
