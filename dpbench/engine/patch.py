@@ -126,6 +126,7 @@ class Patch:
         self.stepping = True
         try:
             self._inner()
+            torch.clear_autocast_cache()  # of a caller's context that spans several steps
             self._skipped(False)
             if self._is_scheduled:
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns about the order of calls
