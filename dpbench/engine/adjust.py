@@ -77,7 +77,6 @@ def set_clip(engine: PrivacyEngine, clip: ClipFunction) -> None:
     if engine._sums:
         raise Misuse("expected another clipping norm between logical batches, got one between the pieces of one")
     require_sensitivity(clip)
-    engine.clip = clip
     engine._recorder.backend.clip = clip
 
 

@@ -29,7 +29,7 @@ from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.noise import secret
 from dpbench.engine.patch import Patch, claim, disclaim, mark, require_accounted, require_own
 from dpbench.engine.recorder import Recorder
-from dpbench.engine.release import Sensitivity, Sums, Unread, gathered, release_gradients, sensitivity
+from dpbench.engine.release import Sensitivity, Sums, Unread, gathered, release_gradients, resumed, sensitivity
 from dpbench.engine.sampling import Sampler, Sizes
 from dpbench.engine.settings import clip_function, of_noise, require_usable, resolve, source_of, usable_backend
 from dpbench.engine.spent import LEFT_OUT, NOT_ACCOUNTED, NOT_COUNTED, Abandoned, Log, PrivacySpent
@@ -108,7 +108,7 @@ class PrivacyEngine:
         if secure and generator is not None:
             raise ValueError("expected secure or a generator, got both: what is seeded is not secure")
         self.backend, cls = usable_backend(backend, ghost_clipping, mixed)
-        self.clip = clip_function(clip, max_grad_norm, numerical_stability_constant)
+        clip = clip_function(clip, max_grad_norm, numerical_stability_constant)
         self.settings = resolve(
             batch_size=batch_size,
             sample_size=sample_size,
@@ -122,13 +122,13 @@ class PrivacyEngine:
             group_size=group_size,
             **of_noise(noise, accountant, sampling, group_size),
         )
-        if self.noise_multiplier > 0 and not math.isfinite(self.clip.sensitivity):
+        if self.noise_multiplier > 0 and not math.isfinite(clip.sensitivity):
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
         self.model = model
         self.noise = source_of(noise, self.settings, sum(p.numel() for p in model.parameters()), generator)
         self._sampler, self._tickets = Sampler(self.settings, shared_key(secret(generator))), Tickets()
         timing = self.timing = generator is None and self.noise_multiplier > 0  # else training is compared or repeated
-        planned = for_recording(cls, model, self.clip, timing=timing, expected=self.settings.batch_size // place()[1])
+        planned = for_recording(cls, model, clip, timing=timing, expected=self.settings.batch_size // place()[1])
         self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
         self._sums, self._unread, self._log = Sums(), Unread(), None if log is None else Log(log)
@@ -154,6 +154,11 @@ class PrivacyEngine:
     def noise_multiplier(self) -> float:
         """σ, as given or calibrated."""
         return self.settings.mechanism.noise_multiplier
+
+    @property
+    def clip(self) -> ClipFunction:
+        """The clipping function."""
+        return self._recorder.backend.clip
 
     @property
     def sensitivity(self) -> Sensitivity:
@@ -328,6 +333,7 @@ class PrivacyEngine:
         Raises a FloatingPointError if the last step on a GPU was not finite; the next call saves.
         """
         self._unread.read(wait=True)
+        self._sums.require_clipped_to(self.clip.sensitivity)
         return {
             **self._abandoned.save(self.steps),
             "settings": self.settings.as_state(),
@@ -353,7 +359,7 @@ class PrivacyEngine:
 
         Raises:
             ValueError: a setting differs, so that ε would hold for neither run; or the state holds another process's
-                part of a logical batch, whose records would enter the sum twice.
+                or another model's part of a logical batch.
         """
         mine = {**self.settings.as_state(), "sensitivity": self.clip.sensitivity}
         saved = {"bands": 1, "group_size": 1, **state["settings"], "sensitivity": state["sensitivity"]}
@@ -364,22 +370,15 @@ class PrivacyEngine:
                     f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}"
                     + ": give it in place of target_epsilon, whose noise is that of the planned steps" * calibrated
                 )
-        if state["sums"] and state["place"] != list(place()):
-            raise ValueError(
-                "expected the checkpoint of process {} of {} in the middle of a logical batch, got that of {} of {}: "
-                "save each process's own, or between logical batches".format(*place(), *state["place"])
-            )
+        sums = resumed(state, dict(self.model.named_parameters()))
         self.noise.load_state_dict(state["noise"], replay=replay)
         self._recorder.backend.resume(state["backend"])
         self._abandoned.go_on(state, self.steps)
         same = replay or self._abandoned.count == state["abandoned"]  # no released step is undone
         self._sampler.take(state["key"], state.get("branch", 0) if same else self._abandoned.count)
         self.steps, self.drawn, self._sampled = state["steps"], state["drawn"], state["sampled"]
-        parameters = dict(self.model.named_parameters())
-        sums = {name: total.to(parameters[name].device, copy=True) for name, total in state["sums"].items()}
-        self._sums = gathered(sums, parameters, counted=state.get("counted", 0.0))
         self._unread.clear()
-        self._size, self._ended = state["size"], 0
+        self._sums, self._size, self._ended = sums, state["size"], 0
         self._drawing = state["drawing"] if self._sums else -1
         self._recorder.drop()
         self._tickets.clear()
@@ -421,13 +420,15 @@ class PrivacyEngine:
         """
         patch = self._attached()
         require_accounted(patch.optimizer, self.steps)
+        sensitivity = self.clip.sensitivity
+        self._sums.require_clipped_to(sensitivity)
         with torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode, losses keep their graph
             result = self._recorder.finish(losses, drawn)
         patch.require_no_other_gradient()
         if result is None:
             return None
         parameters = self._recorder.backend.members()
-        sums = gathered(result.grads, parameters, counted=self._recorder.counted)
+        sums = gathered(result.grads, parameters, counted=self._recorder.counted, clipped_to=sensitivity)
         sums.require_finite()
         if self._sums.blocks:
             if odd := self._sums.keys() ^ result.grads.keys():
@@ -440,6 +441,7 @@ class PrivacyEngine:
 
     def _release(self, parameters: Mapping[str, nn.Parameter], *, sampled: bool) -> None:
         patch = self._attached()
+        self._sums.require_clipped_to(self.clip.sensitivity)
         require_own(patch.optimizer, parameters)
         coordinates = sum(map(Tensor.numel, parameters.values()))
         deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound, coordinates)

@@ -43,6 +43,7 @@ from clipping.core.microbatching import sum_dtype
 from clipping.distributed.spread import any_sharded, as_sharded, here, is_sharded
 from clipping.noise.chacha import Segments
 from dpbench.engine.distributed import place
+from dpbench.engine.errors import Misuse
 from dpbench.engine.noise import At, Noise, emptied_and_divided
 
 LATER = {"cuda"}
@@ -126,12 +127,14 @@ class Sums(Mapping[str, Tensor]):
         parameters: all of the model.
         sharded: whether one of them is a DTensor.
         counted: the sum of `Recorder.count` over their records.
+        clipped_to: the sensitivity of the clipping function before it clipped them.
     """
 
     blocks: list[Block] = field(default_factory=list)
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     sharded: bool = False
     counted: float = 0.0
+    clipped_to: float = 0.0
 
     def __getitem__(self, name: str) -> Tensor:
         return self._parts[name]
@@ -168,6 +171,14 @@ class Sums(Mapping[str, Tensor]):
             self.blocks = gathered(both, self.parameters).blocks
             vars(self).pop("_parts", None)
 
+    def require_clipped_to(self, sensitivity: float) -> None:
+        """Raise Misuse if the sums were clipped to another sensitivity: the noise would not be theirs."""
+        if self.blocks and self.clipped_to != sensitivity:
+            raise Misuse(
+                f"expected a clipping function of one sensitivity in all of a logical batch, got {sensitivity:g} after "
+                f"{self.clipped_to:g}: change it between steps, and not in factors()"
+            )
+
     def require_finite(self) -> None:
         """Raise a FloatingPointError, itself not accounted, that names a sum on a CPU that is not finite."""
         known = [block for block in self.blocks if block.data.device.type not in LATER]
@@ -191,6 +202,7 @@ def gathered(
     parameters: Mapping[str, nn.Parameter],
     names: Iterable[str] | None = None,
     counted: float = 0.0,
+    clipped_to: float = 0.0,
 ) -> Sums:
     """The sums of some parameters: those in `grads`, and zeros for others. They are copied, or taken over on a CPU.
 
@@ -198,11 +210,11 @@ def gathered(
         grads: of each parameter's shape; a DTensor if it is one.
         parameters: all of the model, in its own order.
         names: of the wanted parameters; None for those in `grads`.
-        counted: of their records.
+        counted, clipped_to: as in `Sums`.
     """
     wanted = set(grads if names is None else names)
     sharded = any_sharded(parameters.values())
-    sums = Sums(parameters=parameters, sharded=sharded, counted=counted)
+    sums = Sums(parameters=parameters, sharded=sharded, counted=counted, clipped_to=clipped_to)
     kinds: dict[tuple[Any, ...], list[tuple[str, torch.Size, int]]] = {}
     given: dict[str, Tensor] = {}
     seen = set[int]()
@@ -236,6 +248,33 @@ def gathered(
             parts[name].copy_(given[name])
         sums.blocks.append(block)
     return sums
+
+
+def resumed(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Sums:
+    """The sums in a state of the engine, copied to the devices of the parameters.
+
+    Args:
+        state: of `PrivacyEngine.state_dict`.
+        parameters: all of the model, in its own order.
+
+    Raises:
+        ValueError: they are another process's, whose records would enter the sum twice, or another model's.
+    """
+    sums: Mapping[str, Tensor] = state["sums"]
+    if sums and state["place"] != list(place()):
+        raise ValueError(
+            "expected the checkpoint of process {} of {} in the middle of a logical batch, got that of {} of {}: "
+            "save each process's own, or between logical batches".format(*place(), *state["place"])
+        )
+    for name, total in sums.items():
+        shape = parameters[name].shape if name in parameters else None
+        if total.shape != shape:
+            raise ValueError(
+                f"expected a checkpoint of this model in the middle of a logical batch, got one with {name!r} of shape "
+                f"{list(total.shape)} for {'no such parameter' if shape is None else list(shape)}"
+            )
+    copied = {name: total.to(parameters[name].device, copy=True) for name, total in sums.items()}
+    return gathered(copied, parameters, counted=state.get("counted", 0.0), clipped_to=state["sensitivity"])
 
 
 @functools.lru_cache(maxsize=2048)

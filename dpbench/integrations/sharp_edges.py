@@ -40,6 +40,7 @@
 | one checkpoint for all processes | each draws its own noise; another's part is refused | `test_half_a_logical_batch_of_another_process_is_refused` |
 | an error caught in one process only | all raise, and nothing is released | `test_a_failure_in_one_process_is_one_in_all_and_no_record_is_in_a_sum_twice` |
 | a clipping function that exceeds its sensitivity | refused | `test_a_clipping_function_that_does_not_keep_to_its_sensitivity_is_refused` |
+| a clipping norm that changes within a logical batch | refused: "one sensitivity" | `test_a_clipping_norm_that_changes_within_a_logical_batch_is_refused` |
 | noise from a seed | a warning: "can be repeated: not private" | `test_seeded_noise_is_not_private` |
 | δ of 1/n or more | a warning: publishing a random record would be as private | `test_a_delta_that_protects_nobody` |
 | more steps than the noise was calibrated for | a warning that names the step | `test_beyond_the_planned_steps` |

@@ -392,6 +392,49 @@ def test_half_a_logical_batch_of_another_process_is_refused():
     engine.load_state_dict(engine.state_dict() | {"place": [1, 2]})  # of nothing, any process's will do
 
 
+def test_half_a_logical_batch_of_another_model_is_refused():
+    model, optimizer, engine = make()
+    optimizer.virtual_step(loss=losses_of(model))
+    state = engine.state_dict()
+    for other, said in (([5, 9, 3], r"'0.weight' of shape \[8, 5\] for \[9, 5\]"), ([5, 8], "'2.weight' .*no such")):
+        layers = [layer for sizes in itertools.pairwise(other) for layer in (nn.Linear(*sizes), nn.Tanh())]
+        with says(ValueError, f"a checkpoint of this model in the middle of a logical batch, got one with {said}"):
+            make(nn.Sequential(*layers))[2].load_state_dict(state)
+
+
+class Scheduled:
+    """Clips to a norm that may be changed."""
+
+    per_layer, rate = False, 1.0
+
+    def __init__(self, norm):
+        self.sensitivity = norm
+
+    def factors(self, norms):
+        factors = (self.sensitivity / norms).clamp(max=1)
+        self.sensitivity *= self.rate
+        return factors
+
+
+def test_a_clipping_norm_that_changes_within_a_logical_batch_is_refused():
+    """The noise is scaled to one sensitivity, so that a sum clipped to a larger one would have too little."""
+    clip = Scheduled(1.0)
+    model, optimizer, engine = make(clip=clip, noise_multiplier=0.5)
+    optimizer.virtual_step(loss=losses_of(model))
+    clip.sensitivity = 0.1
+    message = "expected a clipping function of one sensitivity in all of a logical batch, got {} after 1:"
+    for call in (lambda: optimizer.virtual_step(loss=losses_of(model)), engine.state_dict, engine.empty_step):
+        with says(Misuse, message.format(0.1)):
+            call()
+    optimizer.step(loss=losses_of(model))  # of a logical batch of its own
+    clip.sensitivity, clip.rate = 1.0, 0.5
+    with says(Misuse, message.format(".*")):
+        optimizer.step(loss=losses_of(model))
+    assert engine.steps == 1
+    with pytest.raises(AttributeError):  # would not be the backend's
+        engine.clip = Flat(max_grad_norm=0.1)
+
+
 def test_running_statistics_of_an_instance_norm_are_refused():
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4, track_running_stats=True))
     with says(UnsupportedModel, "1: InstanceNorm with running statistics.*track_running_stats=False"):
