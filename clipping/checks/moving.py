@@ -19,7 +19,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -90,14 +90,6 @@ class Moving:
             self._classes[loss] = list(kinds - {*nn.Module.__mro__})
         found = [x for kind in self._classes[loss] for x in vars(kind).values() if type(x) in _CODE]
         return [*found, *(getattr(_function(x), "__code__", None) for x in found)]
-
-    def names(self) -> Names:
-        """Return the attributes and keys that the code can read now and that TorchDynamo does not guard."""
-        modules, containers = self._reached()
-        guarded = [of for module in modules for of in (module._buffers, *(vars(module)[name] for name in _HOOKS))]
-        guarded += [vars(p) for module in modules for p in module._parameters.values() if p is not None]
-        known = set(map(id, guarded))
-        return Names(x for x in containers if id(x) not in known)
 
     def state(self, also: Iterable[Tensor] = ()) -> State:
         """The present state; tensors are copied.
@@ -214,17 +206,15 @@ class State(NamedTuple):
 
 
 class Names:
-    """Which attributes and keys there are, in their order.
-
-    TorchDynamo guards the values that code has read, but not always that a name was absent (`try: self.cache`), nor the
-    order of an `OrderedDict`.
+    """Which attributes and keys there are in objects and dicts, in their order; in modules and classes, how many.
 
     Args:
-        containers: of state.
+        opened: any values. Those of libraries do not count.
     """
 
-    def __init__(self, containers: Iterable[Any]) -> None:
-        self._of = [x for x in containers if isinstance(x, dict) or not isinstance(x, (*_CONTAINERS, *_CODE, type))]
+    def __init__(self, opened: Iterable[Any]) -> None:
+        every = {id(x): x for value in opened for x in (value, *type(value).__mro__)}
+        self._of = [of for x in every.values() for of in _with_names(x)]
         self._before, self._changes = self._now(), Counter[int]()
 
     def have_changed(self) -> bool:
@@ -235,8 +225,8 @@ class Names:
         return any(self._changes[i].bit_count() == 1 for i in changed)
 
     def _now(self) -> list[Any]:
-        every = [x if isinstance(x, dict) else _slots(x) for x in self._of]
-        return [tuple(x) if len(x) <= MANY else len(x) for x in every]
+        every = [x if isinstance(x, (dict, MappingProxyType)) else _slots(x) for x in self._of]
+        return [tuple(x) if isinstance(x, dict) and len(x) <= MANY else len(x) for x in every]
 
 
 def marks(parameters: Iterable[nn.Parameter]) -> Marks:
@@ -315,10 +305,29 @@ def _opened(values: Iterable[Any], opened: dict[int, Any], *, ours: bool) -> Ite
                 yield from _opened(type(value).__mro__, opened, ours=False)
 
 
+def _with_names(value: Any) -> Iterator[Any]:
+    """Yield the dict, or the object with slots, that holds the value's names; a view for those of modules and classes.
+
+    Dynamo guards the names of tensors.
+    """
+    if isinstance(value, Tensor) or (_is_foreign(value) and not isinstance(value, nn.Module)):
+        return
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(value, dict):
+        yield value
+    if isinstance(attributes, dict):
+        yield MappingProxyType(attributes) if isinstance(value, ModuleType) else attributes
+    elif isinstance(attributes, MappingProxyType):
+        yield attributes
+    if _has_slots(value):
+        yield value
+
+
 def _is_foreign(value: Any) -> bool:
     """Whether it is of this library, code of torch's or Python's, or an object of Python's threads."""
-    is_code = isinstance(value, (FunctionType, type))
-    package = str((value if is_code else type(value)).__module__).partition(".")[0]
+    is_code = isinstance(value, (FunctionType, type, ModuleType))
+    home = value.__name__ if isinstance(value, ModuleType) else (value if is_code else type(value)).__module__
+    package = str(home).partition(".")[0]
     is_fixed = isinstance(value, type) and not value.__flags__ & _WRITABLE
     return is_fixed or package in ("clipping", "dpbench", *_OF_THREADS) or (is_code and package in _LIBRARIES)
 

@@ -22,12 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from clipping.checks.moving import Names
 from clipping.numerics.per_thread import PerThread
 from clipping.numerics.rng_replay import is_random
 from clipping.program.dynamo_patches import (
     CTC,
     activations_may_require_gradients,
     ctc_loss_has_shapes,
+    globals_are_guarded,
+    noting,
     tensors_stay_unmarked,
 )
 
@@ -42,12 +45,14 @@ class Captured:
     Attributes:
         graph: torch functions: arguments -> outputs, which include the losses and new values for Python variables.
         losses: index of the losses among the outputs.
+        names: which names there are in what the code has opened.
         dtypes: floating dtypes of its values: autocast, or a model, may compute in others than the arguments'.
         notes: storage for the user of the graph; `clipping.program.graphs` keeps its traced steps there.
     """
 
     graph: GraphModule
     losses: int
+    names: Names
     dtypes: frozenset[torch.dtype] = frozenset()
     notes: dict[Any, Any] = field(default_factory=dict)
 
@@ -94,6 +99,7 @@ class Capture:
         )
         self._instead = instead
         self._graphs: list[Captured] = []
+        self._opened: dict[int, Any] = {}
         self._raised: Exception | None = None
         self._checkpoint = torch.ops.higher_order.tag_activation_checkpoint
         marked = dynamo.allow_in_graph(_marked)
@@ -125,7 +131,14 @@ class Capture:
             return self._run(inputs, targets)
 
     def _run(self, inputs: Any, targets: Any) -> Tensor:
-        with _CAPTURES.set(True), self._patched, activations_may_require_gradients(), tensors_stay_unmarked():
+        with (
+            _CAPTURES.set(True),
+            self._patched,
+            activations_may_require_gradients(),
+            tensors_stay_unmarked(),
+            globals_are_guarded(),
+            noting(self._opened),
+        ):
             try:
                 return self._losses(inputs, targets)
             except self._full as error:
@@ -140,6 +153,7 @@ class Capture:
                 raise NotCaptured(_reason(error)) from error
             finally:
                 self._raised = None  # its traceback holds the step's tensors
+                self._opened.clear()
 
     def _captured(self, graph: GraphModule, example: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         sources = (getattr(node.meta.get("grapharg"), "source", None) for node in graph.graph.nodes)
@@ -154,7 +168,7 @@ class Capture:
             part.recompile()
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         place = next(i for i, node in enumerate(outputs) if getattr(node, "target", None) is _marked)
-        self._graphs.append(Captured(graph, place, _dtypes_in(graph)))
+        self._graphs.append(Captured(graph, place, Names(self._opened.values()), _dtypes_in(graph)))
         return partial(_called, weakref.WeakMethod(self._ran), len(self._graphs) - 1)
 
     def _ran(self, number: int, *given: Any) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Patch TorchDynamo to capture two constructs that it refuses, and to leave the model as it is.
+"""Patch TorchDynamo to capture two constructs that it refuses, to guard more, and to leave the model as it is.
 
 `x.requires_grad = True` and `x.requires_grad_()` for an activation x: models write it so that gradient checkpointing,
 or a branch without parameters, has something to differentiate. AOTAutograd cannot return such a leaf or a result of it.
@@ -8,6 +8,11 @@ refused: a graph must not change them.
 `ctc_loss`: the shape of its second result, which only its backward pass reads, depends on the longest target.
 
 Parameters and buffers: Dynamo sets an attribute on each, for compilers that we do not use.
+
+Globals of the standard library: Dynamo does not guard them, as programs rarely set them. `os.getenv` reads one.
+
+Names: Dynamo guards the values that code has read, but not always that a name was absent (`try: self.cache`), nor the
+order of an `OrderedDict`. So we note each object whose names the code may have looked up.
 """
 
 from collections.abc import Iterator
@@ -52,6 +57,36 @@ def tensors_stay_unmarked() -> Iterator[None]:
     from torch._dynamo.variables.builder import VariableBuilder  # takes a second
 
     with mock.patch.object(VariableBuilder, "mark_static_input", lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def globals_are_guarded() -> Iterator[None]:
+    """Context in which TorchDynamo guards the globals of Python's standard library as those of other modules."""
+    from torch._dynamo import symbolic_convert  # takes a second
+
+    with mock.patch.object(symbolic_convert, "is_stdlib", lambda _: False):
+        yield
+
+
+@contextmanager
+def noting(opened: dict[int, Any]) -> Iterator[None]:
+    """Context in which TorchDynamo notes the objects that captured code opens.
+
+    Args:
+        opened: filled, by identity; without the arguments of the captured function and what they hold.
+    """
+    from torch._dynamo.source import is_from_local_source  # takes a second
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    build = VariableBuilder.__call__
+
+    def noted(self: Any, value: Any) -> Any:
+        if not is_from_local_source(self.source, only_allow_input=True):
+            opened[id(value)] = value
+        return build(self, value)
+
+    with mock.patch.object(VariableBuilder, "__call__", noted):
         yield
 
 

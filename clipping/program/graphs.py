@@ -20,9 +20,9 @@ small model, or of any model on a GPU. A graph runs in one of these ways:
 A new graph is compared with the eager step and timed in each way, and the fastest is taken: on a CPU Inductor makes a
 ViT faster and a ResNet slower, also without privacy. Each step reads parameters, buffers and the random numbers of
 dropout. The caller's Python may depend on things that TorchDynamo does not guard. So it also runs when a graph is made,
-in the graph's second step, and when attributes or keys have come or gone; losses and gradients are compared. In one of
-200 later steps it runs, too, and only losses are compared. One step of 400 runs eagerly and checks that samples do not
-mix, but not beside a CUDA graph, whose memory may leave no room for it.
+in the graph's second step, and when attributes or keys have come or gone in an object that captured code has opened;
+losses and gradients are compared. In one of 200 later steps it runs, too, and only losses are compared. One step of 400
+runs eagerly and checks that samples do not mix, but not beside a CUDA graph, whose memory may leave no room for it.
 """
 
 import logging
@@ -240,7 +240,7 @@ class Graphs:
         if has_memory and self._looks.random() < LOOKS:
             self.is_new = True
             raise _AsItIs
-        is_renamed = graph.names.have_changed()
+        is_renamed = captured.names.have_changed()
         is_suspect = is_renamed or graph.steps == 1
         try:
             if is_suspect or self._random.random() < RATE:

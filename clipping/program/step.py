@@ -94,7 +94,6 @@ class Graph:
         shapes: of the batch, as text.
         device: of the batch.
         is_conditional: True if runs check conditions.
-        names: of the attributes and keys that the caller's code may read.
         needs_host: True if the host computes a part of the step, which a CUDA graph would not repeat.
 
     Methods take:
@@ -137,7 +136,7 @@ class Graph:
         self.kind = hashlib.sha256(text.encode()).hexdigest()[:24]
         self._has_norms, self.is_conditional, self._has_flag, self.needs_host = True, False, False, False
         self._written: list[int] = []  # arguments that a conditional step writes to
-        self._losses_of, self.names = losses_of, moving.names()
+        self._losses_of = losses_of
         self._dtypes = captured.dtypes.union(x.dtype for x in given if x.is_floating_point())
         self.require_same_step(given, batch, is_traced=False)
         self._step: Run = self._traced(given)
@@ -241,9 +240,9 @@ class Graph:
     ) -> None:
         """Compare a step with the caller's code, which runs once more.
 
-        TorchDynamo computes some things once (`random.shuffle`), does not guard others (a generator's next item, an
-        environment variable), and captures some custom functions with another gradient. Code may also check whether it
-        is being compiled. A step traced on another batch may hold its values.
+        TorchDynamo computes some things once (`random.shuffle`, `sys.getrecursionlimit`), and captures some custom
+        functions with another gradient. Code may also check whether it is being compiled. A step traced on another
+        batch may hold its values.
 
         Args:
             batch: the caller's batch.

@@ -9,9 +9,11 @@ import warnings
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import product
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from cases import FIFTEEN, NOT_FOR
@@ -22,6 +24,7 @@ from torch import nn
 import clipping.program.graphs
 import clipping.program.step
 from clipping import Flat, PerLayer, UnsupportedModel, load_backend
+from clipping.checks.moving import Names
 from clipping.checks.verification import compare
 from clipping.numerics.traced_operations import is_traced, tracing
 from clipping.program.capture import _CAPTURES, Captured, is_captured
@@ -383,6 +386,8 @@ class Tool:
 
     def __init__(self) -> None:
         self.factors = OrderedDict(first=1.0, second=2.0)
+        self.module = ModuleType("a_module")
+        self.far = SimpleNamespace(further=SimpleNamespace(furthest=SimpleNamespace(numbers={})))
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.kind
@@ -392,10 +397,14 @@ class Tool:
         return x * cls.kind
 
 
+class DerivedTool(Tool):
+    pass
+
+
 class UsesTool(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.tool = nn.Linear(5, 3), Tool()
+        self.layer, self.tool = nn.Linear(5, 3), DerivedTool()
 
     @staticmethod
     def of_model(x: torch.Tensor) -> torch.Tensor:
@@ -406,6 +415,10 @@ class UsesTool(nn.Module):
             late = self.tool.late
         except AttributeError:
             late = 1.0
+        late *= getattr(self.tool.module, "late", 1.0) * float(os.getenv("DPBENCH_TEST_SCALE", "1"))
+        late *= 2.0 if "DPBENCH_TEST_LATE" in os.environ else 1.0
+        with suppress(KeyError):
+            late *= self.tool.far.further.furthest.numbers["late"]
         x = self.tool.of_class(self.tool.scaled(self.of_model(self.layer(x)))) * late
         for factor in self.tool.factors.values():
             x = torch.sin(x) * factor
@@ -423,12 +436,18 @@ BEHIND_GUARDS = {
     "reloaded code": lambda patch, model: patch.setattr(Tool.scaled, "__code__", double.__code__),
     "an attribute that was absent": lambda patch, model: setattr(model.tool, "late", 2.0),
     "an order": lambda patch, model: model.tool.factors.move_to_end("first"),
+    "a class attribute that was absent": lambda patch, model: patch.setattr(DerivedTool, "kind", 2.0, raising=False),
+    "a name that was absent in a module": lambda patch, model: setattr(model.tool.module, "late", 2.0),
+    "a key far away": lambda patch, model: model.tool.far.further.furthest.numbers.update(late=2.0),
+    "an environment variable": lambda patch, model: patch.setenv("DPBENCH_TEST_SCALE", "2"),
+    "an environment variable that was absent": lambda patch, model: patch.setenv("DPBENCH_TEST_LATE", "2"),
 }
 
 
 @pytest.mark.parametrize("kind", BEHIND_GUARDS)
 def test_what_torchdynamo_does_not_guard_is_another_step(kind, monkeypatch):
     model, (x, y) = UsesTool(), batch()
+    monkeypatch.setenv("DPBENCH_TEST_SCALE", "1")
     with opened("bk_mixed", model, verify=False) as b:
         steps(b, x, y, 4)
         before = b.graphs.steps
@@ -440,22 +459,30 @@ def test_what_torchdynamo_does_not_guard_is_another_step(kind, monkeypatch):
         assert b.graphs.steps > before > 0
 
 
+FACTOR = {"now": 1.0}
+
+
+@torch.compiler.assume_constant_result
+def declared_constant():
+    return FACTOR["now"]
+
+
 UNGUARDED = {
-    "an environment variable": lambda: float(os.getenv("DPBENCH_TEST_SCALE", "1")),
+    "a function that is declared constant": declared_constant,
     "an iterator": functools.partial(next, itertools.cycle([1.0, 2.0, 3.0])),
 }
 
 
 @pytest.mark.parametrize("kind", UNGUARDED)
 def test_what_no_guard_sees_is_found_before_it_is_used(kind, monkeypatch):
-    """TorchDynamo reads it once, or captures nothing; in the program's second step the caller's code runs, too."""
+    """TorchDynamo calls it once, or captures nothing; in the program's second step the caller's code runs, too."""
     model, (x, y) = small(), batch()
     with (
         opened("bk_mixed", model, lambda o, y: cross_entropy(o, y) * UNGUARDED[kind](), verify=False) as b,
         pytest.raises(UnsupportedModel, match="its step is no graph"),
     ):
         for step in range(9):
-            monkeypatch.setenv("DPBENCH_TEST_SCALE", str(1 + step % 3))
+            monkeypatch.setitem(FACTOR, "now", 1.0 + step % 3)
             b(x, y)
 
 
@@ -463,14 +490,13 @@ def test_what_no_guard_sees_is_found_before_it_is_used(kind, monkeypatch):
 def test_what_no_guard_sees_is_an_error_if_it_was_used(compile, monkeypatch):
     monkeypatch.setattr(clipping.program.graphs, "RATE", 1.0)
     model, (x, y) = small(), batch()
-    scaled = UNGUARDED["an environment variable"]
     made = load_backend("bk_mixed")(
-        model, lambda o, y: cross_entropy(o, y) * scaled(), clip=CLIP, compile=compile, timing=False
+        model, lambda o, y: cross_entropy(o, y) * declared_constant(), clip=CLIP, compile=compile, timing=False
     )
     with made as b:
         steps(b, x, y, 6)
         assert b.graphs.steps > 2
-        monkeypatch.setenv("DPBENCH_TEST_SCALE", "2")
+        monkeypatch.setitem(FACTOR, "now", 2.0)
         with pytest.raises(UnsupportedModel, match="they depend on what TorchDynamo cannot guard"):
             b(x, y)
 
@@ -526,13 +552,25 @@ def test_a_program_is_compared_as_precisely_as_it_computes():
         steps(b, x, y)
 
 
-def test_an_eager_step_leaves_nothing_of_its_batch_behind():
-    model, alive = small(), []
+class Named(nn.Module):
+    """A model of named inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small()
+
+    def forward(self, **inputs):
+        return self.layers(inputs["x"])
+
+
+@pytest.mark.parametrize(("model", "given"), [(small(), lambda x: x), (Named(), lambda x: {"x": x})])
+def test_an_eager_step_leaves_nothing_of_its_batch_behind(model, given):
+    alive = []
     with opened("bk_mixed", model, verify=False) as b:
-        x, y = batch()
-        alive.append(weakref.ref(x))
-        b(x, y)  # before there is a graph
-        del x, y
+        memory = np.ones((6, 5), dtype=np.float32)  # of the batch, which the backend detaches
+        alive.append(weakref.ref(memory))
+        b(given(torch.from_numpy(memory)), batch()[1])  # before there is a graph
+        del memory
         gc.collect()
         assert alive[0]() is None and b.graphs._capture._raised is None
 
@@ -561,7 +599,8 @@ class Numbered(nn.Module):
 
 def test_a_number_of_python_s_among_a_graph_s_arguments_is_refused():
     x = torch.randn(4, 5)
-    captured, batch = Captured(torch.fx.symbolic_trace(Numbered()), 0), clipping.program.step.Batch({}, x, (), 4)
+    captured = Captured(torch.fx.symbolic_trace(Numbered()), 0, Names([]))
+    batch = clipping.program.step.Batch({}, x, (), 4)
     with pytest.raises(UnsupportedModel, match="computes with a number of Python's"):
         clipping.program.step.Graph("ours", captured, lambda *given: None, None, [0, x], batch, 0, None, None)
 
