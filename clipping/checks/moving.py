@@ -100,7 +100,8 @@ class Moving:
         modules, containers = self._reached()
         held = [(of, _entries(of)) for of in containers]
         of_modules = {id(x) for module in modules for of in (vars(module), module._buffers) for x in of.values()}
-        found = [x for _, entries in held if len(entries) <= MANY for x in _flat(entries)]
+        inner = (x for _, entries in held if len(entries) <= MANY for x in _flat(entries))
+        found = {id(x): x for x in inner if not isinstance(x, _WHOLE)}.values()  # many functions name the same globals
         tensors = [x for x in map(_as_tensor, found) if x is not None and not isinstance(x, nn.Parameter)]
         buffers = [x for x in tensors if id(x) in of_modules or _nbytes(x) <= LARGEST]
         every = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
@@ -256,11 +257,13 @@ def _opened(values: Iterable[Any], opened: dict[int, Any], *, ours: bool) -> Ite
     """Yield the containers of each value, and the entries to open next.
 
     Args:
-        opened: modules and classes that were opened, by identity; updated. A hook may be a method of a module that
-            holds it.
+        opened: modules, classes, functions and objects that were opened, by identity; updated. A hook may be a method
+            of a module that holds it.
         ours: open objects of this library, too.
     """
     for value in values:
+        if isinstance(value, _WHOLE) or id(value) in opened:
+            continue
         if isinstance(value, nn.Module):
             new = {id(module): module for module in value.modules() if id(module) not in opened}
             opened.update(new)
@@ -282,20 +285,20 @@ def _opened(values: Iterable[Any], opened: dict[int, Any], *, ours: bool) -> Ite
             yield from _opened((value.func, value.args, value.keywords), opened, ours=ours)
         elif isinstance(value, _WRAPPERS):
             yield from _opened((_function(value),), opened, ours=ours)
-        elif isinstance(value, _WHOLE) or (_is_foreign(value) and not ours):
+        elif _is_foreign(value) and not ours:
             continue
         elif isinstance(value, type):
-            if id(value) in opened:
-                continue
             opened[id(value)] = value
             inner = [*vars(value).values()]
             yield value, inner
             functions = [x for x in inner if isinstance(x, (FunctionType, *_WRAPPERS))]
             yield from _opened(functions, opened, ours=ours)
         elif isinstance(value, FunctionType):
+            opened[id(value)] = value
             yield value, [*_entries(value), *(value.__defaults__ or ())]
             yield from ((of, _entries(of)) for of in (vars(value), value.__kwdefaults__) if of is not None)
         else:
+            opened[id(value)] = value
             of = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
             if isinstance(of, _CONTAINERS):
                 yield of, _entries(of)
