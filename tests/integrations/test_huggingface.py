@@ -84,7 +84,7 @@ def trained(folder, kind="gpt2", **options):
     ("kind", "pieces", "options"),
     [
         *(("gpt2", (8, 1), {}), ("bert", (2, 4), {}), ("gpt2", (2, 4), {"dataloader_num_workers": 2})),
-        ("gpt2", (1, 1), {"max_steps": 40, "num_train_epochs": 1}),
+        ("gpt2", (1, 1), {"max_steps": 8}),
     ],
     ids=str,
 )
@@ -93,7 +93,7 @@ def test_weights_are_those_of_a_loop_by_hand(kind, pieces, options, tmp_path):
     privacy = {"noise_multiplier": 0.0, "generator": torch.Generator().manual_seed(3), "pad": pieces == (2, 4)}
     size = {"per_device_train_batch_size": pieces[0], "gradient_accumulation_steps": pieces[1]}
     trainer = trainer_of(tmp_path, kind, privacy=privacy, **size, **options)
-    key, steps = trainer.engine._sampler.key, options.get("max_steps", 12)
+    key, steps = trainer.engine._sampler.key, options.get("max_steps", 6)
     sizes = [len(trainer.engine._sampler.batch(step)) for step in range(steps)]
     assert (0 in sizes) == (pieces == (1, 1))
     trainer.train()
@@ -104,9 +104,10 @@ def test_weights_are_those_of_a_loop_by_hand(kind, pieces, options, tmp_path):
 
 
 def test_epsilon_is_that_of_the_engine_alone(tmp_path):
-    trainer = trainer_of(tmp_path, privacy={"target_epsilon": 3.0}, gradient_accumulation_steps=2)
+    size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = trainer_of(tmp_path, privacy={"target_epsilon": 3.0}, **size)
     engine = PrivacyEngine(
-        model_of("gpt2"), batch_size=16, sample_size=RECORDS, epochs=2, max_grad_norm=CLIP, target_epsilon=3.0
+        model_of("gpt2"), batch_size=8, sample_size=RECORDS, epochs=2, max_grad_norm=CLIP, target_epsilon=3.0
     )
     assert trainer.engine.noise_multiplier == engine.noise_multiplier and trainer.engine.clip.sensitivity == CLIP
     model, optimizer = engine.model, torch.optim.SGD(engine.model.parameters(), lr=LR)
@@ -128,8 +129,12 @@ def test_padding_counts_in_no_loss_whatever_its_label():
     torch.testing.assert_close(per_sample_losses(model, longer)[0], per_sample_losses(model, shorter)[0])
 
 
-def test_activation_checkpointing_changes_nothing(tmp_path):
-    plain = trained(tmp_path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("plain"))
+
+
+def test_activation_checkpointing_changes_nothing(plain, tmp_path):
     for name, p in trained(tmp_path, gradient_checkpointing=True).items():
         torch.testing.assert_close(p, plain[name], rtol=0, atol=1e-12)
 
@@ -179,11 +184,9 @@ class Batch(Own):
     reduction = "mean"
 
 
-def test_a_compute_loss_of_ones_own(tmp_path):
-    found = trained(tmp_path, cls=Own)
-    halved = trained(tmp_path, max_grad_norm=2 * CLIP, learning_rate=LR / 2)
-    for name, p in halved.items():
-        torch.testing.assert_close(found[name], p, rtol=0, atol=1e-12)
+def test_a_compute_loss_of_ones_own(plain, tmp_path):
+    for name, p in trained(tmp_path, cls=Own, max_grad_norm=CLIP / 2, learning_rate=2 * LR).items():
+        torch.testing.assert_close(p, plain[name], rtol=0, atol=1e-12)
 
 
 def test_a_compute_loss_func_and_its_evaluation(tmp_path):
@@ -262,17 +265,17 @@ def test_callbacks_logs_best_model_and_card(tmp_path):
         include_num_input_tokens_seen="all",
     )
     trainer.train()
-    assert seen == ["substep", True] * 12
+    assert seen == ["substep", True] * 6
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in logged] == [2, 4, 6, 8, 10, 12]
+    assert [entry["step"] for entry in logged] == [2, 4, 6]
     assert [entry["epsilon"] for entry in logged] == sorted({entry["epsilon"] for entry in logged})
     assert logged[-1]["epsilon"] == trainer.engine.privacy_spent().epsilon > 0
     assert all(0 < entry["loss"] < 1e3 and "grad_norm" not in entry for entry in logged)  # of what noise has moved
-    drawn = sum(len(trainer.engine._sampler.batch(step)) for step in range(12))
+    drawn = sum(len(trainer.engine._sampler.batch(step)) for step in range(6))
     assert trainer.state.num_input_tokens_seen == 6 * drawn
     assert trainer.state.best_model_checkpoint is not None
     best = Path(trainer.state.best_model_checkpoint)
-    assert trainer.engine.steps == 12 and (best / "privacy_engine_0.pt").stat().st_mode & 0o077 == 0
+    assert trainer.engine.steps == 6 and (best / "privacy_engine_0.pt").stat().st_mode & 0o077 == 0
     trainer.create_model_card(model_name="tiny")
     card = (tmp_path / "README.md").read_text()
     assert str(trainer.engine.privacy_spent()) in card and "## Privacy" in card
@@ -285,7 +288,7 @@ def test_the_logged_loss_is_the_mean_of_the_records(tmp_path):
     trainer.train()
     model, data = model_of("gpt2").train(), Records("gpt2")
     losses = per_sample_losses(model, torch.utils.data.default_collate(list(data)))[0]
-    for entry in trainer.state.log_history[:12]:
+    for entry in trainer.state.log_history[:6]:
         batch = trainer.engine._sampler.batch(entry["step"] - 1)
         assert entry["loss"] == pytest.approx(float(losses[batch].mean()), rel=1e-5)
 
@@ -309,41 +312,41 @@ def test_its_arguments_are_those_of_the_engine():
 
 
 # ------------------------------------------------------------------------------------------------------------ resume
-@pytest.mark.parametrize("at", [3, 6], ids=["in an epoch", "between epochs"])
+@pytest.mark.parametrize("at", [2, 3], ids=["in an epoch", "between epochs"])
 def test_resumed_training_is_the_same(at, tmp_path):
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "lr_scheduler_type": "linear"}
-    whole = trainer_of(tmp_path, save_strategy="steps", save_steps=3, **options)
+    whole = trainer_of(tmp_path, save_strategy="steps", save_steps=at, **options)
     whole.train()
     other = {"noise_multiplier": 0.0, "generator": torch.Generator().manual_seed(8)}  # another key, until it is resumed
     resumed = trainer_of(tmp_path, privacy=other, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
     assert_same(resumed.model, dict(whole.model.named_parameters()))
-    assert resumed.state.global_step == resumed.engine.steps == 12 and resumed.state.epoch == whole.state.epoch
+    assert resumed.state.global_step == resumed.engine.steps == 6 and resumed.state.epoch == whole.state.epoch
 
 
 def test_resumed_training_has_fresh_noise_and_the_same_epsilon(tmp_path):
     privacy = {"noise_multiplier": 1.0}
-    whole = trainer_of(tmp_path, privacy=privacy, save_strategy="steps", save_steps=6)
+    whole = trainer_of(tmp_path, privacy=privacy, save_strategy="steps", save_steps=3)
     whole.train()
     resumed = trainer_of(tmp_path, privacy=privacy)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.engine.privacy_spent() == whole.engine.privacy_spent()
     pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
     assert all(not torch.equal(p, q) for p, q in pairs)
     spent = whole.engine.privacy_spent()
-    whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))  # the six steps after it were released as well
-    assert whole.engine.privacy_spent().steps == spent.steps + 6
+    whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # the three steps after it were released as well
+    assert whole.engine.privacy_spent().steps == spent.steps + 3
     assert whole.engine.privacy_spent().epsilon > spent.epsilon
 
 
 def test_the_last_checkpoint_and_training_once_more(tmp_path):
-    trainer = trainer_of(tmp_path, privacy={"noise_multiplier": 1.0}, save_strategy="steps", save_steps=6, max_steps=6)
+    trainer = trainer_of(tmp_path, privacy={"noise_multiplier": 1.0}, save_strategy="steps", save_steps=3, max_steps=3)
     trainer.train()
-    more = trainer_of(tmp_path, privacy={"noise_multiplier": 1.0}, max_steps=8)
+    more = trainer_of(tmp_path, privacy={"noise_multiplier": 1.0}, max_steps=4)
     more.train(resume_from_checkpoint=True)
-    assert more.engine.steps == 8
+    assert more.engine.steps == 4
     more.train()  # from the weights as they are, counted from 0 by Trainer, and on top by the engine
-    assert more.state.global_step == 8 and more.engine.privacy_spent().steps == 16
+    assert more.state.global_step == 4 and more.engine.privacy_spent().steps == 8
 
 
 def test_model_and_optimizer_are_ordinary_after_training(tmp_path):
@@ -355,24 +358,24 @@ def test_model_and_optimizer_are_ordinary_after_training(tmp_path):
     assert not all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     Trainer(trainer.model, arguments(tmp_path), train_dataset=Records("gpt2")).train()
     trainer.train()
-    assert trainer.engine.privacy_spent().steps == trainer.engine.steps == 24
+    assert trainer.engine.privacy_spent().steps == trainer.engine.steps == 12
 
 
 def test_a_checkpoint_of_an_ordinary_trainer_is_refused(tmp_path):
     ordinary = Trainer(
         model=model_of("gpt2"),
-        args=arguments(tmp_path, save_strategy="steps", save_steps=6),
+        args=arguments(tmp_path, save_strategy="steps", save_steps=3),
         train_dataset=Records("gpt2"),
     )
     ordinary.train()
     with pytest.raises(ValueError, match=r"expected privacy_engine_0\.pt in the checkpoint.*not be accounted; go on"):
-        trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
-    trainer_of(tmp_path, save_strategy="steps", save_steps=6, max_steps=6).train()
+    trainer_of(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
     with pytest.raises(ValueError, match=r"expected batch_size=8 as in the checkpoint, got 4"):
-        trainer_of(tmp_path, per_device_train_batch_size=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        trainer_of(tmp_path, per_device_train_batch_size=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
@@ -469,7 +472,7 @@ def test_compiled_steps_are_those_of_the_eager_trainer(how, tmp_path):
         peft = pytest.importorskip("peft")
         return peft.get_peft_model(made, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
 
-    ends, size = [], {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    ends, size = [], {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 4}
     for compile in (False, "auto"):
         privacy = {"noise_multiplier": 1.0, "generator": torch.Generator().manual_seed(3), "pad": True}
         privacy |= {"compile": compile}

@@ -70,9 +70,9 @@ def main(folder, kind):
     cls, module, options = KINDS[kind]
     saved = ModelCheckpoint(dirpath=folder, every_n_train_steps=7, save_top_k=-1, filename="at")
     strategy = strategy_of(cls=partial(cls, **options))
-    _, first = fit(strategy, module(), devices=2, callbacks=[saved])
+    _, first = fit(strategy, module(), devices=2, max_epochs=3, callbacks=[saved])
     other = strategy_of(cls=partial(cls, **options))
-    _, second = fit(other, module(), devices=2, ckpt_path=folder / "at.ckpt")
+    _, second = fit(other, module(), devices=2, max_epochs=3, ckpt_path=folder / "at.ckpt")
     return {
         "sharded": isinstance(next(first.parameters()), DTensor),
         "whole": [whole(p) for p in first.parameters()],
@@ -88,7 +88,7 @@ def main(folder, kind):
 @pytest.mark.slow
 def test_two_processes_are_one(kind, tmp_path):
     strategy, module = strategy_of(), Whole()
-    fit(strategy, module)
+    fit(strategy, module, max_epochs=3)
     for found in ranks(tmp_path, Path(__file__), kind):
         assert found["sharded"] == (kind in ("sharded", "saved in parts"))
         assert found["programs"] > 4 if kind == "compiled" else not found["programs"]

@@ -49,7 +49,7 @@ def padded(records, *, left=False, length=None):
 def trainer_of(folder, collate=padded, **options):
     privacy = {"noise_multiplier": 1.0, "generator": torch.Generator().manual_seed(0)}
     known = {"data": [sentence(i) for i in range(RECORDS)], "privacy": privacy, "more": {"data_collator": collate}}
-    known |= {"per_device_train_batch_size": 6, "max_steps": 4, "remove_unused_columns": False}
+    known |= {"per_device_train_batch_size": 6, "max_steps": 2, "remove_unused_columns": False}
     return test_huggingface.trainer_of(folder, **known, **options)
 
 
@@ -74,7 +74,7 @@ def test_padding_on_the_left_moves_positions_and_is_refused(tmp_path):
     assert "\n" not in str(error.value)
     fixed = trainer_of(tmp_path, lambda records: padded(records, left=True, length=LENGTH))
     fixed.train()
-    assert fixed.engine.steps == 4
+    assert fixed.engine.steps == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bf16"])
@@ -83,7 +83,7 @@ def test_padding_that_is_masked_is_taken_whatever_is_dropped(options, tmp_path):
     model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))  # drops a tenth
     trainer = trainer_of(tmp_path, model=model, **options)
     trainer.train()
-    assert trainer.engine.steps == 4
+    assert trainer.engine.steps == 2
     with pytest.raises(Misuse, match="to be its own"):
         trainer_of(tmp_path, lambda records: padded(records, left=True), model=model_of("gpt2"), **options).train()
 

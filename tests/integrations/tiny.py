@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-RECORDS, LENGTH, WORDS = 48, 6, 40
+RECORDS, LENGTH, WORDS = 24, 6, 40
 
 
 class Records(torch.utils.data.Dataset):
