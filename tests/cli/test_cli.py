@@ -112,16 +112,6 @@ def test_a_reader_that_goes_away_ends_it_in_silence():
     assert done.returncode in (0, 128 + signal.SIGPIPE) and (done.stdout, done.stderr) == ("{", "")
 
 
-def test_it_works_from_any_folder(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "dpbench", "run", "accountants", "--smoke", "--only", "accountant=rdp"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "results" / "accountants-smoke").glob("*.jsonl"))) == 1
-    printed = [Path(line) for line in done.stdout.splitlines()]
-    assert printed and all((tmp_path / path).is_file() for path in printed)  # the figures, and nothing else
-
-
 CELLS = [
     *grid(StepTrial, model=["cnn", "vgg11"], backend=["ghost", "vmap"], batch_size=[8, 16]),
     MaxBatch(probe=PeakTrial(model="cnn", backend="ghost", batch_size=1, simulated=True)),

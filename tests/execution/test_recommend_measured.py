@@ -44,12 +44,6 @@ def build():
 """
 
 
-def dpbench(folder, *arguments):
-    command = [sys.executable, "-m", "dpbench", "recommend", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=PATIENCE, env=environment)
-
-
 @pytest.fixture
 def model(tmp_path) -> str:
     (tmp_path / "mine.py").write_text(MODEL)
@@ -149,19 +143,19 @@ def test_a_search_says_why_it_ended(model):
     assert (cut["ended"], cut["batch_size"], len(cut["probes"])) == ("time", 8, 1)
 
 
-def test_a_model_that_cannot_be_raced_is_one_line(tmp_path):
+def test_a_model_that_cannot_be_raced_is_one_line(tmp_path, dpbench, trials_here):
     (tmp_path / "mine.py").write_text("from torch import nn\n\ndef build():\n    return nn.Flatten()\n")
-    done = dpbench(tmp_path, "mine.py:build", "--batch-size", "4")
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert "a model with parameters to train, got" in done.stderr
+    code, out, err = dpbench("recommend", f"{tmp_path / 'mine.py'}:build", "--batch-size", "4")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "a model with parameters to train, got" in err
 
 
 @pytest.mark.slow
 def test_a_persons_own_model_all_the_way(tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)
-    done = dpbench(
-        tmp_path, "mine.py:build", "--batch-size", "4", "--memory", "256MiB", "--format", "json", "--seconds", "100"
-    )
+    words = ("--batch-size", "4", "--memory", "256MiB", "--format", "json", "--seconds", "100")
+    command = [sys.executable, "-m", "dpbench", "recommend", "mine.py:build", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rows = {row["backend"]: row for row in found["backends"]}
