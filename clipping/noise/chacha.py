@@ -70,6 +70,10 @@ class Segments:
         self.length = NORMALS * self._starts[-1]
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles make their tables and arrays anew."""
+        return Segments, (self.counts, self.labels)
+
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Return each tensor's entries [count], views of `flat`.
 

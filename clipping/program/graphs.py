@@ -121,7 +121,8 @@ class Graphs:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or a pickle, without programs: those refer to the tensors of this model."""
-        return {**vars(self), "_capture": None, "_graphs": [], "_pool": Pool(lends=self._pool.lends)}
+        left: dict[str, Any] = {"_capture": None, "_unguarded": None, "_graphs": [], "_batch": None, "_found": None}
+        return {**vars(self), **left, "_pool": Pool(lends=self._pool.lends)}
 
     @property
     def ways(self) -> dict[str, str]:

@@ -120,6 +120,10 @@ class Tickets:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __reduce__(self) -> Any:
+        """A copy or a pickle has no batches: its loader hands out others."""
+        return Tickets, ()
+
     def hand_out(self, ticket: Ticket) -> None:
         """Add the batch that the loader yields."""
         self._news = True

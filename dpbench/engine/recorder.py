@@ -33,7 +33,7 @@ from clipping.tape.compiled import called_from_compiled_code
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.mixing_check import Looks, require_own_rows
-from dpbench.engine.release import only_real, require_finite_losses
+from dpbench.engine.release import masked, require_finite_losses
 from dpbench.engine.settings import batch_norm_problem, batch_norms
 from dpbench.engine.trace import Trace, plain
 
@@ -99,6 +99,11 @@ class Recorder:
         It is summed over the pieces of a logical batch, and dropped, retried and saved with their sums.
         """
         self.counted = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle is closed, and has recorded nothing."""
+        state = {**vars(self), **dict.fromkeys(("_recording", "_looks", "_given", "_known", "_owner"))}
+        return {**state, "_called": ((), {}), "_passes": {}, "_handles": [], "_followed": [], "_quiet": []}
 
     @property
     def _entered(self) -> list[bool]:
@@ -258,7 +263,7 @@ class Recorder:
         noted, losses = losses, plain(losses)
         self._check(losses)
         if drawn is not None:
-            losses = _masked(losses, *drawn)
+            losses = masked(losses, *drawn)
         recording, self._recording = self._recording, None
         looks, self._looks = self._looks, None
         dropped, self._dropped = self._dropped, 0
@@ -466,22 +471,6 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return Hook, ()
-
-
-def _masked(losses: Tensor, real: int, handed: int) -> Tensor:
-    """Set the losses of padding, all but the first `real` of `handed`, to 0 without a gradient.
-
-    Raises:
-        Misuse: the number of losses is not `handed`.
-    """
-    if len(losses) != handed:
-        raise Misuse(
-            f"expected one loss for each of the {handed} samples that data_loader handed out, got {len(losses)}: "
-            "several views of a record are one record, so average their losses; none may be left out (weigh it by 0)"
-        )
-    if real == handed:
-        return losses
-    return only_real(losses, torch.arange(handed, device=losses.device) < real)
 
 
 def _running(model: nn.Module) -> int:

@@ -423,6 +423,26 @@ def only_real(losses: Tensor, real: Tensor) -> Tensor:
     return torch.where(real, losses, torch.zeros_like(losses))
 
 
+def masked(losses: Tensor, real: int, handed: int) -> Tensor:
+    """Set the losses of padding to 0, without a gradient.
+
+    Args:
+        losses: [B].
+        real, handed: the number of the data's samples, which come first, and of all samples.
+
+    Raises:
+        Misuse: the number of losses is not `handed`.
+    """
+    if len(losses) != handed:
+        raise Misuse(
+            f"expected one loss for each of the {handed} samples that data_loader handed out, got {len(losses)}: "
+            "several views of a record are one record, so average their losses; none may be left out (weigh it by 0)"
+        )
+    if real == handed:
+        return losses
+    return only_real(losses, torch.arange(handed, device=losses.device) < real)
+
+
 def require_finite_losses(losses: Tensor) -> None:
     """Raise a FloatingPointError that names the samples with losses that are not finite."""
     wrong = losses.detach().isfinite().logical_not().nonzero().flatten().tolist()

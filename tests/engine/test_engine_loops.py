@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from attached import attached, cross_entropy
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import TensorDataset
 
 from clipping import UnsupportedModel, load_backend
 from dpbench import Misuse, PrivacyEngine
@@ -480,6 +481,26 @@ def test_a_copy_of_an_attached_engine_may_be_attached(how):
     assert (engine.steps, again.steps) == (1, 2) and not torch.equal(model.weight, copied.weight)
     optimizer.step(loss=model(x).sum(1))
     torch.testing.assert_close(model.weight, copied.weight)
+
+
+@pytest.mark.parametrize("how", [COPIES["deepcopy"], COPIES["pickle"]], ids=["deepcopy", "pickle"])
+def test_a_copy_in_the_middle_of_a_step_holds_the_sum_alone(how):
+    model, x = nn.Linear(200, 100).double(), torch.randn(3, B, 200).double()
+    engine, optimizer = private(model, noise_multiplier=1e-13)  # an array for C is made for the noise
+    step = engine.make_step(cross_entropy, compile=True)
+    for _ in range(4):
+        step(x[0], torch.arange(B))
+    losses = model(next(iter(engine.data_loader(TensorDataset(torch.randn(60, 200).double()))))[0]).sum(1)
+    optimizer.step(loss=losses)
+    optimizer.virtual_step(loss=model(x[0]).sum(1))
+    losses = model(x[1]).sum(1)
+    copied, again = how((model, engine))
+    optimizer.step(loss=losses)
+    again.attach(other := torch.optim.SGD(copied.parameters(), lr=0.0))
+    other.step(loss=copied(x[2]).sum(1))
+    assert engine.steps == again.steps == 6
+    require_sum(model, lambda m, i: m(x.flatten(0, 1)[i]).sum(), count=2 * B)
+    require_sum(copied, lambda m, i: m(x[[0, 2]].flatten(0, 1)[i]).sum(), count=2 * B)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
