@@ -39,6 +39,9 @@ EXACT = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest error that casting leaves in a scaled copy, relative to its spread; 1e-4 in other dtypes."""
 
 
+_Read = list[tuple[weakref.ref[Tensor], int]]  # tensors, none of them kept alive, and their versions
+
+
 class Ticket:
     """A physical batch that was handed out.
 
@@ -65,7 +68,7 @@ class Ticket:
         self.probes = [_Probe(x) for x in _dense_in(batch)]
         if handed > real:
             self.probes += [_Probe(x) for x in _stacked(batch, handed)]
-        self._read: list[tuple[weakref.ref[Tensor], int]] = []
+        self._read: _Read = []
 
     def distance(self, tensors: list[Tensor]) -> float:
         """Returns 0 if `tensors` are the ticket's, infinity if they cannot come from it, NaN if unknown."""
@@ -84,17 +87,13 @@ class Ticket:
             return True
         return any(probe.is_part_of(x) for probe in self.probes for x in tensors)
 
-    def was_read(self, tensors: list[Tensor]) -> None:
+    def was_read(self, read: _Read) -> None:
         """Remember the inputs that the model computed from this batch."""
-        self._read = list(zip(map(weakref.ref, tensors), versions_of(tensors), strict=True))
+        self._read = read
 
     def has_read(self, tensors: list[Tensor]) -> bool:
         """Returns whether the model read these tensors before, unchanged since, without any computation."""
-        read = [(y, version) for ref, version in self._read if (y := ref()) is not None]
-        now = zip(tensors, versions_of(tensors), strict=True)
-        return len(read) >= len(tensors) > 0 and all(
-            any(x is y and version == before for y, before in read) for x, version in now
-        )
+        return _has_read(self._read, tensors)
 
 
 class Tickets:
@@ -115,6 +114,8 @@ class Tickets:
         self._padded = False  # whether one of them was padded
         self._size = -1  # of the batch that the model has read since the last step
         self._news = False  # whether one was handed out since then
+        self._read: _Read = []  # by the model since the last step or part
+        self._parts: list[_Read] = []  # of the logical batch that the caller accumulates
         self._warns = True  # of a batch that was not handed out
 
     def __len__(self) -> int:
@@ -135,6 +136,7 @@ class Tickets:
         """Close all open batches."""
         self._closed.extendleft(self._open)
         self._open.clear()
+        self._parts.clear()
         self.current = None
 
     def first(self) -> Ticket | None:
@@ -161,25 +163,38 @@ class Tickets:
         if found is None:  # another view of the same samples, if no other batch was handed out
             stays = recording and not self._news and (before in self._open or not self._open)
             found = before if stays else self._likely(tensors, batch_size)
+        goes_on, noted = recording and found is before, _noted(tensors)
         if found is not None and found in self._open:
             if found.released:
                 raise Misuse(
                     "expected another batch of data_loader, got the one whose step raised after its release had begun: "
                     "it is accounted, and a second release of the same sample would not be; go on with the next one"
                 )
-            goes_on = recording and found is before
             found.in_order = found.has_order(tensors) and (found.in_order or not goes_on)
-            found.was_read(tensors)
+            found.was_read(noted)
+        self._read = self._read + noted if goes_on else noted
         self.current, self._size, self._news = found, batch_size, False
-        return recording and found is before
+        return goes_on
 
     def take(self, drawn: int) -> Ticket | None:
         """Close and return the ticket of the batch to step, and those before it; None for a batch of the caller's own.
 
         Raises:
-            Misuse: the batch is finished, or its padding is unknown.
+            Misuse: the batch is finished, its padding is unknown, or it is in the logical batch already.
         """
-        ticket = self.current
+        ticket = self._checked(drawn)
+        self._parts.clear()
+        return self._close(ticket)
+
+    def _checked(self, drawn: int) -> Ticket | None:
+        ticket, read = self.current, [ref() for ref, _ in self._read]
+        tensors = list({id(x): x for x in read if x is not None}.values())
+        if None not in read and any(_has_read(part, tensors) for part in self._parts):
+            raise Misuse(
+                "expected other records in each part of a logical batch, got the tensors of an earlier part: a record "
+                "in both would move the sum by twice the clipping norm; add the losses of all heads or views of a "
+                "record, and step once"
+            )
         if ticket is None and self._padded and self._size in self._sizes:
             raise Misuse(
                 f"expected a batch of data_loader, got one of {self._size} samples, as many as its padded ones have, "
@@ -206,21 +221,26 @@ class Tickets:
                 PrivacyWarning,
                 stacklevel=2,
             )
-        return self._close(ticket)
+        return ticket
 
     def refuse_part(self) -> None:
-        """Raise Misuse if a batch added to a sum by hand came from the loader, or looks as if it did."""
+        """Raise Misuse if a batch added to a sum by hand is in it, came from the loader, or looks as if it did."""
         if self.current is not None:
             raise Misuse(
                 "expected optimizer.step(loss=losses) with every batch of data_loader: it knows which are parts of a "
                 "logical batch; for larger ones take a larger batch_size"
             )
-        self.take(0)
+        self._close(self._checked(0))
+
+    def added_part(self) -> None:
+        """Remember the inputs of the batch that was added to a sum by hand."""
+        self._parts.append(self._read)
 
     def take_empty(self, drawn: int) -> Ticket | None:
         """As `take`, for a batch of no samples, which the model may not have read."""
         if self.current in self._open:
             return self.take(drawn)
+        self._parts.clear()
         fresh = (ticket for ticket in self._open if not ticket.released)
         return self._close(min(fresh, key=lambda ticket: (ticket.real > 0, ticket.failed), default=None))
 
@@ -302,6 +322,19 @@ class Tickets:
 def _dense_in(batch: Any) -> list[Tensor]:
     """Its strided tensors [B, ...]; sparse and nested ones are left out, as their memory is not one block."""
     return [x for x in tensors_of(batch) if x.layout == torch.strided and not x.is_nested and x.dim()]
+
+
+def _noted(tensors: list[Tensor]) -> _Read:
+    return list(zip(map(weakref.ref, tensors), versions_of(tensors), strict=True))
+
+
+def _has_read(read: _Read, tensors: list[Tensor]) -> bool:
+    """Whether all `tensors`, at least one, are among those that were read, unchanged since."""
+    alive = [(y, version) for ref, version in read if (y := ref()) is not None]
+    now = zip(tensors, versions_of(tensors), strict=True)
+    return len(alive) >= len(tensors) > 0 and all(
+        any(x is y and version == before for y, before in alive) for x, version in now
+    )
 
 
 def _stacked(batch: Any, count: int) -> list[Tensor]:

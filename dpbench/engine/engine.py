@@ -230,6 +230,7 @@ class PrivacyEngine:
         self.stepped = False
         self._begin(None)
         self._accumulate(loss, None)
+        self._tickets.added_part()
 
     def empty_step(self) -> None:
         """Release a logical batch without samples, for a model that cannot run on one: adds noise, and counts."""

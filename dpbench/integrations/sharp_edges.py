@@ -29,6 +29,7 @@
 | a frozen parameter with an old gradient | not applied | `test_a_gradient_left_on_a_frozen_parameter_is_not_applied` |
 | a loss over a running mean of earlier batches, or beside a queue of their outputs | refused: "samples mix", "of this batch or an earlier one" | `test_losses_that_depend_on_an_earlier_batch_are_refused` |
 | the same record in two pieces of a logical batch | `data_loader` keeps pieces apart; by hand it is refused | `test_what_the_loader_hands_out_is_not_accumulated_by_hand` |
+| the same tensors in two parts by hand, as one head's loss after the other's | refused: "other records in each part" | `test_a_record_in_two_parts_of_a_logical_batch_is_refused` |
 | batches kept and used again (`list`, `itertools.cycle`) | refused; a warning after 64 others | `test_batches_that_are_kept_and_used_again_are_refused_or_told` |
 | `nn.Embedding(max_norm=...)`, which scales the rows of a batch's words | refused by name | `test_an_embedding_that_scales_the_rows_of_a_batch_is_refused` |
 | a hook on a parameter's gradient | the next step is verified, and refused if the hook changes it | `test_a_hook_of_a_parameter_that_comes_later_is_verified_anew` |

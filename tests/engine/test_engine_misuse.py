@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from attached import attached, cross_entropy, says
+from attached import attached, batch, cross_entropy, says
 from torch import nn
 from torch.func import functional_call
 
@@ -103,6 +103,20 @@ def test_losses_of_an_earlier_forward_pass(loop):
     losses_of(model, 6)
     with says(UnsupportedModel, "is read where the tape does not see it: outside of the model's recorded forward pass"):
         optimizer.step(loss=losses)
+
+
+def test_a_record_in_two_parts_of_a_logical_batch_is_refused(loop):
+    model, optimizer, engine = loop
+    (x, y), (other, _) = batch(6, seed=1), batch(6, seed=2)
+    optimizer.virtual_step(loss=cross_entropy(model(x), y))
+    optimizer.virtual_step(loss=cross_entropy(model(other), y))
+    for part in (optimizer.virtual_step, optimizer.step):
+        with says(Misuse, "expected other records in each part.*add the losses of all heads"):
+            part(loss=model(x).square().sum(1))
+    x.add_(1)  # a buffer of the caller's, for the next batch
+    optimizer.step(loss=cross_entropy(model(x), y))
+    optimizer.virtual_step(loss=cross_entropy(model(x), y))
+    assert engine.steps == 1
 
 
 def test_a_parameter_in_the_loss(loop):
