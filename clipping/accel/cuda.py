@@ -57,7 +57,6 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from clipping.accel.tiles import (
-    SIDE,
     Tiles,
     gradient_tiles,
     gram_tiles,
@@ -66,7 +65,6 @@ from clipping.accel.tiles import (
     rows_at_once,
     sum_tiles,
 )
-from clipping.core.microbatching import power_of_two
 from clipping.numerics.traced_operations import operation
 from clipping.rules.pixel_gram import LINEAR, in_two_dimensions
 
@@ -86,11 +84,10 @@ LINE = 1024
 """Positions or entries of such a program."""
 MULTIPROCESSORS = 132
 """An H100's. Each holds one program of `weighted`, which needs more than half of the registers."""
-MOVED = 700
-"""Positions of a tile that all multiprocessors together read while a portion's tile is written and read again: 512
-bytes each from the L2 cache, at 8 TB/s, and 2 · 64 KiB at 3 TB/s."""
-SLICES = 4
-"""Most programs of a row of tiles that sum its bias."""
+MOVED = 32 / 3
+"""A portion's entry, written and read again at 3 TB/s, in numbers of half precision from the L2 cache at 8 TB/s."""
+AHEAD = 128
+"""Factors of which a program finds the first 0 at once."""
 BESIDE = 2
 """Most further outputs' gradients of one Gram kernel: a query's beside a value's and a key's."""
 
@@ -168,7 +165,7 @@ def gram_norms(
     """
     x, g, options, sizes = _of_images(x, g, geometry, groups)
     channels, outputs, *_, positions, _ = sizes
-    tiles = gram_tiles(positions, max(channels, outputs), g.dtype, _generation(g), rows_at_once(x, g, options), options)
+    tiles = gram_tiles(positions, max(channels, outputs), g.dtype, generation(g), rows_at_once(x, g, options), options)
     each = groups * pairs(positions, tiles.rows)
     out = g.new_empty(len(g), each, 4, dtype=torch.float32)
     numbers = (groups, *sizes, *x.stride(), *g.stride(), *map(float, (*lost, bias)))
@@ -186,7 +183,7 @@ def gradient_norms(
     x, g, options, sizes = _of_images(x, g, geometry, groups)
     channels, outputs, *_, positions, _ = sizes
     inputs = channels * math.prod(options[0])
-    tiles = gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g, options), options)
+    tiles = gradient_tiles(positions, inputs, outputs, g.dtype, generation(g), rows_at_once(x, g, options), options)
     down, across, samples = -(-outputs // tiles.rows), -(-inputs // tiles.columns), len(g) * groups
     each = groups * down * across if positions else 0
     parts = g.new_empty(len(g), each, dtype=torch.float32)
@@ -230,7 +227,7 @@ def embedding_gram_norms(ids: Tensor, g: Tensor, lost: tuple[float, float]) -> T
         g: [n, T, p], of any strides, and zero where the padding row was read.
     """
     _, positions, outputs = g.shape
-    tiles = gram_tiles(positions, outputs, g.dtype, _generation(g), rows_at_once(g.mT, g.mT))
+    tiles = gram_tiles(positions, outputs, g.dtype, generation(g), rows_at_once(g.mT, g.mT))
     constants = {"BLOCK": tiles.rows, "BLOCK_K": tiles.depth}
     return _of_rows("embedding_gram", (ids, g), g.shape[1:], pairs(positions, tiles.rows), tiles, lost, constants)
 
@@ -281,20 +278,18 @@ def weighted(
     x, g, options, sizes = _of_images(x, g, geometry, 1)
     channels, outputs, *_, positions, _ = sizes
     inputs = channels * math.prod(options[0])
-    tiles = sum_tiles(positions, inputs, outputs, g.dtype, _generation(g), rows_at_once(x, g, options), options)
+    tiles = sum_tiles(positions, inputs, outputs, g.dtype, generation(g), rows_at_once(x, g, options), options)
     shape = (outputs * (inputs + 1),) if bias else (outputs, channels, *kernel)
     out = factors.new_empty(max(1, -(-len(g) // size)), *shape)
     numbers = (*sizes, len(g), size, *x.stride(), *g.stride())
-    across = -(-inputs // tiles.columns)
-    of_bias = tiles.rows // min(SLICES, power_of_two(across + 1) // 2) if bias else 0
-    constants = _of_patches(options) | tiles.sides() | {"BIAS": of_bias}
-    programs = len(out) * -(-outputs // tiles.rows) * across
+    constants = _of_patches(options) | tiles.sides() | {"BIAS": bias, "AHEAD": AHEAD}
+    programs = len(out) * -(-outputs // tiles.rows) * -(-inputs // tiles.columns)
     launch("weighted", programs, (x, g, factors, out), numbers, **constants)
     return out
 
 
 @functools.cache
-def portion_of(count: int, most: int, positions: int, inputs: int, outputs: int) -> int:
+def portion_of(count: int, most: int, positions: int, inputs: int, outputs: int, rows: int, columns: int) -> int:
     """Samples in a portion, so that few portions keep a GPU busy: each is written and read once more.
 
     Args:
@@ -302,12 +297,13 @@ def portion_of(count: int, most: int, positions: int, inputs: int, outputs: int)
             passes a power of two.
         most: limit by rounding, for any batch size up to the next power of two.
         positions, inputs, outputs: T, d and p.
+        rows, columns: outputs and inputs of a tile.
     """
-    tiles = -(-inputs // SIDE) * -(-outputs // SIDE)
+    tiles = -(-inputs // columns) * -(-outputs // rows)
 
-    def cost(size: int) -> tuple[int, int]:
-        moved = -(-count // size) * tiles * MOVED
-        return busiest(count, size, tiles) * positions * MULTIPROCESSORS + moved, -size
+    def cost(size: int) -> tuple[float, int]:
+        read = busiest(count, size, tiles) * positions * MULTIPROCESSORS * (rows + columns)
+        return read + -(-count // size) * tiles * rows * columns * MOVED, -size
 
     return min(range(1, min(most, count) + 1), key=cost)
 
@@ -392,14 +388,14 @@ def whole(parts: Tensor) -> Tensor:
     return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
 
 
-def _generation(x: Tensor) -> int:
+def generation(x: Tensor) -> int:
     """Major compute capability of the device; 0 on a CPU."""
     return _capability(x.device)[0] if x.is_cuda else 0
 
 
 @functools.cache
 def _program(name: str) -> Any:
-    modules = (importlib.import_module(f"clipping.accel.{place}_programs") for place in ("cuda", "fused"))
+    modules = (importlib.import_module(f"clipping.accel.{place}_programs") for place in ("cuda", "sum", "fused"))
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

@@ -15,7 +15,7 @@ from clipping.numerics.rounding_bounds import of_lost, portion
 from clipping.rules.base import Route, Rule, Spec, Way, Work, of_columns
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
-from clipping.rules.linear import GRAM, Bilinear, LinearWeight
+from clipping.rules.linear import GRAM, LinearWeight
 from clipping.rules.patches import FromOperands, OfPatches
 from clipping.rules.pixel_gram import compiled_norms
 
@@ -248,8 +248,10 @@ def _by_gram(rule: LinearWeight, g: Tensor, route: Route) -> str:
     return way.name if way.name == GRAM_KERNEL or (way is GRAM and GRAM.is_whole(rule, g)) else ""
 
 
-def portion_of(rule: Bilinear, g: Tensor | Spec) -> int:
+def portion_of(rule: Imaged, g: Tensor | Spec) -> int:
     """Samples in a portion of `weighted`."""
     count = rule.samples(g)
     most = portion(count, rule.positions, norm_dtype(g.dtype))
-    return cuda.portion_of(power_of_two(count), most, rule.positions, rule.inputs, rule.outputs)
+    sizes = rule.positions, rule.inputs, rule.outputs
+    tile = tiles.sum_tiles(*sizes, g.dtype, cuda.generation(rule.parameter), True, rule.geometry())
+    return cuda.portion_of(power_of_two(count), most, *sizes, tile.rows, tile.columns)

@@ -54,6 +54,8 @@ BANDWIDTH = 3.0e12
 RATES = {"half": 767e12, "tf32": 400e12, "float32": 52e12}
 #: Shares of these, assumed: a product of half precision whose rows are not aligned; one of float32 in Triton.
 UNALIGNED, TRITON = 0.2, 0.5
+#: Columns of ones by which each tile of a sum multiplies to find a bias.
+BIAS = 16
 #: Bytes a second from the L2 cache to the shared memory of all multiprocessors; seconds in which one starts a program.
 CACHE, START = 8.0e12, 0.9e-6
 #: Operations that make the host wait for the device.
@@ -240,7 +242,7 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         for owner, name, value in (
             (cuda, "supported", lambda *given: triton and all(x.is_meta and x.dtype in known for x in given)),
             (cuda, "launch", launched),
-            (cuda, "_generation", lambda x: 9),
+            (cuda, "generation", lambda x: 9),
             (fused, "runs", lambda *given: cuda.supported(*given)),
             (base.Rule, "room", lambda rule: _MEMORY // base.SHARE),
         ):
@@ -290,7 +292,10 @@ _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count 
     "gram": _of_patches,
     "embedding_gram": lambda ids, g, *_: len(g) * g.shape[1] ** 2 * g.shape[2],
     "gradient": lambda x, g, numbers, constants: _of_gradient(numbers[1], g, constants),
-    "weighted": lambda x, g, factors, numbers, constants: _of_gradient(numbers[0], g, constants),
+    "weighted": lambda x, g, factors, numbers, constants: (
+        _of_gradient(numbers[0], g, constants)
+        + constants["BIAS"] * 2 * g.numel() * BIAS * -(-numbers[0] // constants["BLOCK_D"])
+    ),
 }
 
 
@@ -329,6 +334,6 @@ _LOADED: dict[str, Callable[..., int]] = {
         numbers[1], numbers[2], len(g) * numbers[0] * g.shape[2], constants, 1, 1
     ),
     "weighted": lambda g, numbers, constants: _by_gradient_tiles(
-        numbers[0], numbers[1], len(g) * g.shape[2], constants, 0, constants["BIAS"] > 0
+        numbers[0], numbers[1], len(g) * g.shape[2], constants, 0, 0
     ),
 }

@@ -183,15 +183,18 @@ def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((64, 178, 197, 768, 3072), 18),  # three portions of 144 tiles each, and a smaller one beside the last of them
-        ((64, 178, 197, 768, 2304), 54),
-        ((64, 10, 197, 768, 3072), 10),
+        (
+            (64, 178, 197, 768, 3072),
+            43,
+        ),  # beside 72 tiles, those of a portion of 21, one or two each
+        ((64, 178, 197, 768, 2304), 28),
+        ((64, 10, 197, 768, 3072), 9),
         ((2, 312, 2048, 4096, 11008), 2),
         ((1, 1, 0, 1, 1), 1),
     ],
 )
 def test_few_portions_keep_the_multiprocessors_busy(sizes, expected):
-    assert cuda.portion_of(*sizes) == expected
+    assert cuda.portion_of(*sizes, 128, 256) == expected
 
 
 @pytest.mark.parametrize(

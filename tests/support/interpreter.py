@@ -102,7 +102,7 @@ def overwritten(text: str, stages: int) -> set[str]:
         text: a program in TTGIR.
         stages: depths that it copies to shared memory at once.
     """
-    if "{pendings = 1 : i32}" not in text:  # each product is waited for before the next copy
+    if not re.search(r"{pendings = [1-9] : i32}", text):  # each product is waited for before the next copy
         return set()
     views = dict(re.findall(r"(%\w+) = ttg\.memdesc_(?:index|trans) (%\w+)", text))
     buffers = {name: int(n) for name, n in re.findall(r"(%\w+) = ttg\.local_alloc : .*memdesc<(\d+)x\d+x\d+x", text)}
@@ -111,7 +111,7 @@ def overwritten(text: str, stages: int) -> set[str]:
         for name in operands:
             while name in views:
                 name = views[name]
-            found |= {name} if buffers[name] < stages else set()
+            found |= {name} if buffers.get(name, stages) < stages else set()  # a constant is allocated with its value
     return found
 
 

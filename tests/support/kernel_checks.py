@@ -356,6 +356,20 @@ def sums_over_images(device: str) -> None:
         summed(rule, g, factors, wide.weighted(g.double(), factors.double()))
 
 
+def sums_of_unlike_factors(device: str) -> None:
+    """Factors of many sizes and of 0, at the ends, too; what is not finite is seen through a factor of 0."""
+    factors = torch.tensor([0.0, 1e-18, 0.0, 0.0, 2.0, 1e18, 3.0, 0.0], device=device)
+    a, g = (draw(device, torch.float16, 8, 20, 16) for _ in "ag")
+    used = g / factors.where(factors > 0, 1)[:, None, None].clamp(1e-3, 1e3).half()
+    rule = LinearWeight(torch.empty(16, 16, device=device), a)
+    for some in (factors, factors.where(factors < 1e17, 0)):
+        summed(rule, used, some, torch.einsum("n,nto,nti->oi", some.double(), used.double(), a.double()))
+    for spoiled in (rule.a, g):
+        spoiled[2, 3, 4] = torch.inf
+        assert with_kernels(lambda: rule.weighted(g, factors)).isnan().any()
+        spoiled[2, 3, 4] = 0
+
+
 def summed(rule: Any, g: Tensor, factors: Tensor, expected: Tensor) -> None:
     """Σ_i c_i g_i as expected, in portions of one sample, two or all; all at once, or in turn."""
     before = cuda.portion_of
@@ -626,6 +640,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "sums over images": sums_over_images,
     "rows": rows,
     "sums of rows": sums_of_rows,
+    "sums of unlike factors": sums_of_unlike_factors,
     "layer norms": layer_norms,
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,
@@ -654,25 +669,24 @@ def compile_tiles(
     capability: int,
 ) -> None:
     """Compile a program for a GPU's tiles; `dense`: sizes and strides are multiples of 16 (`rows_at_once`)."""
-    from clipping.accel import cuda_programs  # needs Triton
-
     tiles = tiled(generation=capability // 10)
     blocks = {
         "ALONE": 0,
-        "BIAS": cuda.SIDE if dense else 0,
+        "BIAS": dense,
         "BESIDE": cuda.BESIDE * (bool(constants.get("POINT")) and (dense or dtype == torch.float32)),
         "POINT": 0,
         "BLOCK": cuda.LINE if program == "collected" else tiles.rows,
         "BLOCK_K": tiles.depth,
     }
-    values = {**blocks, **constants, **tiles.sides(), "ROWS": cuda.ROWS, "COLUMNS": cuda.COLUMNS * tiles.warps}
+    constants = {"AHEAD": cuda.AHEAD, "ROWS": cuda.ROWS, "COLUMNS": cuda.COLUMNS * tiles.warps, **constants}
+    values = {**blocks, **constants, **tiles.sides()}
     element = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
     others = ("out", "squares", "parts", "factors")
     kinds = {"ids": "*i64"} | dict.fromkeys([*"agx", "more_g", "most_g"], element) | dict.fromkeys(others, "*fp32")
     aligned = (
         ("x_", "g_", "channels", "outputs", *(("positions",) if "g_position" in constants else ())) if dense else ()
     )
-    compiled(getattr(cuda_programs, program), capability, kinds, values, aligned=aligned, **tiles.options())
+    compiled(cuda._program(program), capability, kinds, values, aligned=aligned, **tiles.options())
 
 
 def compile_fused(program: str, kernel: int, capability: int) -> None:

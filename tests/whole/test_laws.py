@@ -38,7 +38,7 @@ def test_accounting_imports_no_torch():
 def test_clipping_imports_torch_alone():
     """The peers, and no other module, import what they wrap; programs are written in Triton, in four modules."""
     peers = {"opacus": {"opacus"}, "fastdp": {"fastDP"}, "private_cnn": {"private_CNN"}}
-    programs = ("cuda_programs", "reading_programs", "fused_programs", "chacha_program")
+    programs = ("cuda_programs", "sum_programs", "reading_programs", "fused_programs", "chacha_program")
     wrapped = peers | {name: {"triton"} for name in programs}
     allowed = {"clipping", "torch", *sys.stdlib_module_names}
     clipping = [path for path in MODULES if path.is_relative_to(ROOT / "clipping")]
