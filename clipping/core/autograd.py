@@ -1,4 +1,8 @@
-"""Autograd's view of a tensor: how often it was written to, and the nodes of its graph."""
+"""Autograd's view of a tensor: how often it was written to, and the nodes of its graph.
+
+Functions take:
+    tensors: any, or by name.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -288,6 +288,9 @@ def _ciphered(state: Tensor) -> Tensor:
 def state_of(key: bytes, block: int, nonce: Sequence[int]) -> list[int]:
     """Return the cipher's state before a block. In a draw for several tensors, their labels replace its last word.
 
+    Args:
+        block: its number.
+
     Raises:
         ValueError: a key or nonce has a wrong size.
     """

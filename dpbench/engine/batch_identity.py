@@ -58,6 +58,7 @@ class Ticket:
 
     Methods take:
         tensors: the model's inputs.
+        read: the same, as they are remembered.
     """
 
     failed = released = False
@@ -235,6 +236,7 @@ class Tickets:
     def added_part(self) -> None:
         """Remember the inputs of the batch that was added to a sum by hand."""
         self._parts.append(self._read)
+        self._read = []  # an empty step may come next, which reads nothing
 
     def take_empty(self, drawn: int) -> Ticket | None:
         """As `take`, for a batch of no samples, which the model may not have read."""
