@@ -184,7 +184,7 @@ class LinearWeight(Bilinear):
 
     def copied(self, g: Tensor | Spec) -> int:
         entries = min(self.inputs, self.outputs)
-        if on_gpu(self.parameter):
+        if g.dtype in HALF and on_gpu(self.parameter):
             width = self.a.shape[-1]
             more = padding((self.samples(g) * self.positions, width), g.dtype, self.parameter.numel() // width)
             entries += width + more if more else 0  # of the padded copy of the input
