@@ -180,12 +180,6 @@ def test_every_reference_has_its_own_size():
     assert sizes(asked) == (64, 7)
 
 
-def test_the_size_that_was_asked_for_is_taken():
-    found = run(ExplainTrial(model="cnn", batch_size=2, image_size=16, num_classes=3))
-    assert found["summary"]["inputs"] == [[2, 3, 16, 16]]
-    assert (found["rows"][0]["T"], found["rows"][-2]["p"]) == (16**2, 3)
-
-
 @pytest.fixture(scope="module")
 def measured(models) -> dict:
     return run(ExplainTrial(model=f"{models}:lazy_no_more", batch_size=4, measure=True))

@@ -13,10 +13,10 @@ from dpbench.cli import check, main
 from dpbench.conformance import ConformanceTrial, suite
 from dpbench.conformance.judging import Measured, Wrong, judge
 from dpbench.conformance.refusals import REFUSALS
-from dpbench.conformance.scorecard import as_row, scorecard
+from dpbench.conformance.scorecard import as_row
 from dpbench.conformance.suite import checks, conformance
 from dpbench.models.references import BUILTIN
-from dpbench.process.parent import Answer, Isolation
+from dpbench.process.parent import Answer
 from dpbench.trials import CheckTrial, Trial
 from dpbench.trials.backends import ResolveTrial
 from dpbench.trials.outcome import Outcome
@@ -126,20 +126,6 @@ def test_nothing_is_verified_by_the_backend_itself():
 # The scorecard
 
 
-def test_the_scorecard_is_case_by_backend():
-    def row(case, backend, status):
-        return {"model": case, "backend": backend, "status": status}
-
-    rows = [row("a", "x", "ok"), row("b", "x", "unsupported"), row("a", "y", "mismatch"), row("c", "y", "error")]
-    assert scorecard(rows) == [
-        ["case", "x", "y"],
-        ["a", "exact", "wrong"],
-        ["b", "refuses", "-"],
-        ["c", "-", "wrong"],
-        ["in all", "1 exact, 1 refuses, 0 wrong", "0 exact, 0 refuses, 2 wrong"],
-    ]
-
-
 # A backend of one's own
 
 
@@ -165,23 +151,6 @@ def test_a_file_that_ends_the_process_is_one_line_and_exit_2(mine, capsys):
     assert main(["check", "--backend", f"{mine}/ends.py:Mine"]) == 2
     err = capsys.readouterr().err
     assert f"{mine}/ends.py:Mine to import, got 'crash: " in err and err.count("\n") == 1
-
-
-def test_options_that_do_not_go_together(capsys, monkeypatch):
-    for arguments, said in [
-        (["--conformance", "--dtype", "float32"], ["no --dtype with the conformance cases", "'float32'"]),
-        (["--conformance", "--backend", "nonprivate"], ["a backend that clips with --conformance", "'nonprivate'"]),
-        (["--conformance", "--backend", "gost"], ["path/file.py:Class", "did you mean 'ghost'?"]),
-        (["--conformanc"], ["did you mean '--conformance'?"]),
-        (["--sensitivity", "--model", "cnn"], ["--sensitivity without --model", "'--model'"]),
-        (["--sensitivity", "--conformance"], ["without --model and --conformance", "'--conformance'"]),
-        (["--sensitivity", "--backend", "nonprivate"], ["a backend that clips with --sensitivity", "'nonprivate'"]),
-        (["--dtype", "bfloat16-autocast"], ["without --sensitivity", "'bfloat16-autocast'"]),
-    ]:
-        monkeypatch.setattr(Isolation, "submit", lambda *_: pytest.fail("a trial was started"))
-        assert main(["check", *arguments]) == 2
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and all(words in err for words in said), err
 
 
 @pytest.fixture

@@ -29,39 +29,6 @@ def test_every_trial_is_recorded_in_every_round_with_its_environment(tmp_path):
     assert fake.left_over() == []
 
 
-def test_a_second_run_has_nothing_to_do_and_leaves_no_file(tmp_path):
-    fake = Fake(tmp_path, sleepers(2))
-    fake.run()
-    files = sorted(fake.output.rglob("*"))
-    again = fake.run()
-    assert again.returncode == 0 and "nothing is left to run" in again.stderr
-    assert sorted(fake.output.rglob("*")) == files
-
-
-def test_failures_are_records_and_the_rest_goes_on(tmp_path):
-    actions = ["segfault", "raise", "leave", "oom", "mismatch", "over_budget", "sleep"]
-    fake = Fake(tmp_path, f"grid(bodies.Act, action={actions})")
-    done = fake.run()
-    assert done.returncode == 0
-    assert {r["trial"]["action"]: r["outcome"] for r in fake.records} == {
-        "segfault": "crash",
-        "raise": "error",
-        "leave": "crash",
-        "oom": "oom",
-        "mismatch": "mismatch",
-        "over_budget": "over_budget",
-        "sleep": "ok",
-    }
-    assert "SIGSEGV" in done.stderr and "KeyError: 'no such thing'" in done.stderr
-    assert all(r["evidence"] for r in fake.records if r["outcome"] != "ok")
-
-
-def test_only_and_rounds_choose(tmp_path):
-    fake = Fake(tmp_path, sleepers(4))
-    fake.run("--only", "number=1,3", "--only", "action=sleep", "--rounds", "2")
-    assert Counter(r["trial"]["number"] for r in fake.records) == {1: 2, 3: 2}
-
-
 def test_what_may_run_beside_others_does(tmp_path):
     fake = Fake(tmp_path, waiters(4, "bodies.Beside"))
     process = fake.start()
@@ -131,14 +98,6 @@ def test_plan_says_what_is_done_and_what_remains(tmp_path):
     assert last.startswith("done 2, remaining 4, pruned 0, failed 1; about")
     assert fake.run("--minutes", "9", command="plan").stdout.endswith(" left, 1 or more runs of --minutes 9\n")
     assert "nothing is left" in fake.run("--only", "action=sleep", "--rounds", "1", command="plan").stdout
-
-
-def test_a_results_folder_that_cannot_be_written_is_one_line(tmp_path):
-    fake = Fake(tmp_path, sleepers(1))
-    fake.output.write_text("a file, and no folder")
-    done = fake.run()
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(fake.output) in done.stderr
-    assert fake.trace("begun") == []
 
 
 def test_whoever_clones_a_folder_of_results_measures_anew(tmp_path):

@@ -102,19 +102,6 @@ def test_every_experiment_declares_trials_for_either_device(device):
                     assert of_shapes or trial.device == device, name
 
 
-def test_the_experiments_of_the_contract_are_there():
-    assert {"stress_test", "memory_speed", "accountants"} <= set(experiment_names())
-
-
-def test_an_experiment_may_be_a_file(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from dpbench.experiment import Experiment\n"
-        "EXPERIMENT = Experiment(name='mine', doc='d', cells=lambda device: [], smoke=lambda device: [])\n"
-    )
-    assert load_experiment(str(path)).name == "mine"
-
-
 def test_an_experiment_may_be_any_object_of_a_file_or_module(tmp_path, monkeypatch):
     text = "from dpbench.experiment import Experiment\ndef none(device): return []\n"
     text += "".join(f"{n.upper()} = Experiment(name='{n}', doc='d', cells=none, smoke=none)\n" for n in ("one", "two"))
@@ -126,28 +113,3 @@ def test_an_experiment_may_be_any_object_of_a_file_or_module(tmp_path, monkeypat
         load_experiment(f"{tmp_path}/several_of_mine.py:TWOO")
     with pytest.raises(UsageError, match="no_such_module"):
         load_experiment("no_such_module:ONE")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("raise KeyError('x')", "KeyError: 'x'"),
-        ("import no_such_module", "no_such_module"),
-        ("def (", "SyntaxError"),
-        ("EXPERIMENT = 3", "EXPERIMENT = Experiment(...)"),
-        ("", "EXPERIMENT = Experiment(...)"),
-    ],
-)
-def test_a_file_that_is_no_experiment_is_one_line(tmp_path, text, said):
-    path = tmp_path / "broken.py"
-    path.write_text(text)
-    with pytest.raises(UsageError) as caught:
-        load_experiment(str(path))
-    assert said in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_unknown_experiment_names_the_nearest():
-    with pytest.raises(UsageError, match="did you mean 'stress_test'"):
-        load_experiment("stres_test")
-    with pytest.raises(UsageError, match=r"nowhere\.py"):
-        load_experiment("nowhere.py")
