@@ -17,6 +17,7 @@ from clipping.core.reference import definition
 from clipping.core.types import ClippedGradient
 from clipping.program.capture import _nesting, modes_kept
 from dpbench.conformance.cases import cross_entropy
+from dpbench.conformance.modules import Net
 from dpbench.measure.memory import measured_peak
 
 BATCH = 4
@@ -31,7 +32,10 @@ PARTS = {
         nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 1)), nn.GroupNorm(2, 8), nn.Tanh()
     ),
     "linear": lambda: nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 6)),
-    "table": lambda: Named(),
+    "table": lambda: Net(
+        lambda net, x: x + nn.functional.embedding((x > 0).long().sum(-1), net.table.exp()),
+        table=torch.linspace(-1, 1, 48).view(8, 6).sin(),
+    ),
     "attention": lambda: Attended(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)),
 }
 
@@ -65,18 +69,6 @@ class Network(nn.Module):
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(BATCH, 3, 6, 6, generator=generator, dtype=torch.float64), torch.arange(BATCH) % 3
-
-
-class Named(nn.Module):
-    """Reads rows of a table that it makes in the checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.linspace(-1, 1, 48).view(8, 6).sin())
-
-    def forward(self, x: Tensor) -> Tensor:
-        table = self.table.exp()
-        return x + nn.functional.embedding((x > 0).long().sum(-1), table)
 
 
 @cache

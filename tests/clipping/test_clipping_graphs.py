@@ -29,6 +29,7 @@ from clipping.checks.verification import compare
 from clipping.numerics.traced_operations import is_traced, tracing
 from clipping.program.capture import _CAPTURES, Captured, is_captured
 from dpbench.conformance.cases import CASES, Case, cross_entropy
+from dpbench.conformance.modules import Net
 
 #: Cases whose rows are where numbers say, in a rule that reads them.
 NO_GRAPH = ("bags of different sizes",)
@@ -152,19 +153,13 @@ def test_what_does_not_compile_or_to_another_step_is_said_and_not_taken(compiler
     assert ways(b)[0] in ("traced", "eager")
 
 
-class Half(nn.Module):
+def half():
     """A layer that no loss depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.used(x) + 0.0 * self.idle(x).detach()
+    return Net(lambda net, x: net.used(x) + 0.0 * net.idle(x).detach(), used=nn.Linear(5, 3), idle=nn.Linear(5, 3))
 
 
 def test_a_layer_that_no_loss_depends_on_has_its_share_of_the_threshold():
-    b = require_equal(Half(), [batch(dtype=torch.float64)] * 4, clip=PerLayer(max_grad_norm=0.05))
+    b = require_equal(half(), [batch(dtype=torch.float64)] * 4, clip=PerLayer(max_grad_norm=0.05))
     assert b.graphs.steps > 0
 
 
@@ -172,7 +167,7 @@ def test_a_layer_that_no_loss_depends_on_has_its_share_of_the_threshold():
 def test_what_a_graph_gives_is_the_caller_s_to_write_to(way, monkeypatch):
     """As the engine does, which adds its noise in place; and it is what the eager step gives, but for rounding."""
     only(monkeypatch, way)
-    model, (x, y) = Half(), batch()
+    model, (x, y) = half(), batch()
     with load_backend("bk_mixed")(model, cross_entropy, clip=CLIP) as eager:
         expected = eager(x, y)
     with opened("bk_mixed", model, verify=False) as b:
@@ -353,20 +348,11 @@ def test_experts_by_a_grouped_product_are_in_the_graph():
     require_graphs(Routed(), [(torch.randn(6, 7, 5, dtype=torch.float64), torch.randint(3, (6,))) for _ in range(6)])
 
 
-class Turned(nn.Module):
-    """Multiplies by a weight from the left, with the samples in the last dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.head = nn.Parameter(torch.randn(6, 5)), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head((self.weight @ x.T).T.tanh())
-
-
 def test_transpositions_as_dynamo_writes_them_are_in_the_graph():
     batches = [(torch.randn(4, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 0])) for _ in range(4)]
-    assert require_equal(Turned(), batches).graphs.steps > 0
+    from_the_left = lambda net, x: net.head((net.weight @ x.T).T.tanh())  # noqa: E731
+    model = Net(from_the_left, weight=torch.randn(6, 5), head=nn.Linear(6, 3))
+    assert require_equal(model, batches).graphs.steps > 0
 
 
 def test_ctc_loss_is_in_the_graph():

@@ -21,6 +21,7 @@ from clipping.numerics.products import full_precision_on_cpu
 from clipping.numerics.rounding_bounds import ALLOWANCE, CAP, OPERANDS, TF32, Doubt, Reach, rounds_operands
 from clipping.rules.convolution import ConvolutionWeight
 from dpbench.conformance.cases import cross_entropy as plain
+from dpbench.conformance.modules import Net
 
 BACKENDS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 
@@ -34,15 +35,6 @@ class Weighed(nn.Module):
 
     def forward(self, a: Tensor, g: Tensor) -> Tensor:
         return (self.linear(a) * g).sum((1, 2))
-
-
-class Images(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.convolution, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Linear(8, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.norm(self.convolution(x))).mean((2, 3)))
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -97,7 +89,9 @@ def test_sums_leave_in_float32_at_least(name):
 @pytest.mark.parametrize("name", ["ghost", "bk_ghost", "fastgradclip"])
 def test_ordinary_records_keep_their_factors(name):
     """Lower by less than a thousandth; the norms that are returned are the norms."""
-    model, x, targets = Images(), torch.randn(8, 3, 16, 16), torch.arange(8)
+    parts = {"convolution": nn.Conv2d(3, 8, 3, padding=1), "norm": nn.GroupNorm(2, 8), "head": nn.Linear(8, 10)}
+    model = Net(lambda net, x: net.head(torch.relu(net.norm(net.convolution(x))).mean((2, 3))), **parts)
+    x, targets = torch.randn(8, 3, 16, 16), torch.arange(8)
     grads, norms = [], []
     for backend_name in (name, "microbatch"):
         with load_backend(backend_name)(model, cross_entropy, clip=Flat(0.01), verify=False) as backend:

@@ -13,6 +13,7 @@ from attached import attached, cross_entropy, parameters
 from torch import nn
 
 from clipping import Flat, load_backend
+from dpbench.conformance.modules import Net
 from dpbench.engine.release import release_gradients
 from dpbench.engine.trace import Trace
 
@@ -259,15 +260,8 @@ def test_a_loss_of_two_views_of_each_sample():
     def loss_fn(outputs, targets):
         return sum(cross_entropy(each, targets) for each in outputs)
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            return self.inner(x), self.inner(x.flip(-1))
-
-    wanted = load_backend("microbatch")(Twice(), loss_fn, clip=Flat(0.5))(x, y).grads.values()
+    twice = Net(lambda net, x: (net.inner(x), net.inner(x.flip(-1))), inner=model)
+    wanted = load_backend("microbatch")(twice, loss_fn, clip=Flat(0.5))(x, y).grads.values()
     before = parameters(model)
     engine.attach(optimizer)
     optimizer.step(loss=loss_of(model, x, y) + loss_of(model, x.flip(-1), y))

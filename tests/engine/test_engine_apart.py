@@ -17,6 +17,7 @@ from clipping import UnsupportedModel, WrongGradient
 from clipping.backends.recording import one_by_one
 from clipping.checks.sample_independence import PATIENCE, Occasions
 from clipping.norms.collection import _WholeNorms
+from dpbench.conformance.modules import Net
 from dpbench.engine import mixing_check
 from dpbench.engine.trace import Traced, plain
 
@@ -435,21 +436,12 @@ def test_rows_of_a_constant_beside_the_batch(rows, backend):
     assert found.norms.tolist() == pytest.approx(expected.norms.tolist())
 
 
-class Gated(nn.Module):
-    """Rows leave the order of the batch behind a gate that begins at 0."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head, self.gate = nn.Linear(20, 5), nn.Linear(20, 5), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        return self.head(x) + self.gate * self.layer(x.rot90(2)).rot90(2)  # owners of these rows are not followed
-
-
 @each
 def test_rows_behind_a_gate_are_looked_at_when_it_opens(backend):
-    """A gradient of zeros shows nothing."""
-    model, optimizer, engine = made(Gated(), backend)
+    """A gradient of zeros shows nothing. The owners of the rows behind the gate are not followed."""
+    parts = {"layer": nn.Linear(20, 5), "head": nn.Linear(20, 5), "gate": torch.zeros(())}
+    gated = Net(lambda net, x: net.head(x) + net.gate * net.layer(x.rot90(2)).rot90(2), **parts)
+    model, optimizer, engine = made(gated, backend)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for _ in range(3):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from clipping import UnsupportedModel
 from clipping.checks import rerun
 from clipping.checks.verification import reading_float64
+from dpbench.conformance.modules import Net
 
 B, C = 4, 0.3
 
@@ -72,17 +73,6 @@ def losses_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).flatten(1).square().mean(1)
 
 
-class Shift(nn.Module):
-    """Of an input that nothing has to keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias, self.layer = nn.Parameter(torch.zeros(8)), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + self.bias)
-
-
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +89,10 @@ FIRST = {
     "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), lambda: torch.randint(0, 9, (B, 5))),
     "group norm": (lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)), lambda: torch.randn(B, 4, 8, 8)),
     "LSTM": (lambda: Words(nn.LSTM(16, 16, batch_first=True)), lambda: torch.randn(B, 7, 16)),
-    "bias": (Shift, lambda: torch.randn(B, 8)),
+    "bias": (
+        lambda: Net(lambda net, x: net.layer(x + net.bias), bias=torch.zeros(8), layer=nn.Linear(8, 3)),
+        lambda: torch.randn(B, 8),
+    ),
     "activation": (Keeps, lambda: torch.randn(B, 8)),
 }
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from dpbench import Misuse
+from dpbench.conformance.modules import Net
 from dpbench.engine.batch_identity import Ticket, Tickets
 
 RECORDS, EXPECTED = 48, 12
@@ -65,15 +66,8 @@ def test_batches_that_were_left_out_are_told_of(least):
 
 
 def test_what_reads_a_parameter_before_the_model_is_called_is_of_the_same_pass():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, RECORDS, dtype=torch.float64))
-
-        def forward(self, x):
-            return x.sum(1) + 0 * self.weight.sum()
-
-    model, optimizer, engine = attached(Tied(), batch_size=EXPECTED, noise_multiplier=0.0, backend="microbatch")
+    tied = Net(lambda net, x: x.sum(1) + 0 * net.weight.sum(), weight=torch.ones(1, RECORDS, dtype=torch.float64))
+    model, optimizer, engine = attached(tied, batch_size=EXPECTED, noise_multiplier=0.0, backend="microbatch")
     engine._recorder._occasions = None  # which would look at the graph of the inputs
     for count in (5, 9, 5):
         losses = model(X[:count] * model.weight)

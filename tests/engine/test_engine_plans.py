@@ -8,22 +8,19 @@ from attached import attached, cross_entropy
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from dpbench.conformance.modules import Net
 
-class Net(nn.Module):
+
+def net() -> Net:
     """A convolution and a linear layer over positions, both with several routes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.linear, self.head = nn.Conv2d(3, 8, 3), nn.Linear(36, 16), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.linear(self.conv(x).flatten(2)).tanh().mean(1))
+    parts = {"conv": nn.Conv2d(3, 8, 3), "linear": nn.Linear(36, 16), "head": nn.Linear(16, 3)}
+    return Net(lambda net, x: net.head(net.linear(net.conv(x).flatten(2)).tanh().mean(1)), **parts)
 
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_private_engine_times_its_routes_in_the_second_step_and_a_seeded_one_never(seeded, caplog):
     generator = torch.Generator().manual_seed(1) if seeded else None
-    model, optimizer, engine = attached(Net(), lr=0.1, batch_size=32, max_grad_norm=0.5, generator=generator)
+    model, optimizer, engine = attached(net(), lr=0.1, batch_size=32, max_grad_norm=0.5, generator=generator)
     loader = engine.data_loader(TensorDataset(torch.randn(64, 3, 8, 8), torch.arange(64) % 3))
     with caplog.at_level(logging.INFO, "clipping.planning.planner"):
         for x, y in (batch for _ in range(4) for batch in loader):
@@ -31,6 +28,6 @@ def test_a_private_engine_times_its_routes_in_the_second_step_and_a_seeded_one_n
     timed = [record.message for record in caplog.records if "by their times on this device" in record.message]
     assert bool(timed) is not seeded
     plans = engine.state_dict()["backend"]["plans"]
-    again = attached(Net(), attach=False, batch_size=32, generator=generator, max_grad_norm=0.5)[2]
+    again = attached(net(), attach=False, batch_size=32, generator=generator, max_grad_norm=0.5)[2]
     again.load_state_dict(engine.state_dict(), replay=True)
     assert bool(plans) and again.state_dict()["backend"]["plans"] == plans

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 
 from clipping.core.types import UnsupportedModel
 from dpbench import Misuse, PrivacyWarning
+from dpbench.conformance.modules import Net
 from dpbench.integrations.opacus import DPDataLoader, DPOptimizer, GradSampleModule
 
 Loss = Callable[[Tensor, Tensor], Any]
@@ -178,15 +179,9 @@ def test_a_loss_of_parameters_would_be_lost_and_is_refused():
     assert made.steps == 0
 
 
-class Both(nn.Module):
+def both() -> nn.Module:
     """A sample and its negative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = model()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.inner(x), self.inner(-x)], 1)
+    return Net(lambda net, x: torch.stack([net.inner(x), net.inner(-x)], 1), inner=model())
 
 
 def of_both(net: Any, x: Tensor, y: Tensor) -> None:
@@ -224,7 +219,7 @@ def evaluating(net: Any, x: Tensor, y: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("odd", "wanted", "net"),
-    [(of_both, of_one_model, Both), (one_after_the_other, added, model), (evaluating, plain, model)],
+    [(of_both, of_one_model, both), (one_after_the_other, added, model), (evaluating, plain, model)],
 )
 def test_what_is_odd_but_sound_has_the_weights_of_the_plain_loop(odd, wanted, net):
     """The sum moves by C for a sample, whatever its forward and backward passes; Opacus clips each of the latter."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from dpbench.conformance.modules import Net
 from dpbench.measure.flops import model_flops
 from dpbench.models.loading import load_workload
 from dpbench.models.own import own_workload
@@ -34,30 +35,17 @@ def test_a_convolution_of_groups_by_hand(groups, layer):
 
 
 def test_attention_counts_on_a_cpu():
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return nn.functional.scaled_dot_product_attention(*[self.out(x)[:, None]] * 3)[:, 0]
-
-    found = counted(Attends(), torch.randn(2, 5, 8), torch.randn(2, 5, 8), 1)
+    attend = nn.functional.scaled_dot_product_attention
+    attends = Net(lambda net, x: attend(*[net.out(x)[:, None]] * 3)[:, 0], out=nn.Linear(8, 8))
+    found = counted(attends, torch.randn(2, 5, 8), torch.randn(2, 5, 8), 1)
     layer = 2 * 2 * 5 * 8 * 8  # forward, and the weight's gradient; the input needs none
     attention = 6 * 2 * 5 * 5 * 8  # two products, and two for each of them backward
     assert found == layer + attention
 
 
 def test_what_is_not_counted_has_no_number():
-    class Forecast(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.LSTM(3, 1, batch_first=True)
-
-        def forward(self, x):
-            return self.layer(x)[0][:, -1]
-
-    assert counted(Forecast(), torch.randn(2, 5, 3), torch.randn(2)) is None
+    forecast = Net(lambda net, x: net.layer(x)[0][:, -1], layer=nn.LSTM(3, 1, batch_first=True))
+    assert counted(forecast, torch.randn(2, 5, 3), torch.randn(2)) is None
 
 
 @pytest.mark.parametrize(("name", "forward"), [("cnn", None), ("resnet18", 1.1e9)])

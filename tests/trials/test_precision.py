@@ -25,6 +25,7 @@ from clipping.checks.verification import (
     limit_of,
 )
 from dpbench.cli import main
+from dpbench.conformance.modules import Net
 from dpbench.errors import UsageError
 from dpbench.execution.selection import select
 from dpbench.experiment import load_experiment
@@ -236,20 +237,10 @@ def test_under_autocast_the_forward_pass_and_the_losses_are_cast_and_the_backwar
     assert (outputs.dtype, losses.dtype) == (torch.bfloat16, torch.float32)
 
 
-class Owner(nn.Module):
-    """Has a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x * self.scale, torch.eye(3))
-
-
 def test_a_copy_of_a_model_under_autocast_computes_with_its_own_parameters():
     """Opacus copies modules that have parameters of their own."""
-    model = precision.autocasting(Workload(Owner(), lambda y, t: y.sum(1), None), "bfloat16", CPU).model
+    owner = Net(lambda net, x: nn.functional.linear(x * net.scale, torch.eye(3)), scale=torch.ones(3))
+    model = precision.autocasting(Workload(owner, lambda y, t: y.sum(1), None), "bfloat16", CPU).model
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.scale.fill_(3)
