@@ -36,19 +36,11 @@ PARTS = {
         lambda net, x: x + nn.functional.embedding((x > 0).long().sum(-1), net.table.exp()),
         table=torch.linspace(-1, 1, 48).view(8, 6).sin(),
     ),
-    "attention": lambda: Attended(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)),
+    "attention": lambda: Net(  # over the 48 rows of an image
+        lambda net, x: net.layer(x.flatten(1, 2)).view_as(x),
+        layer=nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True),
+    ),
 }
-
-
-class Attended(nn.Module):
-    """Over the 48 rows of an image."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.flatten(1, 2)).view_as(x)
 
 
 class Network(nn.Module):

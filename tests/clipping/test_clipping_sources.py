@@ -13,6 +13,7 @@ from clipping import Flat, compare, load_backend
 from clipping.backends.recording import one_by_one
 from clipping.core.reference import definition
 from clipping.tape.record import Tape
+from dpbench.conformance.modules import Net
 
 SAMPLES = 3
 INDEX = torch.tensor([[0, 4, 4], [2, 0, 1]])
@@ -93,20 +94,15 @@ def test_what_is_copied_in_low_precision_is_added_up_in_float32():
     assert found.dtype == torch.float32 and (found == 1000).all()
 
 
-class Mixed(nn.Module):
-    """A weight that is made of two parameters, a table of biases, and layers of two precisions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
-        self.table, self.last = nn.Parameter(torch.randn(5)), nn.Linear(4, 3, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last((self.linear(x) + self.table[torch.tensor([0, 3, 3, 1])]).double())
-
-
 def test_layers_of_two_precisions():
-    model, x, y = Mixed(), torch.randn(SAMPLES, 7, 6), torch.zeros(SAMPLES)
+    """Beside a weight that is made of two parameters, and a table of biases."""
+    model = Net(
+        lambda net, x: net.last((net.linear(x) + net.table[torch.tensor([0, 3, 3, 1])]).double()),
+        linear=nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)),
+        table=torch.randn(5),
+        last=nn.Linear(4, 3, dtype=torch.float64),
+    )
+    x, y = torch.randn(SAMPLES, 7, 6), torch.zeros(SAMPLES)
     loss, clip = lambda outputs, _: outputs.square().flatten(1).sum(1), Flat(max_grad_norm=0.5)
     with load_backend("bk_mixed")(model, loss, clip=clip, verify=False) as b:
         found = b(x, y)

@@ -32,6 +32,7 @@ from clipping.rules.convolution import ConvolutionWeight, convolution, transpose
 from clipping.rules.linear import LinearWeight
 from clipping.rules.normalisation import layer_norm
 from clipping.rules.pixel_gram import LINEAR
+from dpbench.conformance.modules import Net
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NORMS = (cuda.gram_norms, cuda.gradient_norms)
@@ -120,6 +121,14 @@ def with_kernels(run: Callable[[], Any]) -> Any:
         return run()
     finally:
         fused.runs = before
+
+
+def same_step(found: Any, plain: Any, said: object = None) -> None:
+    """Compare a step's norms and sums."""
+    close(found.norms, plain.norms)
+    for key, grad in plain.grads.items():
+        assert found.grads[key].shape == grad.shape
+        assert (found.grads[key] - grad).abs().max() <= 1e-5 * grad.abs().max(), (said, key)
 
 
 def linear_layers(dtype: torch.dtype, device: str) -> None:
@@ -496,18 +505,17 @@ def layer_norms(device: str) -> None:
 def whole_steps_of_one_input(device: str) -> None:
     """Norms and sums of layers that read one input, by every way with Gram matrices, and of others beside them."""
 
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.many = nn.Linear(16, 16), nn.ModuleList(nn.Linear(16, 32) for _ in range(4))
-            self.last = nn.ModuleList([nn.Linear(32, 16, bias=False), nn.Linear(32, 16), nn.Linear(32, 8)])
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.first(x)
+        h = torch.stack([layer(h) for layer in net.many]).prod(0)
+        return torch.cat([layer(h) for layer in net.last], 2).float().sin().sum((1, 2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            h = torch.stack([layer(h) for layer in self.many]).prod(0)
-            return torch.cat([layer(h) for layer in self.last], 2).float().sin().sum((1, 2))
-
-    model, x = Layers().to(device, torch.bfloat16), torch.randn(5, 20, 16, device=device).bfloat16()
+    many = nn.ModuleList(nn.Linear(16, 32) for _ in range(4))
+    last = nn.ModuleList([nn.Linear(32, 16, bias=False), nn.Linear(32, 16), nn.Linear(32, 8)])
+    model, x = (
+        Net(forward, first=nn.Linear(16, 16), many=many, last=last).to(device, torch.bfloat16),
+        torch.randn(5, 20, 16, device=device).bfloat16(),
+    )
 
     def step() -> Any:
         with load_backend("bk_ghost")(model, lambda y, _: y, clip=Flat(0.5), verify=False) as backend:
@@ -520,25 +528,23 @@ def whole_steps_of_one_input(device: str) -> None:
         found = with_kernels(step)
         assert taken.count(True) == shared, taken
         taken.clear()
-        close(found.norms, plain.norms)
-        for key, grad in plain.grads.items():
-            assert (found.grads[key] - grad).abs().max() <= 1e-5 * grad.abs().max(), key
+        same_step(found, plain)
     ways.shares_input, LinearWeight.best_way = before, best
 
 
 def whole_steps_of_layer_norms(device: str) -> None:
     """Norms and sums of models with layer norms, one used twice and one in a checkpoint, in one and two passes."""
 
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.once, self.twice = nn.Linear(6, 12), nn.LayerNorm(12), nn.LayerNorm((2, 12), bias=False)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = checkpoint(lambda y: net.once(net.first(y)).tanh(), x, use_reentrant=False)
+        return net.twice(net.twice(h.unflatten(1, (-1, 2))).tanh()).sin().sum((1, 2, 3))
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = checkpoint(lambda y: self.once(self.first(y)).tanh(), x, use_reentrant=False)
-            return self.twice(self.twice(h.unflatten(1, (-1, 2))).tanh()).sin().sum((1, 2, 3))
-
-    model, x, targets = Layers().to(device), torch.randn(3, 40, 6, device=device), torch.zeros(3, device=device)
+    layers = {"first": nn.Linear(6, 12), "once": nn.LayerNorm(12), "twice": nn.LayerNorm((2, 12), bias=False)}
+    model, x, targets = (
+        Net(forward, **layers).to(device),
+        torch.randn(3, 40, 6, device=device),
+        torch.zeros(3, device=device),
+    )
     before, seen = fused.of_layer_norm, list[int]()
     fused.of_layer_norm = lambda *given: seen.append(1) or before(*given)
     for name, clip in (("bk_mixed", Flat(0.5)), ("bk_mixed", PerLayer(0.5)), ("mixed_ghost", Flat(0.5))):
@@ -550,9 +556,7 @@ def whole_steps_of_layer_norms(device: str) -> None:
         plain, found = step(), with_kernels(step)
         assert len(seen) == 3, (name, seen)
         seen.clear()
-        close(found.norms, plain.norms)
-        for key, grad in plain.grads.items():
-            assert (found.grads[key] - grad).abs().max() <= 1e-5 * grad.abs().max(), (name, key)
+        same_step(found, plain, name)
     fused.of_layer_norm = before
 
 
@@ -586,24 +590,16 @@ def whole_steps_in_half_precision(device: str) -> None:
     for way in (GRAM_KERNEL, NORM_KERNEL, "pixels"):
         ConvolutionWeight.best_way = lambda self, g, *, ghost, way=way: way if ghost else ghosts(self, g, ghost=ghost)
         found = with_kernels(step)
-        close(found.norms, plain.norms)
-        for key, grad in plain.grads.items():
-            assert (found.grads[key] - grad).abs().max() <= 1e-5 * grad.abs().max(), (way, key)
+        same_step(found, plain, way)
     ConvolutionWeight.best_way = ghosts
 
 
 def whole_steps_of_biases(device: str) -> None:
     """Norms and sums of linear layers with their biases; one whose gradient is another parameter's, too."""
 
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.more = nn.Linear(16, 32), nn.Linear(32, 16), nn.Parameter(torch.randn(32))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second((self.first(x) + self.more).relu()).float().sum((1, 2))
-
-    model, x = Layers().to(device, torch.bfloat16), torch.randn(5, 20, 16, device=device).bfloat16()
+    parts = {"first": nn.Linear(16, 32), "second": nn.Linear(32, 16), "more": torch.randn(32)}
+    model = Net(lambda net, x: net.second((net.first(x) + net.more).relu()).float().sum((1, 2)), **parts)
+    model, x = model.to(device, torch.bfloat16), torch.randn(5, 20, 16, device=device).bfloat16()
 
     def step() -> Any:
         with load_backend("bk_ghost")(model, lambda y, _: y.square(), clip=Flat(0.5), verify=False) as backend:
@@ -614,10 +610,7 @@ def whole_steps_of_biases(device: str) -> None:
     plain, found = step(), with_kernels(step)
     ways.takes_bias = before
     assert taken == [False, False, True, True], taken
-    close(found.norms, plain.norms)
-    for key, grad in plain.grads.items():
-        assert found.grads[key].shape == grad.shape
-        assert (found.grads[key] - grad).abs().max() <= 1e-5 * grad.abs().max(), key
+    same_step(found, plain)
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
