@@ -65,9 +65,9 @@ def test_with_next_to_no_noise_it_is_still_an_upper_bound(sigma):
 
 def test_sixty_four_orders_in_ten_milliseconds():
     def seconds(lambdas):
-        start = time.perf_counter()
+        start = time.process_time()
         log_moments(lambdas, 1.0, 0.01)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert quick(min(seconds(np.arange(1.0, 65.0)) for _ in range(5)), 0.01)
     assert quick(min(seconds(np.linspace(0.1, 63.7, 64)) for _ in range(5)), 0.01)

@@ -160,16 +160,24 @@ def waited(stderr):
     return subprocess.run([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT, text=True)
 
 
-def test_a_terminal_says_what_a_command_waits_for():
+def painted() -> list[str]:
+    """What a terminal sees, cut where the line was wiped."""
     ours, theirs = pty.openpty()
     done = waited(theirs)
     os.close(theirs)
     said = os.read(ours, 10_000).decode()
     os.close(ours)
     assert (done.returncode, done.stdout) == (0, "answer\n")
-    line, told, *rest = said.split("\r\x1b[K")
-    assert line == "\r0 s: pld, 1 of 7 accountants\x1b[K"
-    assert told.startswith("told\r\n\r1 s: pld") and rest == [""]  # painted again, and wiped at the end
+    return said.split("\r\x1b[K")
+
+
+def test_a_terminal_says_what_a_command_waits_for():
+    """It is painted again after what is told, and wiped at the end."""
+    wanted = ["\r0 s: pld, 1 of 7 accountants\x1b[K", "told\r\n\r1 s: pld, 1 of 7 accountants\x1b[K", ""]
+    seen = [painted()]
+    while seen[-1] != wanted and len(seen) < 3:  # a busy machine may delay it by a second
+        seen.append(painted())
+    assert seen[-1] == wanted, seen
 
 
 def test_nothing_is_painted_where_nobody_looks():
