@@ -13,6 +13,9 @@ Globals of the standard library: Dynamo does not guard them, as programs rarely 
 
 Names: Dynamo guards the values that code has read, but not always that a name was absent (`try: self.cache`), nor the
 order of an `OrderedDict`. So we note each object whose names the code may have looked up.
+
+Gradients: after `model.to(dtype)`, a `.grad` that is a slice of a larger tensor has another dtype than that tensor.
+Fake tensors refuse it.
 """
 
 from collections.abc import Iterator
@@ -21,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -84,7 +87,8 @@ def noting(opened: dict[int, Any]) -> Iterator[None]:
     def noted(self: Any, value: Any) -> Any:
         if not is_from_local_source(self.source, only_allow_input=True):
             opened[id(value)] = value
-        return build(self, value)
+        with _without_cast_gradient(value):
+            return build(self, value)
 
     with mock.patch.object(VariableBuilder, "__call__", noted):
         yield
@@ -123,6 +127,20 @@ def _made_leaf(x: Any, tx: Any, value: Any = None) -> bool:
         example.requires_grad_(True)
         x.requires_grad = True
     return True
+
+
+@contextmanager
+def _without_cast_gradient(value: Any) -> Iterator[None]:
+    """Context in which a parameter has no gradient that is a view of a tensor of another dtype."""
+    grad = value.grad if isinstance(value, nn.Parameter) else None
+    if grad is None or grad._base is None or grad._base.dtype == grad.dtype:
+        yield
+        return
+    value.grad = None
+    try:
+        yield
+    finally:
+        value.grad = grad
 
 
 def _constant(x: Any) -> Any:

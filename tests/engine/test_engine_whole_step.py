@@ -177,6 +177,23 @@ def test_what_changes_in_python_changes_the_compiled_step(monkeypatch):
         assert step.graphs.steps > before, name
 
 
+def test_a_model_that_is_cast_between_steps_is_captured_anew():
+    """Its gradients are slices of the engine's sums. After the cast, each has another dtype than its sum."""
+    ends = []
+    for compile in (False, True):
+        torch.manual_seed(3)
+        engine, _ = make(nn.Linear(5, 3), batch_size=6, sampling="shuffled")
+        step, x, y = engine.make_step(cross_entropy, compile=compile), torch.randn(6, 5), torch.randint(3, (6,))
+        for _ in range(2):
+            for _ in range(4):
+                step(x, y)
+            engine.model.double()
+            x = x.double()
+        ends.append(weights(engine))
+    assert len(step.graphs._graphs) == 2
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
+
+
 def test_a_method_of_the_loss_that_is_replaced_is_the_one_that_runs(monkeypatch):
     class Criterion(nn.Module):
         def forward(self, outputs, targets):
