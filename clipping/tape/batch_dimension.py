@@ -8,7 +8,7 @@ without a batch dimension, therefore runs on reshaped activations (`as_rows`).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.core.batches import map_tensors, tensors_of
 from clipping.provenance.derived_parameters import TRANSPOSITIONS, methods, samples_of
 from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.provenance.static_values import holds, require_numbers
@@ -125,29 +124,6 @@ def samples_first(func: Any, args: Any, kwargs: Any, at: int, data: list[Tensor]
         dim = (kwargs.pop("dim") if "dim" in kwargs else args[1] if len(args) > 1 else 0) % dims
         return (args[0], {0: at, at: 0}.get(dim, dim)), kwargs
     return args, kwargs
-
-
-def as_rows_first(
-    func: Any, at: int, args: Any, kwargs: Any, data: list[Tensor]
-) -> tuple[Callable[..., Tensor], tuple[Any, Any]]:
-    """Return (function, (args, kwargs)): an operation with dimension `at` of its activations and output in front.
-
-    Args:
-        at: dimension of the samples.
-    """
-    turned = [any(x is y for y in data) for x in tensors_of((args, kwargs))]
-
-    def moved(args: Any, kwargs: Any) -> Any:
-        turn = iter(turned)
-        return map_tensors(lambda x: x.transpose(0, at) if next(turn) else x, (args, kwargs))
-
-    @functools.wraps(func)
-    def rows_first(*args: Any, **kwargs: Any) -> Tensor:
-        args, kwargs = moved(args, kwargs)
-        output: Tensor = func(*args, **kwargs).transpose(0, at)
-        return output
-
-    return rows_first, moved(args, kwargs)
 
 
 def new_dimensions(args: Any, kwargs: Any, data: list[Tensor]) -> tuple[None, ...]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import TorchFunctionMode
 
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.types import Parameters, Problem
@@ -55,7 +55,6 @@ from clipping.tape.batch_dimension import (
     BROADCAST,
     MOVABLE,
     as_rows,
-    as_rows_first,
     new_dimensions,
     samples_first,
     whose,
@@ -359,10 +358,6 @@ class Tape(TorchFunctionMode):
             with self:
                 args, kwargs = samples_first(func, args, kwargs, at, data)
                 return func(*args, **kwargs).transpose(0, at).contiguous()
-        if at and handler_of(func) is None and all(samples_of(x) == at for x in data):
-            with self:
-                rows_first, (args, kwargs) = as_rows_first(func, at, args, kwargs, data)
-                return handle_torch_function(rows_first, (), *args, **kwargs).transpose(0, at)
         return NotImplemented
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -384,6 +379,8 @@ class Tape(TorchFunctionMode):
         output = func(*args, **kwargs)
         if not any(x.requires_grad for x in tensors((output,), {})):
             return output, []  # not differentiable: a shape, a comparison
+        if any(isinstance(place := samples_of(x), int) and place for x in data):
+            raise Refused("no exact rule for it where samples are not in the first dimension", "transpose its operands")
         if isinstance(output, Tensor) and output._is_view():  # a view changed in place would get another node
             output = output.clone()
         return fallback(func, args, kwargs, output, [source.tensor for source in sources], data)

@@ -29,7 +29,6 @@ BY_FALLBACK = {
     "elementwise operations of steps first",
     "custom functions",
     "solved",
-    "steps first in an operation without a rule",
     "an operator without vmap",
 }
 
