@@ -302,6 +302,6 @@ def require_accounted(optimizer: torch.optim.Optimizer, steps: int) -> None:
     known: Any = max([group.get(_MARK, 0) for group in optimizer.param_groups], default=0)
     if known > steps:
         raise Misuse(
-            f"expected engine.load_state_dict beside the optimizer's, which comes from a checkpoint of step {known} "
-            f"where the engine counts {steps}: the steps before would not be accounted"
+            f"expected engine and optimizer of one checkpoint, got the optimizer of step {known} where the engine "
+            f"counts {steps}: load the state of both, or steps would not be accounted"
         )

@@ -369,7 +369,7 @@ def test_training_resumed_without_the_engine_s_state_is_refused():
     model, optimizer, engine = make(kind=torch.optim.Adam)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    message = "expected engine.load_state_dict beside the optimizer's.*checkpoint of step 3 where the engine counts 0"
+    message = "expected engine and optimizer of one checkpoint, got the optimizer of step 3 where the engine counts 0"
     for refused in (lambda: optimizer.step(loss=losses_of(model)), engine.privacy_spent, engine.empty_step):
         with says(Misuse, message):
             refused()
