@@ -94,7 +94,7 @@ class Ticket:
 
     def has_read(self, tensors: list[Tensor]) -> bool:
         """Returns whether the model read these tensors before, unchanged since, without any computation."""
-        return _has_read(self._read, tensors)
+        return _has_read(self._read, _noted(tensors))
 
 
 class Tickets:
@@ -188,9 +188,8 @@ class Tickets:
         return self._close(ticket)
 
     def _checked(self, drawn: int) -> Ticket | None:
-        ticket, read = self.current, [ref() for ref, _ in self._read]
-        tensors = list({id(x): x for x in read if x is not None}.values())
-        if None not in read and any(_has_read(part, tensors) for part in self._parts):
+        ticket = self.current
+        if any(_has_read(part, self._read) for part in self._parts):
             raise Misuse(
                 "expected other records in each part of a logical batch, got the tensors of an earlier part: a record "
                 "in both would move the sum by twice the clipping norm; add the losses of all heads or views of a "
@@ -330,13 +329,10 @@ def _noted(tensors: list[Tensor]) -> _Read:
     return list(zip(map(weakref.ref, tensors), versions_of(tensors), strict=True))
 
 
-def _has_read(read: _Read, tensors: list[Tensor]) -> bool:
-    """Whether all `tensors`, at least one, are among those that were read, unchanged since."""
-    alive = [(y, version) for ref, version in read if (y := ref()) is not None]
-    now = zip(tensors, versions_of(tensors), strict=True)
-    return len(alive) >= len(tensors) > 0 and all(
-        any(x is y and version == before for y, before in alive) for x, version in now
-    )
+def _has_read(before: _Read, now: _Read) -> bool:
+    """Whether all that is read now, at least one tensor, was read before, unchanged since."""
+    known = {(id(ref), version) for ref, version in before}  # Python makes one such reference to a tensor
+    return len(now) > 0 and all((id(ref), version) in known for ref, version in now)
 
 
 def _stacked(batch: Any, count: int) -> list[Tensor]:
