@@ -72,24 +72,8 @@ class Moving:
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._model, self.loss_fn, self.has_moved = model, loss_fn, False
-        self._classes: dict[int, list[type]] = {}  # by loss, as several may take turns
         self._written: set[nn.Parameter] = set()
         self._marks = marks(p for p in model.parameters() if not p.requires_grad)
-
-    def functions(self, *, again: bool = False) -> list[object]:
-        """The functions of the classes of modules and other objects, such as `forward`, and their code.
-
-        Args:
-            again: modules may have changed their classes.
-        """
-        loss = id(self.loss_fn)
-        if again or loss not in self._classes:
-            modules, containers = self._reached()
-            kinds = {kind for module in modules for kind in type(module).__mro__}
-            kinds.update(x for x in containers if isinstance(x, type))
-            self._classes[loss] = list(kinds - {*nn.Module.__mro__})
-        found = [x for kind in self._classes[loss] for x in vars(kind).values() if type(x) in _CODE]
-        return [*found, *(getattr(_function(x), "__code__", None) for x in found)]
 
     def state(self, also: Iterable[Tensor] = ()) -> State:
         """The present state; tensors are copied.
@@ -206,28 +190,43 @@ class State(NamedTuple):
             generator.restore()
 
 
-class Names:
-    """Which attributes and keys there are in objects and dicts, in their order; in modules and classes, how many.
+class Unguarded:
+    """What TorchDynamo does not guard in objects that captured code has opened.
+
+    It guards the values that code has read, but not always the functions of a class, that a name was absent
+    (`try: self.cache`), or the order of an `OrderedDict`.
 
     Args:
         opened: any values. Those of libraries do not count.
     """
 
     def __init__(self, opened: Iterable[Any]) -> None:
-        every = {id(x): x for value in opened for x in (value, *type(value).__mro__)}
-        self._of = [of for x in every.values() for of in _with_names(x)]
-        self._before, self._changes = self._now(), Counter[int]()
+        mine = {id(x): x for value in opened for x in (value, *_classes(value)) if not _is_of_library(x)}.values()
+        self._with_names = [of for x in mine for of in _with_names(x)]
+        self._classes = [x for x in mine if isinstance(x, type)]
+        self._names, self._functions, self._changes = self._names_now(), self._functions_now(), Counter[int]()
 
-    def have_changed(self) -> bool:
-        """Whether they differ from those of the last call. If a container always does, calls 1, 2, 4, ... count."""
-        before, self._before = self._before, self._now()
-        changed = [i for i, (x, y) in enumerate(zip(before, self._before, strict=True)) if x != y]
+    def functions_have_changed(self) -> bool:
+        """Whether a class has other functions, such as `forward`, or one of them has other code."""
+        return self._functions != self._functions_now()
+
+    def names_have_changed(self) -> bool:
+        """Whether attributes or keys differ from those of the last call, in modules and classes their number.
+
+        If a container's always do, calls 1, 2, 4, ... count.
+        """
+        before, self._names = self._names, self._names_now()
+        changed = [i for i, (x, y) in enumerate(zip(before, self._names, strict=True)) if x != y]
         self._changes.update(changed)
         return any(self._changes[i].bit_count() == 1 for i in changed)
 
-    def _now(self) -> list[Any]:
-        every = [x if isinstance(x, (dict, MappingProxyType)) else _slots(x) for x in self._of]
+    def _names_now(self) -> list[Any]:
+        every = [x if isinstance(x, (dict, MappingProxyType)) else _slots(x) for x in self._with_names]
         return [tuple(x) if isinstance(x, dict) and len(x) <= MANY else len(x) for x in every]
+
+    def _functions_now(self) -> list[object]:
+        found = [x for kind in self._classes for x in vars(kind).values() if type(x) in _CODE]
+        return [*found, *(getattr(_function(x), "__code__", None) for x in found)]
 
 
 def marks(parameters: Iterable[nn.Parameter]) -> Marks:
@@ -313,7 +312,7 @@ def _with_names(value: Any) -> Iterator[Any]:
 
     Dynamo guards the names of tensors.
     """
-    if isinstance(value, Tensor) or (_is_foreign(value) and not isinstance(value, nn.Module)):
+    if isinstance(value, Tensor):
         return
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, dict):
@@ -324,6 +323,17 @@ def _with_names(value: Any) -> Iterator[Any]:
         yield attributes
     if _has_slots(value):
         yield value
+
+
+def _classes(value: Any) -> tuple[type, ...]:
+    """The classes of a value, or a class with its bases and the classes of it."""
+    return (*type(value).__mro__, *(value.__mro__ if isinstance(value, type) else ()))
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether it is foreign, and neither a module nor a class of modules other than `nn.Module`."""
+    kind = value if isinstance(value, type) else type(value)
+    return value is nn.Module if issubclass(kind, nn.Module) else _is_foreign(value)
 
 
 def _is_foreign(value: Any) -> bool:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from clipping.checks.moving import Names
+from clipping.checks.moving import Unguarded
 from clipping.numerics.per_thread import PerThread
 from clipping.numerics.rng_replay import is_random
 from clipping.program.dynamo_patches import (
@@ -45,14 +45,14 @@ class Captured:
     Attributes:
         graph: torch functions: arguments -> outputs, which include the losses and new values for Python variables.
         losses: index of the losses among the outputs.
-        names: which names there are in what the code has opened.
+        unguarded: state of what the code has opened that no guard checks.
         dtypes: floating dtypes of its values: autocast, or a model, may compute in others than the arguments'.
         notes: storage for the user of the graph; `clipping.program.graphs` keeps its traced steps there.
     """
 
     graph: GraphModule
     losses: int
-    names: Names
+    unguarded: Unguarded
     dtypes: frozenset[torch.dtype] = frozenset()
     notes: dict[Any, Any] = field(default_factory=dict)
 
@@ -168,7 +168,7 @@ class Capture:
             part.recompile()
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         place = next(i for i, node in enumerate(outputs) if getattr(node, "target", None) is _marked)
-        self._graphs.append(Captured(graph, place, Names(self._opened.values()), _dtypes_in(graph)))
+        self._graphs.append(Captured(graph, place, Unguarded(self._opened.values()), _dtypes_in(graph)))
         return partial(_called, weakref.WeakMethod(self._ran), len(self._graphs) - 1)
 
     def _ran(self, number: int, *given: Any) -> Sequence[Any]:

@@ -1,7 +1,8 @@
 """Run the whole step as one graph: capture it with guards, trace it once, compare it, and take the fastest way.
 
     captured   forward pass and loss are a graph of torch's functions (`clipping.program.capture`), captured again if a
-               guard fails or a decision of this library changes: the threshold, or the batch size
+               guard fails, a class has other functions, or a decision of this library changes: the threshold, or the
+               batch size
     traced     the private step of that graph depends on shapes only. So it runs once on fake tensors under `make_fx`,
                which records all operations: forward pass, gradients of activations, norms, factors and weighted sums,
                with the kernels of `clipping.accel`, without autograd and hooks. A step that depends on values (rows
@@ -210,19 +211,22 @@ class Graphs:
             )
         self._warned = True
 
-    def _read_unguarded(self, *, again: bool = False) -> object:
-        """Read what TorchDynamo does not guard: functions of the modules' classes, hooks, cuDNN's precision."""
+    def _read_unguarded(self) -> object:
+        """Read what TorchDynamo does not guard and code need not open: hooks, cuDNN's precision."""
         switches: Any = torch.backends
         assert self._batch is not None
         hooks = (*map(tuple, GLOBAL_HOOKS), hooks_of(self._batch.parameters.values()))
-        return self._moving.functions(again=again), hooks, switches.cudnn.conv.fp32_precision
+        return hooks, switches.cudnn.conv.fp32_precision
 
     def _instead(self, captured: Captured, given: Sequence[Any]) -> Sequence[Any]:
         """Run the private step in place of the captured graph, and return that graph's outputs."""
         assert self._batch is not None
         self.is_new = not captured.notes
         if self.is_new:
-            self._unguarded = self._read_unguarded(again=True)
+            self._unguarded = self._read_unguarded()
+        if captured.unguarded.functions_have_changed():
+            self._capture = None
+            raise _AsItIs
         version = self._version(), places_of(self._batch.parameters, given)
         if version not in captured.notes and len(captured.notes) >= MOST:
             self._warn()
@@ -241,7 +245,7 @@ class Graphs:
         if has_memory and self._looks.random() < LOOKS:
             self.is_new = True
             raise _AsItIs
-        is_renamed = captured.names.have_changed()
+        is_renamed = captured.unguarded.names_have_changed()
         is_suspect = is_renamed or graph.steps == 1
         try:
             if is_suspect or self._random.random() < RATE:
