@@ -7,6 +7,7 @@ import fnmatch
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from waiting import ROOT, python
@@ -19,10 +20,16 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """The top-level names that a module imports anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -79,15 +86,16 @@ def room_of(module: str) -> str:
     return next(room for room in (".".join(module.split(".")[:2]), module.split(".")[0]) if room in FLOOR)
 
 
+@cache
 def imported(name: str) -> dict[str, set[int]]:
     """Module of ours -> the lines on which `name` imports it, or something out of it, when it runs.
 
     Imports for annotations alone do not run.
     """
     found: dict[str, set[int]] = {}
-    tree = ast.parse(NAMES[name].read_text())
-    typed = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    for node in set(ast.walk(tree)).difference(*map(ast.walk, typed)):
+    whole = tree(NAMES[name])
+    typed = [node for node in whole.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for node in set(ast.walk(whole)).difference(*map(ast.walk, typed)):
         named: list[str] = []
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
@@ -100,14 +108,11 @@ def imported(name: str) -> dict[str, set[int]]:
     return found
 
 
-IMPORTED = {name: imported(name) for name in NAMES}
-
-
 def test_a_room_imports_from_lower_floors_alone():
     assert [
         f"{name} imports {other}"
         for name in NAMES
-        for other in sorted(IMPORTED[name])
+        for other in sorted(imported(name))
         if room_of(other) != room_of(name) and FLOOR[room_of(other)] >= FLOOR[room_of(name)]
     ] == []
 
@@ -118,7 +123,7 @@ def test_no_module_imports_itself_by_way_of_others():
     def visit(name: str, way: tuple[str, ...]) -> None:
         assert name not in way, " -> ".join([*way, name])
         if name not in done:
-            for other in IMPORTED[name]:
+            for other in imported(name):
                 visit(other, (*way, name))
             done.add(name)
 
@@ -133,7 +138,7 @@ def test_an_import_of_ours_inside_of_a_function_says_why():
         if name.startswith("dpbench.cli") or name == "dpbench":
             continue
         lines = NAMES[name].read_text().splitlines()
-        inside = {n for where in IMPORTED[name].values() for n in where if lines[n - 1].startswith("    ")}
+        inside = {n for where in imported(name).values() for n in where if lines[n - 1].startswith("    ")}
         silent += [f"{name}:{n}:{lines[n - 1]}" for n in sorted(inside) if "#" not in lines[n - 1]]
     assert silent == []
 
@@ -206,19 +211,21 @@ def test_nothing_tells_people_to_install_the_other_project_of_our_name():
 
 #: What a trial can measure: a change in one of these rooms can change a number. The others carry numbers about.
 MEASURED = ("clipping", "accounting", *(f"dpbench.{room}" for room in ("measure", "models", "engine", "training")))
-KINDS = [
-    f"{name}:{node.name}"
-    for name in NAMES
-    for node in ast.parse(NAMES[name].read_text()).body
-    if isinstance(node, ast.ClassDef) and node.name.endswith("Trial") and "body: ClassVar[str] = " in ast.unparse(node)
-]
 
 
 def test_a_fingerprint_covers_what_a_trials_body_imports():
     """An edit there must not leave old records "done": the body's own module, and what that imports by itself."""
-    for kind in KINDS:
+    kinds = [
+        f"{name}:{node.name}"
+        for name in NAMES
+        for node in tree(NAMES[name]).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Trial")
+        if "body: ClassVar[str] = " in ast.unparse(node)
+    ]
+    assert len(kinds) > 20
+    for kind in kinds:
         trial = load_object(kind)
         body = trial.body.partition(":")[0]
-        reached = [name for name in (body, *IMPORTED[body]) if name.startswith(MEASURED)]
+        reached = [name for name in (body, *imported(body)) if name.startswith(MEASURED)]
         covered = {path for pattern in trial.sources for path in ROOT.glob(pattern)}
         assert [name for name in reached if NAMES[name] not in covered and NAMES[name].name != "__init__.py"] == []
