@@ -57,6 +57,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from clipping.accel.tiles import (
+    SIDE,
     Tiles,
     gradient_tiles,
     gram_tiles,
@@ -169,7 +170,8 @@ def gram_norms(
     each = groups * pairs(positions, tiles.rows)
     out = g.new_empty(len(g), each, 4, dtype=torch.float32)
     numbers = (groups, *sizes, *x.stride(), *g.stride(), *map(float, (*lost, bias)))
-    constants = {"ALONE": positions <= tiles.rows, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, **tiles.options()}
+    alone = 1 if positions <= tiles.rows else 2 * (reads_rows(options) and tiles.rows == SIDE)
+    constants = {"ALONE": alone, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, **tiles.options()}
     given = (x, *[g, *(y.detach() for y in beside), g, g][: 1 + BESIDE], out)
     launch("gram", each, given, numbers, count=len(g), BESIDE=len(beside), **_of_patches(options), **constants)
     return whole(out.view(len(g) * groups, each // groups, 4))

@@ -67,7 +67,8 @@ def gram(
     """Σ A_tu G_tu over a block of positions t and one of u, and the reach over t = u.
 
     A and G are the inner products of patches and of gradient rows, of one sample and group. `channels` and `outputs`
-    are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is True if there is one block.
+    are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is 1 if there is one block, and 2 if
+    a block that meets itself is to be read once.
     of_bias is 1 if inputs have one more entry, 1, else 0. Rows of g continue in more_g if BESIDE is 1, and in most_g if
     it is 2.
     """
@@ -78,18 +79,19 @@ def gram(
     g += of_sample
     t = first * BLOCK + tl.arange(0, BLOCK)
     u = second * BLOCK + tl.arange(0, BLOCK)
+    same = first == second
     dtype = g.dtype.element_ty  # under autocast x may be wider than the dtype it was multiplied in
     of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
-    of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
+    of_g = _gram_of_rows(g, t, u, same, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
     if BESIDE > 0:
         g = more_g + of_sample
-        of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
+        of_g = _gram_of_rows(g, t, u, same, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
     if BESIDE > 1:
         g = most_g + of_sample
-        of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
+        of_g = _gram_of_rows(g, t, u, same, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
     of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
     if POINT:
-        of_x = _gram_of_rows(x, t, u, positions, channels, x_column, x_channel, of_x, dtype, ALONE, BLOCK_K)
+        of_x = _gram_of_rows(x, t, u, same, positions, channels, x_column, x_channel, of_x, dtype, ALONE, BLOCK_K)
     else:
         # positions beyond the output are read outside the image, as zero
         t_row = tl.where(t < positions, t // out_width * STRIDE_H - PADDING_H, height)
@@ -102,15 +104,15 @@ def gram(
             k = step % chunks * BLOCK_K + tl.arange(0, BLOCK_K)
             left = _pixels(x, t_row + down, t_column + across, height, width, k, channels, x_row, x_column, x_channel)
             right = left
-            if not ALONE:
+            if ALONE != 1:
                 y, z = u_row + down, u_column + across
                 right = _pixels(x, y, z, height, width, k, channels, x_row, x_column, x_channel)
             of_x = _dot(left.to(dtype), tl.trans(right.to(dtype)), of_x)
     of_x += of_bias
     out += tl.program_id(0).to(tl.int64) * 4
     tl.store(out, tl.sum(of_x * of_g) * tl.where(first == second, 1.0, 2.0))
-    same = (t[:, None] == u[None, :]) & (t < positions)[:, None]
-    of_a, of_g = tl.sum(tl.where(same, of_x, 0.0), 1), tl.sum(tl.where(same, of_g, 0.0), 1)
+    equal = (t[:, None] == u[None, :]) & (t < positions)[:, None]
+    of_a, of_g = tl.sum(tl.where(equal, of_x, 0.0), 1), tl.sum(tl.where(equal, of_g, 0.0), 1)
     _store_reach(out, of_a, of_g, of_inputs, of_outputs)
 
 
@@ -139,7 +141,7 @@ def embedding_gram(
     u = second * BLOCK + tl.arange(0, BLOCK)
     dtype = g.dtype.element_ty
     of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
-    of_g = _gram_of_rows(g, t, u, positions, outputs, g_position, g_output, of_g, dtype, False, BLOCK_K)
+    of_g = _products(g, t, u, positions, outputs, g_position, g_output, of_g, dtype, False, BLOCK_K)
     of_t = tl.load(ids + t.to(tl.int64) * ids_position, mask=t < positions, other=0)
     of_u = tl.load(ids + u.to(tl.int64) * ids_position, mask=u < positions, other=0)
     alike = of_t[:, None] == of_u[None, :]  # ids read outside may match, but their products are zero
@@ -329,6 +331,7 @@ def _gram_of_rows(
     x,
     t,
     u,
+    same,
     positions,
     features,
     x_position,
@@ -338,7 +341,31 @@ def _gram_of_rows(
     ALONE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """total + x_t · x_u of positions t and u, rounded to dtype before they are multiplied: [len(t), len(u)]."""
+    """Add x_t · x_u of positions t and u to total, and return it; `same`: whether t and u are."""
+    if ALONE < 2:
+        total = _products(x, t, u, positions, features, x_position, x_feature, total, dtype, ALONE == 1, BLOCK_K)
+    elif same:
+        total = _products(x, t, u, positions, features, x_position, x_feature, total, dtype, True, BLOCK_K)
+    else:
+        total = _products(x, t, u, positions, features, x_position, x_feature, total, dtype, False, BLOCK_K)
+    return total
+
+
+@triton.jit
+def _products(
+    x,
+    t,
+    u,
+    positions,
+    features,
+    x_position,
+    x_feature,
+    total,
+    dtype: tl.constexpr,
+    ALONE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """total + x_t · x_u, rounded to dtype before they are multiplied: [len(t), len(u)]; if ALONE, u is t."""
     for start in range(0, features, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         left = _rows(x, t, positions, k, features, x_position, x_feature)

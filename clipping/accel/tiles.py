@@ -18,7 +18,7 @@ from torch import Tensor
 from clipping.rules.pixel_gram import LINEAR
 
 SIDE = 128
-"""Side of a tile of a sum."""
+"""Side of a large tile."""
 
 
 class Tiles(NamedTuple):
@@ -63,7 +63,7 @@ def gram_tiles(
     large, is_point = _has_room(dtype, generation), _is_point(geometry)
     depth = 64 if at_once else 32
     if large and at_once and (positions >= 640 or -positions % 128 < 64):
-        return Tiles(128, 128, power(features, depth if is_point else 32), 8, 4)
+        return Tiles(SIDE, SIDE, power(features, depth if is_point else 32), 8, 4)
     rows = power(positions, 64)  # two Gram tiles are in registers at once
     warps = max(rows * dtype.itemsize // 32, _warps(rows, rows, dtype))
     if dtype == torch.float32:

@@ -311,10 +311,10 @@ def _on_the_busiest(program: str, programs: int, g: Tensor, numbers: Sequence[in
     return share * loaded * cuda.MULTIPROCESSORS / CACHE + rounds * START
 
 
-def _by_gram_tiles(positions: int, entries: int, block: int) -> int:
-    """Each block of positions meets each other one, and itself."""
-    blocks = -(-positions // block)
-    return entries * (blocks + 1 if blocks > 1 else 1)
+def _by_gram_tiles(positions: int, entries: int, constants: Any) -> int:
+    """Each block of positions meets each other one, and itself: then it is copied once, or twice."""
+    blocks = -(-positions // constants["BLOCK"])
+    return entries * (blocks + (blocks > 1 and constants.get("ALONE") != 2))
 
 
 def _by_gradient_tiles(channels: int, outputs: int, rows: int, constants: Any, of_x: int, of_g: int) -> int:
@@ -327,9 +327,9 @@ def _by_gradient_tiles(channels: int, outputs: int, rows: int, constants: Any, o
 #: Program -> a function that returns the entries of operands that all of them copy to shared memory.
 _LOADED: dict[str, Callable[..., int]] = {
     "gram": lambda g, numbers, constants: _by_gram_tiles(
-        g.shape[2], len(g) * g.shape[2] * _features(numbers, constants), constants["BLOCK"]
+        g.shape[2], len(g) * g.shape[2] * _features(numbers, constants), constants
     ),
-    "embedding_gram": lambda g, numbers, constants: _by_gram_tiles(g.shape[1], g.numel(), constants["BLOCK"]),
+    "embedding_gram": lambda g, numbers, constants: _by_gram_tiles(g.shape[1], g.numel(), constants),
     "gradient": lambda g, numbers, constants: _by_gradient_tiles(
         numbers[1], numbers[2], len(g) * numbers[0] * g.shape[2], constants, 1, 1
     ),

@@ -13,6 +13,7 @@ from clipping.numerics import per_sample
 from clipping.rules import linear
 from clipping.rules.pixel_gram import LINEAR
 from dpbench.experiment import load_experiment
+from dpbench.measure import launches
 from dpbench.measure.launches import Launches, as_on_a_gpu, counted, run
 from dpbench.records.store import read_records
 from dpbench.trials.evidence import LaunchesTrial
@@ -132,8 +133,8 @@ def test_a_backend_that_fails_does_not_end_the_others(monkeypatch):
 def test_a_predicted_time_by_hand(kind):
     """Bytes or operations, whichever takes longer; a convolution takes TF32.
 
-    Of 528 Gram tiles in half precision, a multiprocessor gets four, and reads 256 rows of 8,192 features for each. In
-    float32 Triton takes half of a product's rate.
+    Of 528 Gram tiles in half precision, a multiprocessor gets four, and reads 256 rows of 8,192 features for each, or
+    128 for the 32 on the diagonal. In float32 Triton takes half of a product's rate.
     """
     x, small, odd = (
         torch.empty(*shape, dtype=kind, device="meta") for shape in ((4096, 4096), (4096, 8), (4096, 4095))
@@ -141,7 +142,8 @@ def test_a_predicted_time_by_hand(kind):
     rate, size = {torch.float32: (52e12, 4), torch.bfloat16: (767e12, 2)}[kind]
     image, weight = (torch.empty(*shape, dtype=kind, device="meta") for shape in ((64, 256, 32, 32), (256, 256, 3, 3)))
     of_convolution = rate if size == 2 else 400e12
-    of_tiles = 4 * (256 * 8192 * 2 / (8e12 / 132) + 0.9e-6) if size == 2 else 2 * 4096**3 / (rate / 2)
+    rows = 256 - 128 * 32 / 528
+    of_tiles = 4 * (rows * 8192 * 2 / (8e12 / 132) + 0.9e-6) if size == 2 else 2 * 4096**3 / (rate / 2)
     for operation, seconds in (
         (lambda: x @ x, 2 * 4096**3 / rate),
         (lambda: x @ odd, 2 * 4096**2 * 4095 / (rate * (0.2 if size == 2 else 1))),
@@ -166,14 +168,16 @@ def test_a_predicted_time_by_hand(kind):
         ((2, 2048, 4096, 11008), 0.734, 0.422),
     ],
 )
-def test_predicted_times_of_norms_are_near_those_measured(sizes, by_gradients, by_grams):
+def test_predicted_times_of_norms_are_near_those_measured(sizes, by_gradients, by_grams, monkeypatch):
+    """The Gram program that was measured copied the rows of a tile on the diagonal twice."""
+    monkeypatch.setattr(launches, "_by_gram_tiles", lambda t, entries, tile: entries * (-(-t // tile["BLOCK"]) + 1))
     count, positions, inputs, outputs = sizes
     rows = [torch.empty(count, positions, size, dtype=torch.bfloat16, device="meta").mT for size in (inputs, outputs)]
     for norms, measured in ((cuda.gradient_norms, by_gradients), (cuda.gram_norms, by_grams)):
         if measured is not None:
-            with as_on_a_gpu(Launches()) as launches:
+            with as_on_a_gpu(Launches()) as counts:
                 norms(*rows, LINEAR, 1, (0.0, 0.0))
-            assert 0.7 <= launches.seconds / (1e-3 * measured) <= 1.15
+            assert 0.7 <= counts.seconds / (1e-3 * measured) <= 1.15
 
 
 #: (model, dtype) -> the most launches, bytes, operations and predicted seconds of `bk_mixed`, of ordinary training's.

@@ -259,6 +259,15 @@ def every_number_of_blocks(device: str) -> None:
         close(gram_norm(a, g), squared(a, g))
 
 
+def large_blocks(device: str) -> None:
+    """Those of Hopper, which are read once where they meet themselves."""
+    before, cuda.generation = cuda.generation, lambda x: 9
+    for positions in (250, 384):
+        a, g = draw(device, torch.float16, 2, positions, 16), draw(device, torch.float16, 2, positions, 32)
+        close(gram_norm(a, g), squared(a, g))
+    cuda.generation = before
+
+
 def beyond_32_bits(device: str) -> None:
     """Entries 2³¹ and more apart, in a storage that gets memory only for the few pages it touches."""
     far = 2**30 + 4096
@@ -623,6 +632,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     **{f"large values in {dtype}": partial(large, dtype) for dtype in DTYPES[1:]},
     "products of float32 are exact": ieee,
     "every number of blocks": every_number_of_blocks,
+    "large blocks": large_blocks,
     "beyond 32 bits": beyond_32_bits,
     "what no patch reads": unread,
     **{f"embedding, ids of {dtype}": partial(embeddings, dtype) for dtype in (torch.int32, torch.int64)},
@@ -664,7 +674,7 @@ def compile_tiles(
     """Compile a program for a GPU's tiles; `dense`: sizes and strides are multiples of 16 (`rows_at_once`)."""
     tiles = tiled(generation=capability // 10)
     blocks = {
-        "ALONE": 0,
+        "ALONE": 2 * (bool(constants.get("POINT")) and tiles.rows == cuda.SIDE),
         "BIAS": dense,
         "BESIDE": cuda.BESIDE * (bool(constants.get("POINT")) and (dense or dtype == torch.float32)),
         "POINT": 0,
