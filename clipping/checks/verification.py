@@ -329,6 +329,7 @@ def _cast_to_float64(model: nn.Module) -> Iterator[None]:
             t.grad = None
             t.data = data
             t.grad = grad
+        torch.clear_autocast_cache()  # no gradient passes from casts of an earlier pass to the parameters
 
 
 @contextmanager

@@ -63,6 +63,15 @@ def test_gradients_that_cancel_in_the_sum_are_verified():
         assert 0 < recording.finish(outputs[:, 0], verify=True).grads["weight"].abs() < 1e-15
 
 
+def test_autocast_s_casts_of_an_earlier_pass_do_not_mislead_the_verification():
+    """It casts the model to float64 in place, which cuts them off from the parameters."""
+    model, x, y = nn.Linear(5, 3), torch.randn(4, 5), torch.arange(4) % 3
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        with load_backend("ghost")(model, lambda o, y: cross_entropy(o.float(), y), clip=Flat(1.0)) as b:
+            assert (b(x, y).norms > 0).all()
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in FIFTEEN], ids=name_of)
 def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case):
     """The suite runs without it; ordinary use does not. It asks nothing of how a backend found its answer."""
