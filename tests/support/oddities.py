@@ -438,6 +438,12 @@ OF_FUNCTIONS = [
     ),
     Case("with constants", with_constants, lambda: {"w": torch.randn(2 * B, D), "p": torch.randn(D)}, (D,)),
     Case("a leaf of the batch", of_a_leaf, layer_and_vector, (D,)),
+    Case(
+        "the larger of a decayed constant and data",  # as in RWKV
+        lambda m, x: torch.maximum(torch.zeros_like(x) - 0.5 + m.p, x),
+        lambda: {"p": torch.randn(D)},
+        (D,),
+    ),
     Case("solved", solved, lambda: {"w": torch.randn(D, D)}, (D,)),
     Case(
         "an operator without vmap",
