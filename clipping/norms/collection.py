@@ -402,10 +402,10 @@ class Book(_WholeNorms):
         return super()._total()
 
     def _of_inputs(self) -> list[Term]:
-        """The waiting terms, one for all linear layers in a row that share an input and its Gram matrix on a GPU."""
+        """The waiting terms, one for all linear layers in a row that share an input and its Gram matrix."""
         found: list[Term] = []
         for term in self._waiting:
-            last = found[-1] if found and self.joins and term.source.rearranged and not term.g.is_cpu else None
+            last = found[-1] if found and self.joins and term.source.rearranged else None
             if last and last.source.rearranged and kernels.ways.shares_input(*last[1:], *term[1:]):
                 found[-1] = last._replace(rule=last.rule.with_beside(term.g))
             else:

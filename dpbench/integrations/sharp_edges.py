@@ -32,7 +32,7 @@
 | the same tensors in two parts by hand, as one head's loss after the other's | refused: "other records in each part" | `test_a_record_in_two_parts_of_a_logical_batch_is_refused` |
 | batches kept and used again (`list`, `itertools.cycle`) | refused; a warning after 64 others | `test_batches_that_are_kept_and_used_again_are_refused_or_told` |
 | `nn.Embedding(max_norm=...)`, which scales the rows of a batch's words | refused by name | `test_an_embedding_that_scales_the_rows_of_a_batch_is_refused` |
-| a hook on a parameter's gradient | the next step is verified, and refused if the hook changes it | `test_a_hook_of_a_parameter_that_comes_later_is_verified_anew` |
+| a hook on a parameter's gradient | the next step is verified, and refused if the hook changes it | `test_a_hook_of_a_parameter_that_comes_later_is_verified_anew_or_refused` |
 | a loader that reads ahead of the step | batches are recognised by their tensors; an unknown one is refused | `test_what_is_not_known_is_refused_by_name` |
 | a buffer overwritten by the next batch before the step | autograd's error: "modified by an inplace operation" | `test_what_is_changed_in_place_before_the_step_is_noticed_as_autograd_does` |
 | retrying a step that raised | nothing is summed or released twice | `test_a_batch_of_which_something_was_released_is_not_released_again` |
