@@ -190,10 +190,10 @@ MOST = {
     ("transformers:llama-block@2048", "float32"): (1.8, 1.25, 1.1, 1.1),
     ("resnet18", "bfloat16"): (2.45, 1.5, 1.1, 1.5),
     ("resnet50", "bfloat16"): (2.3, 1.3, 1.1, 1.35),
-    ("transformers:gpt2@1024", "bfloat16"): (1.75, 1.35, 1.25, 1.05),
-    ("timm:vit_base_patch16_224", "bfloat16"): (1.5, 1.2, 1.1, 1.3),
-    ("transformers:roberta@128", "bfloat16"): (1.5, 1.25, 1.1, 1.35),
-    ("transformers:llama-block@2048", "bfloat16"): (1.85, 1.25, 1.15, 1.25),
+    ("transformers:gpt2@1024", "bfloat16"): (1.75, 1.3, 1.25, 1.0),
+    ("timm:vit_base_patch16_224", "bfloat16"): (1.5, 1.15, 1.1, 1.2),
+    ("transformers:roberta@128", "bfloat16"): (1.5, 1.3, 1.1, 1.25),
+    ("transformers:llama-block@2048", "bfloat16"): (1.85, 1.25, 1.15, 1.15),
 }
 
 
