@@ -92,7 +92,7 @@ def weighted(
     while sample < end:
         stop = sample + _run(factors + sample, end - sample, AHEAD)
         if stop > sample:
-            ratio = unit / tl.load(factors + sample)
+            ratio = tl.div_rn(unit, tl.load(factors + sample))
             total *= ratio
             if BIAS:
                 of_bias *= ratio
@@ -108,7 +108,8 @@ def weighted(
                     of_bias = _dot(tl.trans(of_g), ones, of_bias)
                 is_last = start + BLOCK_T >= positions
                 if is_last:
-                    ratio = tl.load(factors + sample) / tl.load(factors + tl.minimum(sample + 1, stop - 1))
+                    after = tl.load(factors + tl.minimum(sample + 1, stop - 1))
+                    ratio = tl.div_rn(tl.load(factors + sample), after)
                     total *= ratio
                     if BIAS:
                         of_bias *= ratio

@@ -25,6 +25,8 @@ GRADIENT_KERNEL = "gradient kernel"
 """Triton's, for per-sample gradients to keep."""
 COMPILED = "compiled"
 """In C, also by Gram tiles."""
+FEW = 64
+"""Positions of which a sum rounds much more often than between two samples."""
 MOST_PIXELS = 1024
 """Most pixels of an image for C; each thread holds the whole Gram matrix of one sample's pixels."""
 
@@ -249,9 +251,9 @@ def _by_gram(rule: LinearWeight, g: Tensor, route: Route) -> str:
 
 
 def portion_of(rule: Imaged, g: Tensor | Spec) -> int:
-    """Samples in a portion of `weighted`."""
+    """Samples in a portion of `weighted`, which also rounds its whole sum twice between two samples."""
     count = rule.samples(g)
-    most = portion(count, rule.positions, norm_dtype(g.dtype))
+    most = portion(count, max(rule.positions, FEW), norm_dtype(g.dtype))
     sizes = rule.positions, rule.inputs, rule.outputs
     tile = tiles.sum_tiles(*sizes, g.dtype, cuda.generation(rule.parameter), True, rule.geometry())
     return cuda.portion_of(power_of_two(count), most, *sizes, tile.rows, tile.columns)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.accel import cuda
-from clipping.accel.ways import GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL, portion_of
+from clipping.accel.ways import FEW, GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL, portion_of
 from clipping.numerics.per_sample import added_at_once, of_one_size, weighted_at_once
-from clipping.numerics.rounding_bounds import portion
+from clipping.numerics.rounding_bounds import excess, portion
 from clipping.planning.costs import predicted
 from clipping.planning.planner import choices_of
 from clipping.rules import linear
@@ -178,6 +178,21 @@ def test_the_size_of_portions_is_that_of_the_next_power_of_two(fewer, more):
             of_linear = [portion_of(rule, rule.a) for rule in (linear, vit)]
             sizes.append([*of_linear, *(portion_of(rule, rule.x) for rule in (convolution, small))])
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("count", "positions"), [(64, 1), (1024, 1), (4096, 16)])
+def test_a_sum_in_units_of_its_last_factor_is_rounded_within_the_bound(count, positions):
+    """As the Triton program forms it, for records that are all alike but for their factors."""
+    factors, row = torch.rand(count).mul(-6).exp(), torch.randn(200)
+    rows = (row / row.norm() / factors[:, None]).bfloat16().float()
+    total, most = torch.zeros(200, dtype=torch.float64), portion(count, max(positions, FEW), torch.float32)
+    for c, g in zip(factors.split(most), rows.split(most), strict=True):
+        found = g[0]
+        for before, now, each in zip(c, c[1:], g[1:], strict=False):
+            found = found * (before / now) + each
+        total += (found * c[-1]).double()
+    error = (total - factors.double() @ rows.double()).norm()
+    assert error <= excess(count, positions, 1, portion(count, positions, torch.float32), torch.float32)[0]
 
 
 @pytest.mark.parametrize(
