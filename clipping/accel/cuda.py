@@ -88,7 +88,7 @@ MULTIPROCESSORS = 132
 MOVED = 32 / 3
 """A portion's entry, written and read again at 3 TB/s, in numbers of half precision from the L2 cache at 8 TB/s."""
 AHEAD = 128
-"""Factors of which a program finds the first 0 at once."""
+"""Number of factors that a program reads at once, to find the next 0 among them."""
 BESIDE = 2
 """Most further outputs' gradients of one Gram kernel: a query's beside a value's and a key's."""
 

@@ -26,7 +26,7 @@ GRADIENT_KERNEL = "gradient kernel"
 COMPILED = "compiled"
 """In C, also by Gram tiles."""
 FEW = 64
-"""Positions of which a sum rounds much more often than between two samples."""
+"""Least number of positions that limits a portion: a sum is also rounded between samples, which few would not cover."""
 MOST_PIXELS = 1024
 """Most pixels of an image for C; each thread holds the whole Gram matrix of one sample's pixels."""
 

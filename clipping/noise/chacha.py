@@ -71,7 +71,7 @@ class Segments:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __reduce__(self) -> Any:
-        """Copies and pickles make their tables and arrays anew."""
+        """Return the call that makes a copy; it has no tables yet."""
         return Segments, (self.counts, self.labels)
 
     def parts(self, flat: Tensor) -> list[Tensor]:

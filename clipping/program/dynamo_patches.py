@@ -74,7 +74,7 @@ def globals_are_guarded() -> Iterator[None]:
 
 @contextmanager
 def noting(opened: dict[int, Any]) -> Iterator[None]:
-    """Context in which TorchDynamo notes the objects that captured code opens.
+    """Context in which TorchDynamo notes the objects that captured code opens, and reads no gradient that was cast.
 
     Args:
         opened: filled, by identity; without the arguments of the captured function and what they hold.

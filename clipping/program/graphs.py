@@ -222,8 +222,6 @@ class Graphs:
         """Run the private step in place of the captured graph, and return that graph's outputs."""
         assert self._batch is not None
         self.is_new = not captured.notes
-        if self.is_new:
-            self._unguarded = self._read_unguarded()
         if captured.unguarded.functions_have_changed():
             self._capture = None
             raise _AsItIs

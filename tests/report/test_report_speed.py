@@ -41,4 +41,4 @@ def _is_quick(folder: Path, name: str) -> bool:
     before = sum(work(lambda: yardstick(folder / "plain")))
     own, apart = work(lambda: write_report(folder / "campaign", folder / name))
     after = sum(work(lambda: yardstick(folder / "plain")))
-    return max(own, (own + apart) / 2) <= LIMIT * (before + after) / 2  # on two CPUs that nobody else uses
+    return max(own, (own + apart) / 2) <= LIMIT * (before + after) / 2  # the time on two idle CPUs
