@@ -1,16 +1,16 @@
-"""Per-sample norms and clipped sums on CUDA by Triton kernels, which store no Gram matrices or per-sample gradients.
+"""Per-sample norms and clipped sums on CUDA by Triton kernels, which store no Gram matrices and few gradients.
 
     gram_norms           Σ_{t,u} (a_t · a_u)(g_t · g_u) = ‖gᵀa‖²     operations 2 · n T² (d + p) / 2
     embedding_gram_norms Σ_{t,u} [id_t = id_u] (g_t · g_u)           operations 2 · n T² p / 2
     gradient_norms       ‖Σ_t g_t a_tᵀ‖²                             operations 2 · n T p d
+    gradients            Σ_t g_t a_tᵀ, to be kept, and its squared norm: by the same program
     row_reach            Σ_t ‖a_t‖ ‖g_t‖, and the rest of a reach (`clipping.numerics.rounding_bounds`)
     weighted             Σ_i c_i g_iᵀ a_i in half precision, the factors multiplying float32 sums in registers: no
-                         scaled or wide copy is allocated or rounded
+                         scaled or wide copy is allocated or rounded; of several equal layers, as one has too few tiles
 
 A program reduces one tile of the Gram matrices, or of the per-sample gradient, to one number in registers. Gram
 matrices are symmetric, so half of the tiles are computed. Norms return the reach as well, from the same pass: the
-diagonals of Gram matrices hold the squared norms of rows, and programs of `gradient_norms` sum the squares of what they
-read.
+diagonals of Gram matrices hold the squared norms of rows, and programs of `gradient_norms` share those of pixels.
 
 **Images.** Rows a_t are the patches of a convolution's input, which are read where they lie, without unfolding. Those
 of a linear layer are the pixels of an image of one row, for a kernel of one pixel (`clipping.rules.pixel_gram.LINEAR`).
@@ -46,9 +46,8 @@ import importlib.util
 import math
 import os
 import warnings
-from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,13 +56,15 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from clipping.accel.tiles import (
-    SIDE,
+    MULTIPROCESSORS,
     Tiles,
+    busiest,
     gradient_tiles,
     gram_tiles,
     power,
     reads_rows,
     rows_at_once,
+    samples_in_turn,
     sum_tiles,
 )
 from clipping.numerics.traced_operations import operation
@@ -83,10 +84,10 @@ WARPS = 8
 """Groups of 32 threads in a program without tiles of its own."""
 LINE = 1024
 """Positions or entries of such a program."""
-MULTIPROCESSORS = 132
-"""An H100's. Each holds one program of `weighted`, which needs more than half of the registers."""
-MOVED = 32 / 3
-"""A portion's entry, written and read again at 3 TB/s, in numbers of half precision from the L2 cache at 8 TB/s."""
+MOVED = 16 / 3
+"""A sum's entry, written or read at 3 TB/s, in numbers of half precision from the L2 cache at 8 TB/s."""
+LAYERS = 32
+"""Most layers whose sums one launch forms."""
 AHEAD = 128
 """Number of factors that a program reads at once, to find the next 0 among them."""
 BESIDE = 2
@@ -132,8 +133,8 @@ def trouble(device: torch.device) -> str | None:
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             x, g = (torch.full((1, 1, 1), value, device=device) for value in (2.0, 3.0))
-            untraced: Any = gram_norms  # a step may be traced now, and this must run
-            found = float(untraced.__wrapped__(x, g, LINEAR, 1, (0.0, 0.0))[0, 0])
+            untraced: Any = gram_norms_of_layers  # a step may be traced now, and this must run
+            found = float(untraced.__wrapped__([x], [g], LINEAR, 1, (0.0, 0.0))[0, 0, 0])
         reason = None if found == 36.0 else f"a program computed {found} for 36.0"
     except torch.OutOfMemoryError:
         raise
@@ -145,7 +146,6 @@ def trouble(device: torch.device) -> str | None:
     return reason
 
 
-@operation
 def gram_norms(
     x: Tensor,
     g: Tensor,
@@ -156,25 +156,49 @@ def gram_norms(
     bias: bool = False,
     beside: Sequence[Tensor] = (),
 ) -> Tensor:
-    """‖∂/∂W‖² of each sample and group, and the reach: [n · groups, 4] float32.
+    """`gram_norms_of_layers` of one layer: [n · groups, 4] float32.
+
+    Args:
+        bias, beside: as there, of one layer.
+    """
+    return gram_norms_of_layers([x], [g], geometry, groups, lost, bias=bias, beside=[[y] for y in beside])[0]
+
+
+@operation
+def gram_norms_of_layers(
+    xs: Sequence[Tensor],
+    gs: Sequence[Tensor],
+    geometry: Sequence[Sequence[int]],
+    groups: int,
+    lost: tuple[float, float],
+    *,
+    bias: bool = False,
+    beside: Sequence[Sequence[Tensor]] = (),
+) -> Tensor:
+    """‖∂/∂W‖² of each layer, sample and group, and the reach: [layers, n · groups, 4] float32.
 
     Rounding may make the square of a vanishing gradient slightly negative.
 
     Args:
+        xs, gs: x and g of each layer, alike in sizes and strides.
         bias: the gradient includes a bias, as a weight of inputs of 1.
-        beside: further outputs' gradients [n, P, T], at most `BESIDE`, with the strides of g, for a geometry of rows.
+        beside: further outputs' gradients [n, P, T] of each layer, at most `BESIDE`, with the strides of g, for a
+            geometry of rows.
     """
-    x, g, options, sizes = _of_images(x, g, geometry, groups)
+    images = [_of_images(x, g, geometry, groups) for x, g in zip(xs, gs, strict=True)]
+    x, g, options, sizes = images[0]
     channels, outputs, *_, positions, _ = sizes
     tiles = gram_tiles(positions, max(channels, outputs), g.dtype, generation(g), rows_at_once(x, g, options), options)
-    each = groups * pairs(positions, tiles.rows)
+    each = len(images) * groups * pairs(positions, tiles.rows)
     out = g.new_empty(len(g), each, 4, dtype=torch.float32)
     numbers = (groups, *sizes, *x.stride(), *g.stride(), *map(float, (*lost, bias)))
-    alone = 1 if positions <= tiles.rows else 2 * (reads_rows(options) and tiles.rows == SIDE)
+    alone = 1 if positions <= tiles.rows else 2 * tiles.reads_once(options)
     constants = {"ALONE": alone, "BLOCK": tiles.rows, "BLOCK_K": tiles.depth, **tiles.options()}
-    given = (x, *[g, *(y.detach() for y in beside), g, g][: 1 + BESIDE], out)
+    of_x, of_g = (tuple(image[i] for image in images) for i in (0, 1))
+    given = (of_x, *[of_g, *(tuple(y.detach() for y in several) for several in beside), of_g, of_g][: 1 + BESIDE], out)
     launch("gram", each, given, numbers, count=len(g), BESIDE=len(beside), **_of_patches(options), **constants)
-    return whole(out.view(len(g) * groups, each // groups, 4))
+    found = whole(out.view(len(g) * len(images) * groups, each // (len(images) * groups), 4))
+    return found.view(len(g), len(images), groups, 4).transpose(0, 1).flatten(1, 2)
 
 
 @operation
@@ -183,22 +207,50 @@ def gradient_norms(
 ) -> Tensor:
     """The results of `gram_norms`, from tiles of the per-sample gradient: never negative."""
     x, g, options, sizes = _of_images(x, g, geometry, groups)
+    _, _, *pixels, positions, width = sizes
+    squares = g.new_empty(len(g), groups * (math.prod(pixels) + positions), dtype=torch.float32)
+    parts = _by_gradient_tiles(x, g, options, sizes, groups, squares, kept=False)
+    block = power(positions, LINE)
+    out = parts.new_empty(len(g) * groups, -(-positions // block) if parts.numel() else 0, 4)
+    collected = (parts.shape[1] // groups, *pixels, positions, width, *map(float, lost))
+    launch("collected", out.numel() // 4, (parts, squares, out), collected, BLOCK=block, **_of_patches(options))
+    return whole(out)
+
+
+@operation
+def gradients(x: Tensor, g: Tensor, geometry: Sequence[Sequence[int]], groups: int) -> tuple[Tensor, Tensor]:
+    """Per-sample gradients [n, P, C / groups, *kernel], and their squared norms [n]: float32."""
+    x, g, options, sizes = _of_images(x, g, geometry, groups)
+    made = g.new_empty(len(g), groups * sizes[1], sizes[0], *geometry[0], dtype=torch.float32)
+    return made, _by_gradient_tiles(x, g, options, sizes, groups, made, kept=True).sum(1)
+
+
+def _by_gradient_tiles(
+    x: Tensor,
+    g: Tensor,
+    options: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    groups: int,
+    out: Tensor,
+    *,
+    kept: bool,
+) -> Tensor:
+    """Sum of squares of each tile [n, groups · tiles]; squared norms of pixels and rows in `out`, or the gradients.
+
+    Args:
+        x, g, options, sizes: from `_of_images`.
+    """
     channels, outputs, *_, positions, _ = sizes
     inputs = channels * math.prod(options[0])
     tiles = gradient_tiles(positions, inputs, outputs, g.dtype, generation(g), rows_at_once(x, g, options), options)
-    down, across, samples = -(-outputs // tiles.rows), -(-inputs // tiles.columns), len(g) * groups
-    each = groups * down * across if positions else 0
+    each = groups * -(-outputs // tiles.rows) * -(-inputs // tiles.columns) if positions else 0
     parts = g.new_empty(len(g), each, dtype=torch.float32)
-    squares = g.new_empty(len(g), groups * (down + across), positions, dtype=torch.float32)
-    numbers = (groups, *sizes, *x.stride(), *g.stride())
-    constants = _of_patches(options) | tiles.sides()
-    launch("gradient", each, (x, g, parts, squares), numbers, 2, count=len(g), **constants)
-    block = power(positions, LINE)
-    out = parts.new_empty(samples, -(-positions // block) if each else 0, 4)
-    launch(
-        "collected", out.numel() // 4, (parts, squares, out), (down, across, positions, *map(float, lost)), BLOCK=block
-    )
-    return whole(out)
+    in_turn = samples_in_turn(len(g), positions, each, WARPS // tiles.warps)
+    size = 1 if kept else max(in_turn, -(-len(g) * each // PROGRAMS))
+    numbers = (*sizes, len(g), size, groups, *x.stride(), *g.stride())
+    constants = _of_patches(options) | tiles.sides() | {"KEPT": kept}
+    launch("gradient", -(-len(g) // size) * each, (x, g, parts, out), numbers, 2, **constants)
+    return parts
 
 
 def _of_images(
@@ -267,67 +319,91 @@ def _of_rows(
 
 @operation
 def weighted(
-    x: Tensor, g: Tensor, factors: Tensor, size: int, geometry: Sequence[Sequence[int]], *, bias: bool = False
+    xs: Sequence[Tensor],
+    gs: Sequence[Tensor],
+    factors: Tensor,
+    size: int,
+    geometry: Sequence[Sequence[int]],
+    *,
+    bias: bool = False,
 ) -> Tensor:
-    """Σ_i c_i g_i of a weight without groups, of each portion of `size` samples: [portions, P, C, *kernel] float32.
+    """Σ_i c_i g_i of weights without groups, of each portion and layer: [portions, layers, P, C, *kernel] float32.
 
     Args:
+        xs, gs: x and g of each layer, alike in sizes and strides.
         factors: c [n], float32, contiguous.
-        size: from `portion_of`.
-        bias: the result is [portions, P · C · ∏ kernel + P] and ends with the sums of a bias.
+        size: samples of a portion, from `portion_of`.
+        bias: a layer's sums are [P · C · ∏ kernel + P] and end with those of a bias.
     """
     kernel = geometry[0]
-    x, g, options, sizes = _of_images(x, g, geometry, 1)
+    images = [_of_images(x, g, geometry, 1) for x, g in zip(xs, gs, strict=True)]
+    x, g, options, sizes = images[0]
     channels, outputs, *_, positions, _ = sizes
     inputs = channels * math.prod(options[0])
     tiles = sum_tiles(positions, inputs, outputs, g.dtype, generation(g), rows_at_once(x, g, options), options)
     shape = (outputs * (inputs + 1),) if bias else (outputs, channels, *kernel)
-    out = factors.new_empty(max(1, -(-len(g) // size)), *shape)
+    out = factors.new_empty(max(1, -(-len(g) // size)), len(images), *shape)
     numbers = (*sizes, len(g), size, *x.stride(), *g.stride())
     constants = _of_patches(options) | tiles.sides() | {"BIAS": bias, "AHEAD": AHEAD}
-    programs = len(out) * -(-outputs // tiles.rows) * -(-inputs // tiles.columns)
-    launch("weighted", programs, (x, g, factors, out), numbers, **constants)
+    programs = len(out) * len(images) * -(-outputs // tiles.rows) * -(-inputs // tiles.columns)
+    given = (tuple(each[0] for each in images), tuple(each[1] for each in images), factors, out)
+    launch("weighted", programs, given, numbers, **constants)
     return out
 
 
-@functools.cache
-def portion_of(count: int, most: int, positions: int, inputs: int, outputs: int, rows: int, columns: int) -> int:
-    """Samples in a portion, so that few portions keep a GPU busy: each is written and read once more.
+class Sums(NamedTuple):
+    """Clipped sums of equal layers.
 
-    Args:
-        count: B, rounded up to a power of two. So one more record changes the last portion only, unless the batch size
-            passes a power of two.
-        most: limit by rounding, for any batch size up to the next power of two.
+    Attributes:
+        samples: B, rounded up to a power of two. So one more record changes the last portion only, unless the batch
+            size passes a power of two.
+        most: largest portion by rounding, for any batch size up to the next power of two.
         positions, inputs, outputs: T, d and p.
         rows, columns: outputs and inputs of a tile.
     """
-    tiles = -(-inputs // columns) * -(-outputs // rows)
 
-    def cost(size: int) -> tuple[float, int]:
-        read = busiest(count, size, tiles) * positions * MULTIPROCESSORS * (rows + columns)
-        return read + -(-count // size) * tiles * rows * columns * MOVED, -size
+    samples: int
+    most: int
+    positions: int
+    inputs: int
+    outputs: int
+    rows: int
+    columns: int
 
-    return min(range(1, min(most, count) + 1), key=cost)
+    def cost(self, size: int, layers: int) -> float:
+        """Time of one launch and of adding its portions up: each portion is written, read, and their sum is written.
+
+        Args:
+            size, layers: samples of a portion, and layers in the launch.
+        """
+        tiles = layers * -(-self.inputs // self.columns) * -(-self.outputs // self.rows)
+        portions = -(-self.samples // size)
+        read = busiest(self.samples, size, tiles) * self.positions * MULTIPROCESSORS * (self.rows + self.columns)
+        moved = 2 * portions + 1 if portions > 1 else 1
+        return read + moved * tiles * self.rows * self.columns * MOVED
 
 
-def busiest(count: int, size: int, tiles: int) -> int:
-    """Samples that the busiest multiprocessor sums in a tile: 288 tiles keep it as long as 396.
-
-    A multiprocessor holds one program at a time. Programs begin in the order of portions; the last one may be smaller.
+@functools.cache
+def portion_of(sums: Sums, layers: int = 1) -> int:
+    """Samples in a portion, so that few portions keep a GPU busy; of several layers, as few portions as there may be.
 
     Args:
-        count, size, tiles: samples of all portions and of one, and programs of a portion.
+        sums, layers: sizes, and number of layers in one launch.
     """
-    whole, rest = divmod(count, size)
-    rounds, more = divmod(whole * tiles, MULTIPROCESSORS)
-    early, late = rounds * size, (rounds + 1) * size  # when others, and `more`, are free
+    most = min(sums.most, sums.samples)
+    fewest = -(-sums.samples // -(-sums.samples // most))
+    return min(range(1, most + 1) if layers == 1 else [fewest], key=lambda size: (sums.cost(size, layers), -size))
 
-    def ended(time: int) -> int:
-        """Programs of the last portion that have ended by then."""
-        return (MULTIPROCESSORS - more) * ((time - early) // rest) + more * max(0, (time - late) // rest)
 
-    least = late if more else early
-    return least + (bisect_left(range(least, late + tiles * rest), tiles, key=ended) if rest else 0)
+@functools.cache
+def layers_of(sums: Sums, most: int) -> int:
+    """Layers in one launch, so that it fills a GPU: 11 of 72 tiles each, or 22 of 18, and not 12; few, to save memory.
+
+    Args:
+        sums: sizes.
+        most: largest result.
+    """
+    return min(range(1, most + 1), key=lambda count: (sums.cost(portion_of(sums, count), count) / count, count))
 
 
 def pairs(positions: int, rows: int) -> int:
@@ -344,7 +420,7 @@ def pairs(positions: int, rows: int) -> int:
 def launch(
     program: str,
     each: int,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Any],
     numbers: Sequence[float],
     results: int = 1,
     *,
@@ -355,7 +431,8 @@ def launch(
 
     Args:
         program, each: its name, and programs for each sample.
-        tensors, results: [count, ...] if count is above 1, and how many of them, the last ones, are written.
+        tensors, results: [count, ...] if count is above 1, or tuples of several layers' tensors; and how many of them,
+            the last ones, are written.
         numbers: the arguments after the tensors.
         count: number of samples.
         constants: compile-time arguments and options of Triton.
@@ -365,8 +442,12 @@ def launch(
     kernel, step = _program(program), max(1, PROGRAMS // each)
     with torch.cuda.device_of(tensors[-1]):
         for at in (slice(start, min(start + step, count)) for start in range(0, count, step)):
-            some = tensors if count <= step else [x[at] for x in tensors]
+            some = tensors if count <= step else _at(tensors, at)
             kernel[((at.stop - at.start) * each,)](*some, *numbers, **{"num_warps": WARPS, **constants})
+
+
+def _at(tensors: Sequence[Any], samples: slice) -> list[Any]:
+    return [x[samples] if isinstance(x, Tensor) else tuple(_at(x, samples)) for x in tensors]
 
 
 def named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:

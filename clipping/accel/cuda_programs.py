@@ -14,7 +14,7 @@ square root, as rounding may make them negative.
 import triton
 import triton.language as tl
 
-from clipping.accel.reading_programs import _inputs, _of_input, _pixels, _rows
+from clipping.accel.reading_programs import _inputs, _of_input, _of_layer, _pixels, _rows
 
 
 @triton.jit
@@ -28,10 +28,10 @@ INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
 
 @triton.jit
 def gram(
-    x,
-    g,
-    more_g,
-    most_g,
+    xs,
+    gs,
+    more,
+    most,
     out,
     groups,
     channels,
@@ -66,17 +66,19 @@ def gram(
 ):
     """Σ A_tu G_tu over a block of positions t and one of u, and the reach over t = u.
 
-    A and G are the inner products of patches and of gradient rows, of one sample and group. `channels` and `outputs`
-    are those of one group. out is [n · groups · tiles, 4], as in `shifted`. ALONE is 1 if there is one block, and 2 if
+    A and G are the inner products of patches and of gradient rows, of one sample, layer and group. `channels` and
+    `outputs` are those of one group. xs and gs hold x and g of each layer, alike in sizes and strides: out is
+    [n · layers · groups · tiles, 4], as in `shifted`. ALONE is 1 if there is one block, and 2 if
     a block that meets itself is to be read once.
-    of_bias is 1 if inputs have one more entry, 1, else 0. Rows of g continue in more_g if BESIDE is 1, and in most_g if
-    it is 2.
+    of_bias is 1 if inputs have one more entry, 1, else 0. Rows of g continue in `more` if BESIDE is 1, and in `most`
+    if it is 2.
     """
     found, first, second = _pair(positions, BLOCK)
-    sample, group = found // groups, found % groups
-    x += sample * x_sample + group * channels * x_channel
+    sample, group = found // (groups * len(xs)), found % groups
+    layer = found // groups % len(xs)
+    x = _of_layer(xs, layer) + sample * x_sample + group * channels * x_channel
     of_sample = sample * g_sample + group * outputs * g_channel
-    g += of_sample
+    g = _of_layer(gs, layer) + of_sample
     t = first * BLOCK + tl.arange(0, BLOCK)
     u = second * BLOCK + tl.arange(0, BLOCK)
     same = first == second
@@ -84,10 +86,10 @@ def gram(
     of_g = tl.zeros((BLOCK, BLOCK), tl.float32)
     of_g = _gram_of_rows(g, t, u, same, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
     if BESIDE > 0:
-        g = more_g + of_sample
+        g = _of_layer(more, layer) + of_sample
         of_g = _gram_of_rows(g, t, u, same, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
     if BESIDE > 1:
-        g = most_g + of_sample
+        g = _of_layer(most, layer) + of_sample
         of_g = _gram_of_rows(g, t, u, same, positions, outputs, g_position, g_channel, of_g, dtype, ALONE, BLOCK_K)
     of_x = tl.zeros((BLOCK, BLOCK), tl.float32)
     if POINT:
@@ -157,14 +159,16 @@ def gradient(
     x,
     g,
     out,
-    squares,
-    groups,
+    rest,
     channels,
     outputs,
     height,
     width,
     positions,
     out_width,
+    count,
+    each,
+    groups,
     x_sample,
     x_channel,
     x_row,
@@ -181,80 +185,118 @@ def gradient(
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
     POINT: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Σ (Σ_t g_tp patch_td)² over a tile of (p, d) of one sample and group, with d in the order of `_of_input`.
+    """Σ (Σ_t g_tp patch_td)² over a tile of (p, d), with d in the order of `_of_input`: out [n · groups · tiles].
 
-    `channels` and `outputs` are those of one group: out [n · groups · tiles]. The programs of a row or column of tiles
-    share the sums of squares of what they read at each position: squares [n · groups, tiles of p and of d, T]. They
-    load it again: on Hopper, Triton 3.6 and 3.8 overwrite an operand while its product is computed, if the program also
-    holds it in registers.
+    `channels` and `outputs` are those of one group. If KEPT, a program takes one sample, and stores the gradient in
+    `rest`, where d is (channel, kernel row, kernel column). Else it takes `each` samples in turn, and the programs of a
+    sample and group share the squared norms of its pixels and rows of g: rest [n · groups, pixels + T]. They load them
+    again: on Hopper, Triton 3.6 and 3.8 overwrite an operand while its product is computed, if the program also holds
+    it in registers.
     """
     inputs = channels * KERNEL_H * KERNEL_W
     tiles_d = tl.cdiv(inputs, BLOCK_D)
-    tiles_p = tl.cdiv(outputs, BLOCK_P)
-    found = (tl.program_id(0) // (tiles_p * tiles_d)).to(tl.int64)
-    tile = tl.program_id(0) % (tiles_p * tiles_d)
-    sample, group = found // groups, found % groups
+    tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
+    tile = tl.program_id(0) % tiles
+    group = (tl.program_id(0) // tiles % groups).to(tl.int64)
+    sample = (tl.program_id(0) // (tiles * groups)).to(tl.int64) * each
+    end = tl.minimum(count, sample + each)
     p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     patch = _of_input(d, channels, KERNEL_H, KERNEL_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W)
     image = height, width, x_row, x_column, x_channel
     known = d < inputs
-    x += sample * x_sample + group * channels * x_channel
-    g += sample * g_sample + group * outputs * g_channel
-    squares += found * (tiles_p + tiles_d) * positions
+    x += group * channels * x_channel
+    g += group * outputs * g_channel
+    pixels = height * width
+    numbers = pixels + positions
     dtype = g.dtype.element_ty
-    for start in tl.range(tile % tiles_d * BLOCK_T, positions, tiles_d * BLOCK_T, num_stages=STAGES):
-        t = start + tl.arange(0, BLOCK_T)
-        of_g = _rows(g, t, positions, p, outputs, g_position, g_channel)
-        _store_squares(squares + (tile // tiles_d).to(tl.int64) * positions, of_g, t, positions)
-    for start in tl.range(tile // tiles_d * BLOCK_T, positions, tiles_p * BLOCK_T, num_stages=STAGES):
-        t = start + tl.arange(0, BLOCK_T)
-        of_x = _inputs(x, t, positions, known, patch, image, out_width, STRIDE_H, STRIDE_W, PADDING_H, POINT)
-        _store_squares(squares + (tiles_p + tile % tiles_d).to(tl.int64) * positions, of_x.to(dtype), t, positions)
+    x_at, g_at, squares = x + sample * x_sample, g + sample * g_sample, rest + (sample * groups + group) * numbers
+    for _ in range(0, 0 if KEPT else end - sample):
+        for start in range(tile * BLOCK_T, pixels, tiles * BLOCK_T):
+            at = start + tl.arange(0, BLOCK_T)
+            of_x = _squares(x_at, at, height, width, channels, x_row, x_column, x_channel, dtype, BLOCK_T, BLOCK_D)
+            tl.store(squares + at, of_x, mask=at < pixels)
+        for start in range((tiles - 1 - tile) * BLOCK_T, positions, tiles * BLOCK_T):
+            t = start + tl.arange(0, BLOCK_T)
+            of_g = _squares(g_at, t, 1, positions, outputs, 0, g_position, g_channel, dtype, BLOCK_T, BLOCK_P)
+            tl.store(squares + pixels + t, of_g, mask=t < positions)
+        x_at, g_at, squares = x_at + x_sample, g_at + g_sample, squares + groups * numbers
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for start in range(0, positions, BLOCK_T):
+    start = 0
+    for _ in tl.range((end - sample) * tl.cdiv(positions, BLOCK_T), num_stages=STAGES):
         t = start + tl.arange(0, BLOCK_T)
-        of_g = _rows(g, t, positions, p, outputs, g_position, g_channel)
-        of_x = _inputs(x, t, positions, known, patch, image, out_width, STRIDE_H, STRIDE_W, PADDING_H, POINT)
+        of_g = _rows(g + sample * g_sample, t, positions, p, outputs, g_position, g_channel)
+        of_x = x + sample * x_sample
+        of_x = _inputs(of_x, t, positions, known, patch, image, out_width, STRIDE_H, STRIDE_W, PADDING_H, POINT)
         total = _dot(tl.trans(of_g), of_x.to(dtype), total)
-    tl.store(out + tl.program_id(0), tl.sum(total * total))
+        is_last = start + BLOCK_T >= positions
+        if not KEPT:
+            if is_last:
+                tl.store(out + (sample * groups + group) * tiles + tile, tl.sum(total * total))
+                total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+            sample += tl.where(is_last, 1, 0)
+        start = tl.where(is_last, 0, start + BLOCK_T)
+    if KEPT:
+        found = sample * groups + group
+        tl.store(out + found * tiles + tile, tl.sum(total * total))
+        at = p[:, None] * inputs + (patch[0] * (KERNEL_H * KERNEL_W) + d // channels)[None, :]
+        tl.store(rest + found * outputs * inputs + at, total, mask=(p < outputs)[:, None] & known[None, :])
 
 
 @triton.jit
-def _store_squares(out, x, t, positions):
-    """Store the squared norms of the rows of x, [len(t), any], at t."""
-    wide = x.to(tl.float32)
-    tl.store(out + t, tl.sum(wide * wide, 1), mask=t < positions)
-
-
-@triton.jit
-def collected(parts, squares, out, tiles_p, tiles_d, positions, of_inputs, of_outputs, BLOCK: tl.constexpr):
+def collected(
+    parts,
+    squares,
+    out,
+    tiles,
+    height,
+    width,
+    positions,
+    out_width,
+    of_inputs,
+    of_outputs,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    POINT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Squared norm and reach of a sample and group over a block of positions, from the results of `gradient`: [n, 4].
 
-    The first program of a sample and group sums the squared norms of its tiles.
+    A patch's squared norm sums those of its pixels. The first program of a sample and group sums the squared norms of
+    its tiles.
     """
     blocks = tl.cdiv(positions, BLOCK)
     sample = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     at = tl.arange(0, BLOCK)
     t = block * BLOCK + at
-    tiles = tiles_p * tiles_d
     norm = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, tl.where(block == 0, tiles, 0), BLOCK):
         norm += tl.load(parts + sample * tiles + start + at, mask=start + at < tiles, other=0.0)
-    squares += sample * (tiles_p + tiles_d) * positions + t
-    of_g, of_x = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for _ in range(tiles_p):
-        of_g += tl.load(squares, mask=t < positions, other=0.0)
-        squares += positions
-    for _ in range(tiles_d):
-        of_x += tl.load(squares, mask=t < positions, other=0.0)
-        squares += positions
+    pixels = height * width
+    squares += sample * (pixels + positions)
+    of_g = tl.load(squares + pixels + t, mask=t < positions, other=0.0)
+    of_x = tl.zeros((BLOCK,), tl.float32)
+    for k in range(KERNEL_H * KERNEL_W):
+        if POINT:
+            of_x += tl.load(squares + t, mask=t < positions, other=0.0)
+        else:
+            y = t // out_width * STRIDE_H - PADDING_H + k // KERNEL_W * DILATION_H
+            z = t % out_width * STRIDE_W - PADDING_W + k % KERNEL_W * DILATION_W
+            inside = (t < positions) & (y >= 0) & (y < height) & (z >= 0) & (z < width)
+            of_x += tl.load(squares + y * width + z, mask=inside, other=0.0)
     out += tl.program_id(0).to(tl.int64) * 4
     tl.store(out, tl.sum(norm))
     _store_reach(out, of_x, of_g, of_inputs, of_outputs)
@@ -282,10 +324,10 @@ def rows(
     """The reach over a block of positions: out [n · blocks, 4], with a first column of 0."""
     blocks = tl.cdiv(positions, ROWS)
     sample = (tl.program_id(0) // blocks).to(tl.int64)
-    first = tl.program_id(0) % blocks * ROWS
+    t = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     dtype = g.dtype.element_ty
-    of_a = _squares(a + sample * a_sample, first, positions, inputs, a_position, a_input, dtype, ROWS, COLUMNS)
-    of_g = _squares(g + sample * g_sample, first, positions, outputs, g_position, g_output, dtype, ROWS, COLUMNS)
+    of_a = _squares(a + sample * a_sample, t, 1, positions, inputs, 0, a_position, a_input, dtype, ROWS, COLUMNS)
+    of_g = _squares(g + sample * g_sample, t, 1, positions, outputs, 0, g_position, g_output, dtype, ROWS, COLUMNS)
     out += tl.program_id(0).to(tl.int64) * 4
     tl.store(out, 0.0)
     _store_reach(out, of_a, of_g, of_inputs, of_outputs)
@@ -294,20 +336,23 @@ def rows(
 @triton.jit
 def _squares(
     x,
-    first,
-    positions,
-    features,
-    x_position,
-    x_feature,
+    at,
+    height,
+    width,
+    channels,
+    x_row,
+    x_column,
+    x_channel,
     dtype: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    """‖x_t‖² of the positions from `first` on, summed over COLUMNS features at a time: [ROWS]."""
-    t = first + tl.arange(0, ROWS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, features, COLUMNS):
-        each = _rows(x, t, positions, start + tl.arange(0, COLUMNS), features, x_position, x_feature)
+    """Squared norms of an image's pixels, counted row by row, zero outside: [PIXELS], by CHANNELS at a time."""
+    row, column = at // width, at % width
+    total = tl.zeros((PIXELS, CHANNELS), tl.float32)
+    for start in range(0, channels, CHANNELS):
+        k = start + tl.arange(0, CHANNELS)
+        each = _pixels(x, row, column, height, width, k, channels, x_row, x_column, x_channel)
         each = each.to(dtype).to(tl.float32)
         total += each * each
     return tl.sum(total, 1)

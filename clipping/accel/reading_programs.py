@@ -9,6 +9,15 @@ import triton.language as tl
 
 
 @triton.jit
+def _of_layer(tensors, layer):
+    """The tensor of this number, among those of all layers."""
+    found = tensors[0]
+    for i in tl.static_range(1, len(tensors)):
+        found = tl.where(layer == i, tensors[i], found)
+    return found
+
+
+@triton.jit
 def _of_input(
     d,
     channels,

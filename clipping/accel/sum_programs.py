@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from clipping.accel.cuda_programs import _dot
-from clipping.accel.reading_programs import _inputs, _of_input, _rows
+from clipping.accel.reading_programs import _inputs, _of_input, _of_layer, _rows
 
 
 @triton.jit
 def weighted(
-    x,
-    g,
+    xs,
+    gs,
     factors,
     out,
     channels,
@@ -48,21 +48,24 @@ def weighted(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d), for the `each` samples i of one portion: out [portions, p, d].
+    """Σ_i c_i Σ_t g_itp patch_itd over a tile of (p, d), for the `each` samples i of one portion.
 
-    In out, d is (channel, kernel row, kernel column); tiles have the order of `_of_input`. A block of positions belongs
-    to one sample. Products are exact and their sum is float32, in units of the factor of its last sample: between two
-    samples, the ratio of their factors scales it. So one sum takes registers, and the tile can be large.
+    xs and gs hold x and g of each layer, alike in sizes and strides: out is [portions, layers, p, d]. In out, d is
+    (channel, kernel row, kernel column); tiles have the order of `_of_input`. A block of positions belongs to one
+    sample. Products are exact and their sum is float32, in units of the factor of its last sample: between two samples,
+    the ratio of their factors scales it. So one sum takes registers, and the tile can be large.
 
     Samples with a factor of 0 are left out. If such a sample has an entry that is not finite, its tile is NaN.
 
-    If BIAS, a portion of out ends with Σ_i c_i Σ_t g_itp, by a product with ones.
+    If BIAS, a layer's sums in out end with Σ_i c_i Σ_t g_itp, by a product with ones.
     """
     inputs = channels * KERNEL_H * KERNEL_W
     tiles_d = tl.cdiv(inputs, BLOCK_D)
     tiles = tl.cdiv(outputs, BLOCK_P) * tiles_d
-    portion = tl.program_id(0) // tiles
+    portion = tl.program_id(0) // (len(xs) * tiles)
+    layer = tl.program_id(0) // tiles % len(xs)
     tile = tl.program_id(0) % tiles
+    x, g = _of_layer(xs, layer), _of_layer(gs, layer)
     p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     patch = _of_input(d, channels, KERNEL_H, KERNEL_W, PADDING_H, PADDING_W, DILATION_H, DILATION_W)
@@ -119,7 +122,7 @@ def weighted(
         else:
             sample += 1
     at = p.to(tl.int64)[:, None] * inputs + (patch[0] * (KERNEL_H * KERNEL_W) + d // channels)[None, :]
-    out += portion.to(tl.int64) * outputs * (inputs + (BIAS > 0))
+    out += (tl.program_id(0) // tiles).to(tl.int64) * outputs * (inputs + (BIAS > 0))
     tl.store(out + at, total * unit + nothing, mask=(p < outputs)[:, None] & known[None, :])
     if BIAS:
         of_bias = tl.max(of_bias, 1) * unit + nothing

@@ -1,5 +1,7 @@
 """Tile sizes of the kernels of `clipping.accel.cuda`, by sizes, layout and dtype: none spills registers.
 
+And how long multiprocessors take for the tiles of a launch.
+
 Functions take:
     positions, features, inputs, outputs: T, the longest rows of a Gram matrix, d and p.
     dtype: of the products' operands.
@@ -8,7 +10,9 @@ Functions take:
     geometry: kernel, stride, padding and dilation of a convolution, one number a spatial dimension each.
 """
 
+import functools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +23,10 @@ from clipping.rules.pixel_gram import LINEAR
 
 SIDE = 128
 """Side of a large tile."""
+MULTIPROCESSORS = 132
+"""An H100's. Each holds one program of `weighted`, which needs more than half of the registers."""
+STARTED = 100
+"""Positions that a program of `gradient` sums in a large tile in the time in which it starts."""
 
 
 class Tiles(NamedTuple):
@@ -46,6 +54,30 @@ class Tiles(NamedTuple):
         """Options, the sides of a gradient tile, and the stages of its program's own loops."""
         sides = {"BLOCK_T": self.depth, "BLOCK_D": self.columns, "BLOCK_P": self.rows, "STAGES": self.stages}
         return sides | self.options()
+
+    def reads_once(self, geometry: Sequence[Sequence[int]]) -> bool:
+        """True if a block that meets itself is read once, though others meet it."""
+        return reads_rows(geometry) and self.rows == SIDE
+
+
+def meetings(positions: int, rows: int, *, once: bool) -> int:
+    """How often tiles of a Gram matrix copy each block of positions to shared memory: for each block that it meets.
+
+    Args:
+        rows: positions of a block.
+        once: True if a block that meets itself is read once, else twice.
+    """
+    blocks = -(-positions // rows)
+    return blocks + (blocks > 1 and not once)
+
+
+def entries(inputs: int, outputs: int, rows: int, columns: int) -> int:
+    """Entries of a position that all tiles of a gradient copy to shared memory.
+
+    Args:
+        rows, columns: outputs and inputs of a tile.
+    """
+    return -(-outputs // rows) * inputs + -(-inputs // columns) * outputs
 
 
 def gram_tiles(
@@ -166,3 +198,39 @@ def power(size: int, most: int) -> int:
 def _warps(rows: int, columns: int, dtype: torch.dtype) -> int:
     """Warps that hold a tile's accumulators in registers: 32 for each thread, 16 for float32."""
     return min(8, max(1, rows * columns // (512 if dtype == torch.float32 else 1024)))
+
+
+@functools.cache
+def samples_in_turn(count: int, positions: int, programs: int, beside: int) -> int:
+    """Samples that a program of `gradient` takes in turn: many, to start rarely, but so that all end at once.
+
+    Args:
+        count, positions, programs: B, T, and programs for each sample.
+        beside: programs that a multiprocessor holds.
+    """
+
+    def cost(size: int) -> tuple[int, int]:
+        rounds = -(-(-(-count // size) * programs) // (beside * MULTIPROCESSORS))
+        return rounds * (size * positions + STARTED), -size
+
+    return min(range(1, count + 1), key=cost, default=1)
+
+
+def busiest(count: int, size: int, tiles: int) -> int:
+    """Samples that the busiest multiprocessor sums in a tile: 288 tiles keep it as long as 396.
+
+    A multiprocessor holds one program at a time. Programs begin in the order of portions; the last one may be smaller.
+
+    Args:
+        count, size, tiles: samples of all portions and of one, and programs of a portion.
+    """
+    whole, rest = divmod(count, size)
+    rounds, more = divmod(whole * tiles, MULTIPROCESSORS)
+    early, late = rounds * size, (rounds + 1) * size  # when others, and `more`, are free
+
+    def ended(time: int) -> int:
+        """Programs of the last portion that have ended by then."""
+        return (MULTIPROCESSORS - more) * ((time - early) // rest) + more * max(0, (time - late) // rest)
+
+    least = late if more else early
+    return least + (bisect_left(range(least, late + tiles * rest), tiles, key=ended) if rest else 0)

@@ -1,6 +1,8 @@
 """Norms (`Way`) and clipped sums of rules by the kernels of `clipping.accel`."""
 
+import itertools
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +13,7 @@ from clipping.core.dtypes import HALF, norm_dtype
 from clipping.core.microbatching import Parts, power_of_two
 from clipping.numerics.per_sample import added_in, part
 from clipping.numerics.products import PADDED
-from clipping.numerics.rounding_bounds import of_lost, portion
+from clipping.numerics.rounding_bounds import Reach, of_lost, portion
 from clipping.rules.base import Route, Rule, Spec, Way, Work, of_columns
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
@@ -25,6 +27,8 @@ GRADIENT_KERNEL = "gradient kernel"
 """Triton's, for per-sample gradients to keep."""
 COMPILED = "compiled"
 """In C, also by Gram tiles."""
+LOADED = 3 / 8
+"""A byte that is copied from the L2 cache to shared memory, in bytes that are read from memory."""
 FEW = 64
 """Least number of positions that limits a portion: a sum is also rounded between samples, which few would not cover."""
 MOST_PIXELS = 1024
@@ -68,11 +72,15 @@ class _GramTiles(_Triton[Imaged]):
 
     def work(self, rule: Imaged, g: Tensor | Spec) -> Work:
         """Whole tiles of a triangle with its diagonal."""
-        copied = _copied(rule, g)
-        side, offsets = tiles.power(rule.positions, 64), math.prod(rule.geometry().kernel)
+        geometry = rule.geometry()
+        offsets = math.prod(geometry.kernel)
         channels, outputs = (-(-size // 16) * 16 for size in (rule.inputs // offsets, rule.outputs))
-        products = cuda.pairs(rule.positions, side) * side**2 * (offsets * channels + outputs)
-        return Work(rule.groups * products, 2 * copied, 4096 + copied)
+        generation = cuda.generation(rule.parameter)
+        tile = tiles.gram_tiles(rule.positions, max(channels, outputs), g.dtype, generation, True, geometry)
+        entries = offsets * channels + outputs
+        products = cuda.pairs(rule.positions, tile.rows) * tile.rows**2 * entries
+        copies = tiles.meetings(rule.positions, tile.rows, once=tile.reads_once(geometry))
+        return _by_tiles(rule, g, products, rule.positions * copies * entries)
 
 
 class _GradientTiles(_GramTiles):
@@ -83,8 +91,20 @@ class _GradientTiles(_GramTiles):
         return rule.by_sample(cuda.gradient_norms(*images, rule.geometry(), rule.groups, rule.lost(g)))
 
     def work(self, rule: Imaged, g: Tensor | Spec) -> Work:
-        copied = _copied(rule, g)
-        return Work(rule.positions * rule.parameter.numel(), 2 * copied, 4096 + copied)
+        tile = tiles.gradient_tiles(*_sizes(rule), g.dtype, cuda.generation(rule.parameter), True, rule.geometry())
+        loaded = rule.positions * tiles.entries(rule.inputs, rule.outputs, tile.rows, tile.columns)
+        work = _by_tiles(rule, g, rule.positions * rule.inputs * rule.outputs, loaded)
+        return work._replace(traffic=work.traffic + LOADED * sum(rule.bytes_of_operands(g)))
+
+
+def _by_tiles(rule: Imaged, g: Tensor | Spec, products: int, loaded: int) -> Work:
+    """Work of a norm by tiles.
+
+    Args:
+        products, loaded: multiplications, and entries that tiles copy to shared memory, of one sample and group.
+    """
+    copied, size = _copied(rule, g), g.element_size()
+    return Work(rule.groups * products, 2 * copied + LOADED * rule.groups * loaded * size, 4096 + copied)
 
 
 def _copied(rule: Imaged | OfPatches, g: Tensor | Spec) -> int:
@@ -93,7 +113,7 @@ def _copied(rule: Imaged | OfPatches, g: Tensor | Spec) -> int:
 
 
 class _Instantiated(_Triton[ConvolutionWeight], FromOperands):
-    """Per-sample gradients, as clipped sums of one sample each; kept, they save the sum of a large image's patches."""
+    """Per-sample gradients with their squared norms; kept, they save the sum of a large image's patches."""
 
     kind, name = ConvolutionWeight, GRADIENT_KERNEL
 
@@ -102,12 +122,17 @@ class _Instantiated(_Triton[ConvolutionWeight], FromOperands):
         return known and rule.positions > 0 and super().supports(rule)
 
     def gradients(self, rule: OfPatches, x: Tensor, g: Tensor) -> Tensor:
-        return cuda.weighted(*rule.turned(x, g), torch.ones(len(x), device=x.device), 1, rule.geometry())
+        return cuda.gradients(*rule.turned(x, g), rule.geometry(), rule.groups)[0]
+
+    def kept(self, rule: OfPatches, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        made, squares = cuda.gradients(*rule.images(g, samples), rule.geometry(), rule.groups)
+        return made.view(-1, *rule.parameter.shape), squares
 
     def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
         entries, copied = rule.parameter.numel(), _copied(rule, g)
         made = entries * torch.float32.itemsize
-        return Work(rule.positions * entries, 2 * (made + copied), made + copied)
+        traffic = made + 2 * copied + loaded_by_sum(rule, g)
+        return Work(rule.positions * entries, traffic, made + copied)
 
 
 class _TilesOfIds(_Triton[EmbeddingWeight]):
@@ -173,31 +198,116 @@ def of(rule: Rule) -> tuple[Way[Any], ...]:
     return tuple(way for way in WAYS if isinstance(rule, way.kind) and way.supports(rule))
 
 
-def weighted(rule: Rule, g: Tensor, factors: Tensor) -> Tensor | None:
+def weighted(rules: Sequence[Any], gs: Sequence[Tensor], factors: Tensor) -> list[Tensor] | None:
     """Σ_i c_i g_i on a GPU in half precision, without scaled or wide copies; None if no kernel takes the operands.
 
     Portions are added up in float64; as many are formed at once as the room holds, with their copies of images.
+
+    Args:
+        rules, gs: of each layer; if there are several, `together` has found that one launch forms their sums.
     """
-    if not isinstance(rule, (LinearWeight, ConvolutionWeight)) or not fused.runs(rule.parameter):
+    rule, g, layers = rules[0], gs[0], len(rules)
+    if not isinstance(rule, Imaged) or not fused.runs(rule.parameter):
         return None
-    size, count, factors = portion_of(rule, g), rule.samples(g), factors.to(torch.float32).contiguous()
+    size, count = cuda.portion_of(_sums(rule, g), layers), rule.samples(g)
+    factors = factors.to(torch.float32).contiguous()
     if isinstance(rule, LinearWeight):
-        whole = rule.images(g, slice(0, count))  # padded alike in each block
-        taken = _are_taken(rule, whole)
+        whole = [each.images(of, slice(0, count)) for each, of in zip(rules, gs, strict=True)]  # padded alike in blocks
+        taken = _are_taken(rule, whole[0])
     else:
-        whole, taken = None, len(rule.kernel) == 2 and rule.groups == 1 and rule.positions > 0
+        whole, taken = [], len(rule.kernel) == 2 and rule.groups == 1 and rule.positions > 0
     if not taken:
         return None
 
     def sums(samples: slice, _: int) -> Tensor:
-        x, of = rule.images(g, samples) if whole is None else (part(y, samples) for y in whole)
-        return cuda.weighted(x, of, part(factors, samples), size, rule.geometry(), bias=rule.bias is not None)
+        some = [(part(x, samples), part(of, samples)) for x, of in whole] or [rule.images(g, samples)]
+        xs, of = zip(*some, strict=True)
+        return cuda.weighted(xs, of, part(factors, samples), size, rule.geometry(), bias=rule.bias is not None)
 
-    of_sums, of_images = 2 * 4 * rule.parameter.numel(), size * _copied(rule, g)  # two blocks may be added up at once
+    of_sums, of_images = layers * _bytes_of_sums(rule), size * _copied(rule, g)
     step = size * max(1, rule.room() // max(1, of_sums, of_images))
     several = [slice(start, min(start + step, count)) for start in range(0, max(1, count), step)]
     found = added_in(sums, [(samples, -(-(samples.stop - samples.start) // size)) for samples in several])
-    return rule.sliced(found.squeeze(2)) if isinstance(rule, LinearWeight) and rule.bias is None else found
+    return [rule.sliced(x.squeeze(2)) if isinstance(rule, LinearWeight) and rule.bias is None else x for x in found]
+
+
+def together(layers: Iterator[tuple[Rule, Tensor]]) -> int:
+    """Number of the first layers whose sums one launch should form, so that it fills the GPU; 1 if none is like it.
+
+    Their operands are freed when all are summed, so sums must take at most half as much.
+
+    Args:
+        layers: at least one rule and gradient of outputs, in half precision.
+    """
+    rule, g = next(layers)
+    if type(rule) is not LinearWeight or not fused.runs(rule.parameter, g):
+        return 1
+    known, sums = _layout(rule, g), _sums(rule, g)
+    of_sums = -(-sums.samples // cuda.portion_of(sums, 2)) * _bytes_of_sums(rule)
+    if not known or of_sums > rule.a.nbytes + g.nbytes:
+        return 1
+    others = itertools.islice(layers, max(0, min(cuda.LAYERS, rule.room() // of_sums) - 1))
+    return cuda.layers_of(sums, 1 + sum(1 for _ in itertools.takewhile(lambda layer: _layout(*layer) == known, others)))
+
+
+def normed_together(layers: Mapping[int, tuple[Any, Route, Tensor]]) -> dict[int, tuple[Tensor, Reach]]:
+    """Squared norms by Gram tiles and their reach, of equal layers by one launch; nothing of other layers.
+
+    Layers that fill the GPU together take it for Gram matrices of one tile, too: it reads the operands once, where the
+    library's products also write the matrices.
+
+    Args:
+        layers: any number -> rule, route and gradient of outputs, in half precision.
+    """
+    alike: dict[Any, list[int]] = {}
+    for i, layer in layers.items():
+        if known := _layout_of_norms(*layer):
+            alike.setdefault(known, []).append(i)
+    found: dict[int, tuple[Tensor, Reach]] = {}
+    for (*_, way), places in alike.items():
+        for some in (places[at : at + cuda.LAYERS] for at in range(0, len(places), cuda.LAYERS)):
+            rule, _, g = layers[some[0]]
+            if way != GRAM_KERNEL and power_of_two(rule.samples(g)) * len(some) < tiles.MULTIPROCESSORS:
+                continue
+            every, several = slice(0, rule.samples(g)), [layers[i] for i in some]
+            images = [[each.images(of, every) for of in (g, *each.beside)] for each, _, g in several]
+            of, *beside = zip(*[[of for _, of in image] for image in images], strict=True)
+            options = rule.geometry(), rule.groups, rule.lost(g)
+            norms = cuda.gram_norms_of_layers(
+                [image[0][0] for image in images], of, *options, bias=rule.bias is not None, beside=beside
+            )
+            for i, norm in zip(some, norms, strict=True):
+                squares, *reach = rule.by_sample(norm)
+                found[i] = squares, Reach(*reach)
+    return found
+
+
+def _layout_of_norms(rule: Rule, route: Route, g: Tensor) -> tuple[Any, ...]:
+    """What equal layers have in common, and their way, if Gram tiles may find their norms in one block; else ()."""
+    if type(rule) is not LinearWeight or not fused.runs(rule.parameter, g):
+        return ()
+    way, beside = _by_gram(rule, g, route), len(rule.beside)
+    tile = tiles.gram_tiles(rule.positions, rule.inputs, g.dtype, cuda.generation(g), True)
+    one_tile = 1 < rule.positions <= tile.rows and beside <= cuda.BESIDE
+    if not (way == GRAM_KERNEL or (way and one_tile)) or len(rule.blocks(g, way, route.block)) > 1:
+        return ()
+    known = _layout(rule, g)
+    return known and (*known, beside, way)
+
+
+def _layout(rule: Rule, g: Tensor) -> tuple[Any, ...]:
+    """What equal layers have in common, if their operands are read where they lie; else ()."""
+    if type(rule) is not LinearWeight or rule.a.dtype != g.dtype:
+        return ()
+    x, of = images = rule.images(g, slice(0, rule.samples(g)))
+    if [x.shape[1], of.shape[1]] != [rule.inputs, rule.outputs] or not _are_taken(rule, images):
+        return ()
+    return x.shape, x.stride(), of.shape, of.stride(), of.dtype, rule.transposed, rule.bias is None
+
+
+def _bytes_of_sums(rule: Rule) -> int:
+    """Bytes of a layer's sum in a block of portions and in the one before it: two blocks may be added up at once."""
+    return 2 * torch.float32.itemsize * rule.parameter.numel()
 
 
 def _are_taken(rule: LinearWeight, images: tuple[Tensor, Tensor]) -> bool:
@@ -251,9 +361,30 @@ def _by_gram(rule: LinearWeight, g: Tensor, route: Route) -> str:
 
 
 def portion_of(rule: Imaged, g: Tensor | Spec) -> int:
-    """Samples in a portion of `weighted`, which also rounds its whole sum twice between two samples."""
+    """Samples in a portion of `weighted` of one layer."""
+    return cuda.portion_of(_sums(rule, g))
+
+
+def _sums(rule: Imaged, g: Tensor | Spec) -> cuda.Sums:
+    """Sizes of the sum. `weighted` also rounds its whole sum twice between two samples, which limits a portion."""
     count = rule.samples(g)
     most = portion(count, max(rule.positions, FEW), norm_dtype(g.dtype))
-    sizes = rule.positions, rule.inputs, rule.outputs
-    tile = tiles.sum_tiles(*sizes, g.dtype, cuda.generation(rule.parameter), True, rule.geometry())
-    return cuda.portion_of(power_of_two(count), most, *sizes, tile.rows, tile.columns)
+    tile = _sum_tiles(rule, g)
+    return cuda.Sums(power_of_two(count), most, *_sizes(rule), tile.rows, tile.columns)
+
+
+def _sizes(rule: Imaged | OfPatches) -> tuple[int, int, int]:
+    return rule.positions, rule.inputs, rule.outputs
+
+
+def loaded_by_sum(rule: Rule, g: Tensor | Spec) -> float:
+    """What tiles of a sum copy from the L2 cache for one sample, in bytes that are read from memory."""
+    if not isinstance(rule, Imaged):
+        return 0.0
+    tile = _sum_tiles(rule, g)
+    loaded = rule.positions * tiles.entries(rule.inputs, rule.outputs, tile.rows, tile.columns)
+    return LOADED * g.element_size() * loaded
+
+
+def _sum_tiles(rule: Imaged | OfPatches, g: Tensor | Spec) -> tiles.Tiles:
+    return tiles.sum_tiles(*_sizes(rule), g.dtype, cuda.generation(rule.parameter), True, rule.geometry())

@@ -10,7 +10,8 @@ gradients are instantiated and added.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -53,15 +54,16 @@ class Term(NamedTuple):
     route: Route
     g: Tensor
 
-    def squared_norms(self, doubt: Doubt) -> Tensor:
+    def squared_norms(self, doubt: Doubt, found: tuple[Tensor, Reach] | None = None) -> Tensor:
         """Squared norms [B].
 
         Args:
             doubt: gets their rounding errors, as the sum is formed from other tensors.
+            found: the squared norms and their reach, if they are known.
         """
         source, rule, route, g = self
         if source.rearranged:
-            squares, reach = rule.squares_and_reach(g, route)
+            squares, reach = found or rule.squares_and_reach(g, route)
             reach = reach or rule.reach(g)
         else:
             squares, reach = concatenated(self._pulled_back_squares, self._blocks()), None
@@ -81,11 +83,7 @@ class Term(NamedTuple):
         """
         source, rule, _, g = self
         if source.rearranged:
-            found = rule.weighted(g, factors)
-            if rule.bias is not None:
-                found, of_bias = found.split((source.tensor.numel(), rule.outputs))
-                rule.bias.add_to(grads, of_bias)
-            return source.add_to(grads, found)
+            return self.add_found(grads, rule.weighted(g, factors))
         names: list[str] = []
 
         def weighed(samples: slice) -> Tensor:
@@ -98,6 +96,19 @@ class Term(NamedTuple):
         shapes = [source.parameters[name].shape for name in names]
         for name, shape, found in zip(names, shapes, total.split([shape.numel() for shape in shapes]), strict=True):
             grads[name] = found.view(shape) + grads[name] if name in grads else found.view(shape)
+
+    def add_found(self, grads: dict[str, Tensor], found: Tensor) -> None:
+        """Add a sum, with that of a bias, to those of the parameters, which the tensor rearranges.
+
+        Args:
+            grads: name -> the sum of that parameter so far; updated.
+            found: the sum, of the rule's parameter.
+        """
+        source, rule, *_ = self
+        if rule.bias is not None:
+            found, of_bias = found.split((source.tensor.numel(), rule.outputs))
+            rule.bias.add_to(grads, of_bias)
+        source.add_to(grads, found)
 
     def _blocks(self) -> list[slice]:
         """Blocks of samples whose gradients are pulled back at once."""
@@ -137,6 +148,10 @@ class Kept(NamedTuple):
             stop = start
         assert total is not None
         source.add_to(grads, total.to(wide))
+
+
+BY_SIZE = attrgetter("source.tensor.nbytes", "source.tensor.shape")
+"""Sort key: equal layers are neighbours."""
 
 
 class Norms(ABC):
@@ -370,13 +385,9 @@ class Book(_WholeNorms):
         if not route.kept:
             self._waiting.append(term)
             return self._entries.append(term)
-        way = route.way or rule.best_way(g, ghost=False)
-
-        def kept(samples: slice) -> tuple[Tensor, Tensor]:
-            gradients = rule.instantiate(g, samples, way)
-            return gradients, sum_of_squares(gradients)  # while it is in cache
-
-        parts, squares = map(list, zip(*each(kept, rule.blocks(g, way, route.block)), strict=True))
+        way = rule.named(route.way or rule.best_way(g, ghost=False))
+        found = each(partial(way.kept, rule, g), rule.blocks(g, way.name, route.block))
+        parts, squares = map(list, zip(*found, strict=True))
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
         self._entries.append(Kept(source, parts))
 
@@ -397,8 +408,11 @@ class Book(_WholeNorms):
         for term in self._waiting:
             if term.route.ghost and not term.g.is_cpu:
                 term.rule.lay_out_input(term.g)
-        self._found += [term.squared_norms(self._doubt) for term in self._of_inputs()]
+        terms = self._of_inputs()
         self._waiting.clear()
+        several = {i: term[1:] for i, term in enumerate(terms) if term.source.rearranged and term.g.dtype in HALF}
+        known = kernels.ways.normed_together(several) if several else {}
+        self._found += [term.squared_norms(self._doubt, known.get(i)) for i, term in enumerate(terms)]
         return super()._total()
 
     def _of_inputs(self) -> list[Term]:
@@ -419,10 +433,32 @@ class Book(_WholeNorms):
             grads = self._kept_sums(factors)
             for name in list(self._pairs):
                 self._entries += reversed(self._pairs.pop(name))
-            self._entries.sort(key=attrgetter("source.tensor.nbytes"), reverse=True)
+            self._entries.sort(key=BY_SIZE, reverse=True)
             while self._entries:  # largest last (an embedding's), when the others are freed
-                self._entries.pop().add_sum(grads, factors)
+                last = self._entries[-1]
+                is_half = isinstance(last, Term) and last.source.rearranged and last.g.dtype in HALF
+                if not (is_half and self._added_several(grads, factors)):
+                    self._entries.pop().add_sum(grads, factors)
         return total, grads
+
+    def _added_several(self, grads: dict[str, Tensor], factors: Tensor) -> bool:
+        """Add the sums of the last layers by one launch, if that is faster; return whether it is."""
+        count = kernels.ways.together(self._last_layers())
+        if count == 1:
+            return False
+        terms: Any = self._entries[-count:]
+        del self._entries[-count:]
+        found = kernels.ways.weighted([term.rule for term in terms], [term.g for term in terms], factors)
+        for term, total in zip(terms, found or (), strict=True):
+            term.add_found(grads, total)
+        return True
+
+    def _last_layers(self) -> Iterator[tuple[Rule, Tensor]]:
+        """The entries from the last one back to the first that has no rule, or whose gradient is pulled back."""
+        for entry in reversed(self._entries):
+            if not (isinstance(entry, Term) and entry.source.rearranged):
+                return
+            yield entry.rule, entry.g
 
 
 class LayerByLayer(Norms):

@@ -13,7 +13,11 @@ PLACES = ("ways", "cpu", "cuda", "tiles", "fused", "chunked_conv", "nodes", "ove
 
 
 class Missing:
-    """Stands in for a missing module: every function without a method here returns False."""
+    """Stands in for a missing module: every function without a method here returns False.
+
+    Methods take:
+        rule, rules, g, gs, factors, layers, func, args, kwargs: as the functions of the modules.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
         if name.startswith("__"):
@@ -24,8 +28,16 @@ class Missing:
         """Return no ways."""
         return ()
 
-    def weighted(self, rule: Any, g: Any, factors: Any) -> None:
+    def weighted(self, rules: Any, gs: Any, factors: Any) -> None:
         """Form no sum."""
+
+    def normed_together(self, layers: Any) -> dict[int, Any]:
+        """Find no norms."""
+        return {}
+
+    def together(self, layers: Any) -> int:
+        """One layer at a time."""
+        return 1
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation unchanged."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from clipping import cache
 from clipping.numerics import kernels
-from clipping.numerics.per_sample import sum_of_squares, weighted_sum
+from clipping.numerics.per_sample import weighted_sum
 from clipping.rules.base import Route, Rule, Spec
 
 Key = tuple[bool, str, int]
@@ -162,11 +162,7 @@ def _run(rule: Rule, g: Tensor, key: Key) -> object:
     if ghost:
         squares, reach = rule.squares_and_reach(g, Route(*key))
         return squares, reach or rule.reach(g)
-    made = []
-    for samples in rule.blocks(g, way, block):
-        part = rule.instantiate(g, samples, way)
-        made.append((part, sum_of_squares(part)))
-    return made
+    return [rule.named(way).kept(rule, g, samples) for samples in rule.blocks(g, way, block)]
 
 
 def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock, *, whole: bool) -> dict[Key, float]:

@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.core.dtypes import HALF
 from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import is_traced
 from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
@@ -219,8 +218,7 @@ class Planner:
         if not self._times(losses):
             cpu, pairs = losses.device.type == "cpu", zip(readings, kinds, strict=True)
             return {
-                what: predicted(rule, use.output, kernels=None if cpu else UNTIMED[use.output.dtype in HALF])
-                for (use, _, rule), what in pairs
+                what: predicted(rule, use.output, kernels=None if cpu else UNTIMED) for (use, _, rule), what in pairs
             }
         cache = self._cache(losses.device)
         costs: dict[Kind, Costs] = {}

@@ -92,9 +92,8 @@ RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12), "cuda, half": (2.8e14, 2e1
 UNALIGNED = 5.0
 """How much slower a GPU's library forms Gram matrices in half precision whose rows are not aligned: T = 197 of ViT."""
 
-UNTIMED = {False: 2.0, True: 3.0}
-"""Is the dtype half precision? -> factor by which an untimed plan assumes a Triton kernel multiplies more slowly than
-libraries. The kernel is chosen where writing and reading Gram matrices or gradients would take most of the time."""
+UNTIMED = 2.25
+"""Factor by which an untimed plan assumes that a Triton kernel multiplies more slowly than libraries."""
 
 Gradient = tuple[Any, ...]
 """(parameter or None, class of the rule, further arguments): a rule to create later. It keeps no more of the forward
@@ -174,6 +173,11 @@ class Way(ABC, Generic[R]):
     def work(self, rule: R, g: Tensor | Spec) -> Work:
         """Cost of one sample."""
 
+    def kept(self, rule: R, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """The per-sample gradients [b, *shape] and their squared norms, by a way that forms gradients."""
+        made = rule.instantiate(g, samples, self.name)
+        return made, sum_of_squares(made)  # while it is in cache
+
     def bytes_at_once(self, rule: R, g: Tensor | Spec, block: int) -> int:
         """Bytes that the norms of a block need, with its instantiated gradients."""
         return min(int(block * rule.work(g, self.name).workspace), rule.workspace(g))  # large Gram matrices use blocks
@@ -185,7 +189,7 @@ class Direct(Way[R]):
     name, ghost = "direct", False
 
     def norms(self, rule: R, g: Tensor, samples: slice) -> Parts:
-        return (sum_of_squares(rule.instantiate(g, samples, self.name)),)
+        return (self.kept(rule, g, samples)[1],)
 
     def work(self, rule: R, g: Tensor | Spec) -> Work:
         made = rule.instantiated_bytes(g)
@@ -404,7 +408,8 @@ class Rule(ABC):
         """Predict the seconds of one sample's norm by `way`, from its cost and rough rates of the device kind."""
         work = self.work(g, way)
         multiplying, moving = self._rates(g)
-        return slower * work.multiplications / multiplying + work.traffic / moving
+        parts = slower * work.multiplications / multiplying, work.traffic / moving
+        return max(parts) if self.named(way).is_kernel else sum(parts)
 
     def _rates(self, g: Tensor | Spec) -> tuple[float, float]:
         """Multiplications and bytes a second."""

@@ -19,7 +19,7 @@ from clipping.numerics import kernels
 from clipping.numerics.per_sample import added_at_once, at_once, gram_norms_and_reach, gram_product, part, within
 from clipping.numerics.products import aligned, on_gpu, padding, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_operands, portion
-from clipping.rules.base import DIRECT, UNTIMED, Gradient, Gram, Refused, Route, Rule, Spec, Way, of_columns
+from clipping.rules.base import DIRECT, Gradient, Gram, Refused, Route, Rule, Spec, Way, of_columns
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.pixel_gram import LINEAR, Geometry
 
@@ -48,6 +48,11 @@ class Bilinear(Rule):
         """Σ_i g_i from `operands`, one possibly wider: of the parameter's shape, in float32 or wider."""
         return self.gradients(x, g, 1)[0]
 
+    def bytes_of_operands(self, g: Tensor | Spec) -> tuple[int, int]:
+        """Bytes of one sample's input, and of its output gradient."""
+        size = self.positions * self.groups * g.element_size()
+        return size * self.inputs, size * self.outputs
+
     @abstractmethod
     def copied(self, g: Tensor | Spec) -> int:
         """Bytes of the largest copy for one sample's share of the sum."""
@@ -72,8 +77,8 @@ class Bilinear(Rule):
         return max(self.inputs, self.outputs * (1 + len(self.beside))) + (self.bias is not None)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        if g.dtype in HALF and (found := kernels.ways.weighted(self, g, factors)) is not None:
-            return found
+        if g.dtype in HALF and (found := kernels.ways.weighted([self], [g], factors)) is not None:
+            return found[0]
         factors, count = factors.to(wide_dtype(g.dtype)), len(factors)
         most = portion(count, self.positions, norm_dtype(g.dtype))
         room, copied = self.room(), max(1, self.copied(g))
@@ -92,8 +97,11 @@ class Bilinear(Rule):
         return added_at_once(sums, count, most, min(fitting, most * max(1, room // max(1, 2 * wide))))
 
     def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
-        by_kernel = not kept and g.dtype in HALF and kernels.fused.runs(self.parameter)
-        return super().summing_seconds(g, kept=kept) * (UNTIMED[True] if by_kernel else 1)
+        """A product takes as long as its multiplications, or as what it reads."""
+        seconds, traffic = super().summing_seconds(g, kept=kept), float(sum(self.bytes_of_operands(g)))
+        if g.dtype in HALF and kernels.fused.runs(self.parameter):
+            traffic = max(traffic, kernels.ways.loaded_by_sum(self, g))
+        return seconds if kept else max(seconds, traffic / self._rates(g)[1])
 
     def _scaled(self, g: Tensor, factors: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """Scale the smaller operand. A half-precision copy is widened, as rounding would lose digits that cancel."""

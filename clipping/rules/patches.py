@@ -105,7 +105,6 @@ class OfPatches(Bilinear):
         return kernels.fused.turned(x.detach())
 
     def bytes_of_operands(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Bytes of one sample's input, and of its output gradient."""
         size = g.element_size()
         return math.prod(self.x.shape[1:]) * size, math.prod(g.shape[1:]) * size
 
@@ -320,9 +319,11 @@ class _Pixels(Way[OfPatches]):
     def work(self, rule: OfPatches, g: Tensor | Spec) -> Work:
         wide = norm_dtype(g.dtype).itemsize
         if self._is_whole(rule, g):
-            entries = self._pairs(rule)
-            channels = max(rule.image[0], rule.parameter.shape[0])
-            return Work(entries / rule.groups * channels, 2 * entries * wide, entries * wide)
+            entries, of_outputs = self._pairs(rule), rule.groups * rule.positions**2
+            products = of_outputs * rule.outputs + (entries - of_outputs) * rule.image[0] / rule.groups
+            read = sum(1 for _ in phases(rule.geometry())) / math.prod(rule.stride)  # pixels are copied by phase
+            copied = read * rule.bytes_of_operands(g)[0] if math.prod(rule.stride) > 1 else 0
+            return Work(products, 2 * (entries * wide + copied), entries * wide + copied)
         count, phase = rule.positions**2 * rule.groups, rule.pixels_of_phase() ** 2
         traffic = 3 * sum(rule.kernel) * count * wide
         return Work(rule.multiplications_of_pixels(), traffic, (2 * count + phase * rule.groups) * wide)

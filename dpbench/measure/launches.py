@@ -10,13 +10,15 @@ as many launches as torch's list kernels take. A GPU launches several kernels fo
 more, for ordinary training too.
 
 **Bytes** count each operand and each result once: the least an operation moves, with no cache between two of them.
+One kernel computes a convolution's input gradient, another its weight gradient. Both read the output's gradient.
 **Operations** are those of matrix products, convolutions and attention, by `torch.utils.flop_counter`, and of the
-products in Triton programs.
+products in Triton programs, without what fills up their tiles.
 
 **Predicted seconds** are a floor: each operation takes as long as its bytes or its operations, by the rates that copies
 and large products reached on an H100 (`RATES`, `BANDWIDTH`). Products in Triton take as long as the busiest
-multiprocessor copies operands from the L2 cache to its shared memory, if that is longer. `CACHE` and `START` are chosen
-so that this is 0.7 to 1.1 of the times of ten norms on an H200. A step replayed as a CUDA graph takes the sum; an eager
+multiprocessor multiplies whole tiles, at its share of that rate, or copies operands from the L2 cache to its shared
+memory, if that is longer. `CACHE` and `START` are chosen so that this is 0.7 to 1.1 of the times of ten norms on an
+H200. A step replayed as a CUDA graph takes the sum; an eager
 one waits for Python.
 """
 
@@ -33,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Backend
-from clipping.accel import cuda, fused
+from clipping.accel import cuda, fused, tiles
 from clipping.core.batches import tensors_of
 from clipping.core.dtypes import HALF
 from clipping.numerics.products import ALIGNED
@@ -97,7 +99,6 @@ def counted(backend: Backend, inputs: Any, targets: Any) -> dict[str, Any]:
 
     Args:
         backend: of a model with fake parameters on "meta".
-        inputs, targets: a batch, likewise.
     """
     for _ in range(2):
         with as_on_a_gpu(Launches()) as launches:
@@ -129,8 +130,7 @@ class Launches(TorchDispatchMode):
         kind, _, name = func._schema.name.partition("::")
         assert name not in WAITS, f"{name} waits for the device"
         if kind == "aten" and not name.startswith(("empty", "new_empty")):
-            with self._timed(_rate(name, tensors_of(args))):
-                self._count(func, name, args, kwargs, result)
+            self._count(func, name, args, kwargs, result)
         return result
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -155,11 +155,18 @@ class Launches(TorchDispatchMode):
             given = [*given[1:], *new]
         elif name in _OVERWRITES:
             given = given[1:]
-        self._move(given, [*new, *written])
-        packet = func._overloadpacket
+        packet, flops = func._overloadpacket, 0
         if packet in FORMULAS:
             shaped = [x for x in args if not isinstance(x, torch.dtype)]  # torch 2.11 takes a dtype for the shape
-            self.flops += int(FORMULAS[packet](*shaped, **kwargs, out_val=result))
+            flops = int(FORMULAS[packet](*shaped, **kwargs, out_val=result))
+        kernels = [(given, [*new, *written])]
+        if name == "convolution_backward":  # each gradient has its kernel, which reads g
+            g, x, weight, *_, (of_input, of_weight, _) = args
+            kernels = [([g, weight], new[:1])] * of_input + [([g, x], new[of_input:])] * of_weight or kernels
+        for operands, found in kernels:
+            with self._timed(_rate(name, tensors_of(args))):
+                self.flops += flops // len(kernels)
+                self._move(operands, found)
 
     def program(
         self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], flops: int = 0, least: float = 0.0
@@ -173,8 +180,7 @@ class Launches(TorchDispatchMode):
             flops: operations of its products.
             least: seconds that it takes at least.
         """
-        rate = _rate(name, given)
-        with self._timed(rate if rate == RATES["half"] else TRITON * rate, least):
+        with self._timed(_rate_in_triton(name, given), least):
             self.found[name] += 1
             self.flops += flops
             self._move(given, results)
@@ -205,6 +211,11 @@ def _rate(name: str, given: Sequence[Tensor]) -> float:
     return RATES["tf32" if name.startswith("convolution_") or name == "convolution" else "float32"]
 
 
+def _rate_in_triton(name: str, given: Sequence[Tensor]) -> float:
+    rate = _rate(name, given)
+    return rate if rate == RATES["half"] else TRITON * rate
+
+
 def _bytes(x: Tensor) -> int:
     """Bytes in memory; an expanded dimension counts once."""
     return math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
@@ -222,7 +233,7 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
     def launched(
         program: str,
         each: int,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Any],
         numbers: Any,
         results: int = 1,
         *,
@@ -230,10 +241,12 @@ def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches
         **constants: Any,
     ) -> None:
         if each * count:
-            read = tensors[:-results]
-            flops = _FLOPS[program](*read, numbers, constants) if program in _FLOPS else 0
-            least = _on_the_busiest(program, each * count, read[1], numbers, constants) if program in _LOADED else 0.0
-            launches.program(program, read, tensors[-results:], flops, least)
+            read, flops, least = tensors[:-results], 0, 0.0
+            if program in _FLOPS:
+                flops, gs = _FLOPS[program](*read, numbers, constants), tensors_of(read[1])  # of several layers
+                rate = _rate_in_triton(program, tensors_of(read))
+                least = _on_the_busiest(program, each * count, gs, numbers, constants, rate)
+            launches.program(program, tensors_of(read), tensors[-results:], flops, least)
 
     known = (*cuda.DTYPES, *cuda.IDS)
     with ExitStack() as stack:
@@ -283,57 +296,75 @@ def _features(numbers: Sequence[int], constants: Any) -> int:
     return groups * (inputs + outputs * (1 + constants["BESIDE"]))
 
 
-def _of_patches(x: Tensor, g: Tensor, more_g: Tensor, most_g: Tensor, numbers: Sequence[int], constants: Any) -> int:
-    return len(g) * math.prod(g.shape[2:]) ** 2 * _features(numbers, constants)
+def _of_patches(xs: Any, gs: Sequence[Tensor], more: Any, most: Any, numbers: Sequence[int], constants: Any) -> int:
+    return sum(len(g) * math.prod(g.shape[2:]) ** 2 * _features(numbers, constants) for g in gs)
 
 
 #: Program of `clipping.accel` -> a function that returns the operations of its products.
 _FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count half
     "gram": _of_patches,
     "embedding_gram": lambda ids, g, *_: len(g) * g.shape[1] ** 2 * g.shape[2],
-    "gradient": lambda x, g, numbers, constants: _of_gradient(numbers[1], g, constants),
-    "weighted": lambda x, g, factors, numbers, constants: (
+    "gradient": lambda x, g, numbers, constants: _of_gradient(numbers[0], g, constants),
+    "weighted": lambda xs, gs, factors, numbers, constants: sum(
         _of_gradient(numbers[0], g, constants)
         + constants["BIAS"] * 2 * g.numel() * BIAS * -(-numbers[0] // constants["BLOCK_D"])
+        for g in gs
     ),
 }
 
 
-def _on_the_busiest(program: str, programs: int, g: Tensor, numbers: Sequence[int], constants: Any) -> float:
-    """Seconds of the multiprocessor that loads the most bytes."""
-    rounds = math.ceil(programs / cuda.MULTIPROCESSORS)
-    share = rounds / programs  # of the bytes that all programs load
-    if program == "weighted":  # portions are of two sizes
+def _on_the_busiest(
+    program: str, programs: int, gs: Sequence[Tensor], numbers: Sequence[int], constants: Any, rate: float
+) -> float:
+    """Seconds of the multiprocessor that loads and multiplies the most."""
+    g = gs[0]
+    rounds = math.ceil(programs / tiles.MULTIPROCESSORS)
+    most, of_all = rounds, programs  # tiles of the busiest, and of all
+    if program in ("weighted", "gradient"):  # portions are of two sizes: count tiles of one sample
         samples, size = numbers[6:8]
-        tiles = programs // -(-samples // size)
-        share = cuda.busiest(samples, size, tiles) / (samples * tiles)
-    loaded = _LOADED[program](g, numbers, constants) * g.element_size()
-    return share * loaded * cuda.MULTIPROCESSORS / CACHE + rounds * START
+        of_portion = programs // -(-samples // size)
+        most, of_all = tiles.busiest(samples, size, of_portion), samples * of_portion
+    loaded = len(gs) * _LOADED[program](g, numbers, constants) * g.element_size()
+    loading, multiplying = most * loaded / of_all / CACHE, most * _OF_TILE[program](g, numbers, constants) / rate
+    return tiles.MULTIPROCESSORS * max(loading, multiplying) + rounds * START
 
 
 def _by_gram_tiles(positions: int, entries: int, constants: Any) -> int:
-    """Each block of positions meets each other one, and itself: then it is copied once, or twice."""
-    blocks = -(-positions // constants["BLOCK"])
-    return entries * (blocks + (blocks > 1 and constants.get("ALONE") != 2))
+    return entries * tiles.meetings(positions, constants["BLOCK"], once=constants.get("ALONE") == 2)
 
 
-def _by_gradient_tiles(channels: int, outputs: int, rows: int, constants: Any, of_x: int, of_g: int) -> int:
-    """Each row of tiles reads the patches, and each column the output's gradient; both so many times more."""
+def _by_gradient_tiles(channels: int, outputs: int, rows: int, constants: Any) -> int:
     inputs = channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
-    down, across = -(-outputs // constants["BLOCK_P"]), -(-inputs // constants["BLOCK_D"])
-    return rows * ((down + of_x) * inputs + (across + of_g) * outputs)
+    return rows * tiles.entries(inputs, outputs, constants["BLOCK_P"], constants["BLOCK_D"])
 
 
+def _by_gradient_norms(g: Tensor, numbers: Sequence[int], constants: Any) -> int:
+    """Pixels and rows of g are read once more, for their norms, unless gradients are kept."""
+    channels, outputs, height, width, positions, _, _, _, groups, *_ = numbers
+    once = 0 if constants["KEPT"] else height * width * channels + positions * outputs
+    return len(g) * groups * (_by_gradient_tiles(channels, outputs, positions, constants) + once)
+
+
+def _of_gradient_tile(g: Tensor, constants: Any) -> int:
+    columns = constants["BLOCK_D"] + BIAS * constants.get("BIAS", 0)
+    return 2 * -(-g.shape[2] // constants["BLOCK_T"]) * constants["BLOCK_T"] * constants["BLOCK_P"] * columns
+
+
+#: Program -> a function that returns the operations of one tile, of one sample, with what fills it up.
+_OF_TILE: dict[str, Callable[..., int]] = {
+    "gram": lambda g, numbers, constants: 2 * constants["BLOCK"] ** 2 * _features(numbers, constants) // numbers[0],
+    "embedding_gram": lambda g, numbers, constants: 2 * constants["BLOCK"] ** 2 * g.shape[2],
+    "gradient": lambda g, numbers, constants: _of_gradient_tile(g, constants),
+    "weighted": lambda g, numbers, constants: _of_gradient_tile(g, constants),
+}
 #: Program -> a function that returns the entries of operands that all of them copy to shared memory.
 _LOADED: dict[str, Callable[..., int]] = {
     "gram": lambda g, numbers, constants: _by_gram_tiles(
         g.shape[2], len(g) * g.shape[2] * _features(numbers, constants), constants
     ),
     "embedding_gram": lambda g, numbers, constants: _by_gram_tiles(g.shape[1], g.numel(), constants),
-    "gradient": lambda g, numbers, constants: _by_gradient_tiles(
-        numbers[1], numbers[2], len(g) * numbers[0] * g.shape[2], constants, 1, 1
-    ),
+    "gradient": _by_gradient_norms,
     "weighted": lambda g, numbers, constants: _by_gradient_tiles(
-        numbers[0], numbers[1], len(g) * g.shape[2], constants, 0, 0
+        numbers[0], numbers[1], len(g) * g.shape[2], constants
     ),
 }

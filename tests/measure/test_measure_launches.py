@@ -50,6 +50,28 @@ def test_both_gradients_of_a_convolution_take_what_its_forward_pass_takes(groups
     assert forward.flops == 2 * 3 * 81 * 9 * 16 * 8 // groups and backward.flops == 2 * forward.flops
 
 
+@pytest.mark.parametrize("wanted", [("x", "w"), ("x",), ("w",)])
+def test_each_gradient_of_a_convolution_reads_that_of_its_output(wanted):
+    """Of y = w * x, by 1x1: a kernel reads g and w for the gradient of x, and another g and x for that of w."""
+    x, w, g = meta(3, 8, 9, 9), meta(16, 8, 1, 1), meta(3, 16, 9, 9).detach()
+    y = F.conv2d(x, w)
+    with Launches() as launches:
+        torch.autograd.grad(y, [{"x": x, "w": w}[name] for name in wanted], g)
+    assert dict(launches.found) == {"convolution_backward": 1}
+    size, other = {"x": x.numel(), "w": w.numel()}, {"x": "w", "w": "x"}
+    assert launches.bytes_read == 4 * sum(g.numel() + size[other[name]] for name in wanted)
+    assert launches.bytes_written == 4 * sum(size[name] for name in wanted)
+    assert launches.seconds == pytest.approx((launches.bytes_read + launches.bytes_written) / 3.0e12)
+
+
+def test_the_gradient_of_a_bias_alone_is_counted():
+    g, bias = meta(3, 16, 9, 9).detach(), meta(16)
+    y = F.conv2d(meta(3, 8, 9, 9).detach(), meta(16, 8, 1, 1).detach(), bias)
+    with Launches() as launches:
+        torch.autograd.grad(y, bias, g)
+    assert launches.bytes_read >= 4 * g.numel() and launches.bytes_written == 4 * 16
+
+
 def test_views_launch_nothing_and_what_is_read_and_written_is_counted():
     x, into, table = meta(4, 6).detach(), meta(4, 6).detach(), meta(100, 6).detach()
     ids = torch.empty(5, dtype=torch.int64, device="meta")
@@ -87,7 +109,7 @@ def test_triton_programs_are_counted_with_the_operations_of_their_products():
         for program, flops in (
             (lambda: cuda.gradient_norms(*images, geometry, 2, lost), 36 * 8 * 2 * 9),
             (lambda: cuda.gram_norms(*images, geometry, 2, lost), 36 * 36 * (2 * 9 + 4)),
-            (lambda: cuda.weighted(*images, meta(2), 1, geometry), 36 * 8 * 4 * 9),
+            (lambda: cuda.weighted(images[:1], images[1:], meta(2), 1, geometry), 36 * 8 * 4 * 9),
         ):
             before = launches.flops
             program()
@@ -143,7 +165,9 @@ def test_a_predicted_time_by_hand(kind):
     image, weight = (torch.empty(*shape, dtype=kind, device="meta") for shape in ((64, 256, 32, 32), (256, 256, 3, 3)))
     of_convolution = rate if size == 2 else 400e12
     rows = 256 - 128 * 32 / 528
-    of_tiles = 4 * (rows * 8192 * 2 / (8e12 / 132) + 0.9e-6) if size == 2 else 2 * 4096**3 / (rate / 2)
+    of_tiles = 4 * (rows * 8192 * 2 / (8e12 / 132) + 0.9e-6)
+    if size == 4:
+        of_tiles = 16 * (2 * 64**2 * 8192 / (rate / 2 / 132) + 0.9e-6)
     for operation, seconds in (
         (lambda: x @ x, 2 * 4096**3 / rate),
         (lambda: x @ odd, 2 * 4096**2 * 4095 / (rate * (0.2 if size == 2 else 1))),
@@ -169,7 +193,8 @@ def test_a_predicted_time_by_hand(kind):
     ],
 )
 def test_predicted_times_of_norms_are_near_those_measured(sizes, by_gradients, by_grams, monkeypatch):
-    """The Gram program that was measured copied the rows of a tile on the diagonal twice."""
+    """The Gram program that was measured copied the rows of a tile on the diagonal twice; the other took one sample."""
+    monkeypatch.setattr(cuda, "samples_in_turn", lambda *given: 1)
     monkeypatch.setattr(launches, "_by_gram_tiles", lambda t, entries, tile: entries * (-(-t // tile["BLOCK"]) + 1))
     count, positions, inputs, outputs = sizes
     rows = [torch.empty(count, positions, size, dtype=torch.bfloat16, device="meta").mT for size in (inputs, outputs)]
@@ -182,17 +207,17 @@ def test_predicted_times_of_norms_are_near_those_measured(sizes, by_gradients, b
 
 #: (model, dtype) -> the most launches, bytes, operations and predicted seconds of `bk_mixed`, of ordinary training's.
 MOST = {
-    ("resnet18", "float32"): (2.45, 1.4, 1.05, 1.3),
-    ("resnet50", "float32"): (2.55, 1.3, 1.05, 1.4),
+    ("resnet18", "float32"): (2.45, 1.35, 1.05, 1.3),
+    ("resnet50", "float32"): (2.55, 1.25, 1.05, 1.3),
     ("transformers:gpt2@1024", "float32"): (1.65, 1.15, 1.15, 1.15),
     ("timm:vit_base_patch16_224", "float32"): (1.9, 1.25, 1.15, 1.15),
     ("transformers:roberta@128", "float32"): (2.05, 1.3, 1.1, 1.1),
     ("transformers:llama-block@2048", "float32"): (1.8, 1.25, 1.1, 1.1),
-    ("resnet18", "bfloat16"): (2.45, 1.5, 1.1, 1.5),
-    ("resnet50", "bfloat16"): (2.3, 1.3, 1.1, 1.35),
-    ("transformers:gpt2@1024", "bfloat16"): (1.75, 1.3, 1.25, 1.0),
-    ("timm:vit_base_patch16_224", "bfloat16"): (1.5, 1.15, 1.1, 1.2),
-    ("transformers:roberta@128", "bfloat16"): (1.5, 1.3, 1.1, 1.25),
+    ("resnet18", "bfloat16"): (2.45, 1.4, 1.1, 1.45),
+    ("resnet50", "bfloat16"): (2.3, 1.25, 1.15, 1.25),
+    ("transformers:gpt2@1024", "bfloat16"): (1.65, 1.3, 1.25, 1.0),
+    ("timm:vit_base_patch16_224", "bfloat16"): (1.1, 1.1, 1.1, 1.15),
+    ("transformers:roberta@128", "bfloat16"): (1.2, 1.15, 1.1, 1.15),
     ("transformers:llama-block@2048", "bfloat16"): (1.85, 1.25, 1.15, 1.15),
 }
 

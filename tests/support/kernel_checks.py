@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipping import Flat, PerLayer, load_backend
-from clipping.accel import cuda, fused, ways
-from clipping.accel.tiles import Tiles, gradient_tiles, gram_tiles, rows_at_once, sum_tiles
+from clipping.accel import cuda, fused, tiles, ways
+from clipping.accel.tiles import SIDE, Tiles, gradient_tiles, gram_tiles, rows_at_once, sum_tiles
 from clipping.accel.ways import GRADIENT_KERNEL, GRAM_KERNEL, NORM_KERNEL
 from clipping.core.dtypes import HALF
 from clipping.numerics import per_sample
@@ -330,8 +330,10 @@ def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
                 none = way == "pixels" and name == "nothing but padding"
                 close(reach.lost, torch.zeros_like(least) if none else least)
         if GRADIENT_KERNEL in rule.instantiations:
-            found = with_kernels(lambda rule=rule, g=g: rule.instantiate(g, slice(0, 3), GRADIENT_KERNEL))
+            kept = rule.named(GRADIENT_KERNEL).kept
+            found, squares = with_kernels(lambda rule=rule, g=g, kept=kept: kept(rule, g, slice(0, 3)))
             close(found, wide.instantiate(g.double(), slice(0, 3)))
+            close(squares, expected)
 
 
 def sums_of_rows(device: str) -> None:
@@ -388,6 +390,47 @@ def sums_of_unlike_factors(device: str) -> None:
         spoiled[2, 3, 4] = 0
 
 
+def sums_of_equal_layers(device: str) -> None:
+    """In one launch, of one portion and of several, with and without a bias: those of each layer alone, to the bit."""
+    before, dtype = cuda.portion_of, torch.float16
+    for count, positions, inputs, outputs, turned in (
+        (5, 33, 32, 144, False),
+        (3, 17, 272, 16, False),
+        (4, 16, 16, 32, True),
+    ):
+        factors = torch.rand(count, device=device) * 2.0**-7
+        operands = [[draw(device, dtype, count, positions, size) for size in (inputs, outputs)] for _ in range(3)]
+        weight = torch.empty((inputs, outputs) if turned else (outputs, inputs), device=device)
+        for bias in (None,) if turned else (None, True):
+            rules, gs = [LinearWeight(weight, a, turned) for a, _ in operands], [g for _, g in operands]
+            for rule in rules:
+                rule.bias = bias
+            for size in (2, count):
+                cuda.portion_of = lambda *_, size=size: size
+                found = with_kernels(lambda rules=rules, gs=gs, factors=factors: ways.weighted(rules, gs, factors))
+                for rule, g, each in zip(rules, gs, found, strict=True):
+                    assert torch.equal(each, with_kernels(partial(rule.weighted, g, factors)))
+    cuda.portion_of = before
+
+
+def norms_of_equal_layers(device: str) -> None:
+    """In one launch and in several, with layers beside them: those of each layer alone, to the bit."""
+    before, options = cuda.PROGRAMS, (LINEAR, 1, (1.0, 2.0))
+    for positions in (5, 70):
+        a, *several = (draw(device, torch.float16, 3, 2, positions, 16) for _ in "abcd")
+        for bias, beside in ((False, several[1:]), (True, several[1:2]), (False, [])):
+            images = [[y.mT for y in x] for x in (a, several[0], *beside)]
+            alone = [
+                cuda.gram_norms(x, g, *options, bias=bias, beside=more) for x, g, *more in zip(*images, strict=True)
+            ]
+            for cuda.PROGRAMS in (before, 9):
+                x, g, *more = images
+                assert torch.equal(
+                    cuda.gram_norms_of_layers(x, g, *options, bias=bias, beside=more), torch.stack(alone)
+                )
+    cuda.PROGRAMS = before
+
+
 def summed(rule: Any, g: Tensor, factors: Tensor, expected: Tensor) -> None:
     """Σ_i c_i g_i as expected, in portions of one sample, two or all; all at once, or in turn."""
     before = cuda.portion_of
@@ -406,17 +449,17 @@ def transposed(device: str) -> None:
 
 
 def any_strides(device: str) -> None:
-    """The same results to the bit of images of any strides, in several launches, and of a wider input."""
+    """The same results to the bit of images of any strides, in several launches or in turn, and of a wider input."""
     narrow, lost = torch.float16, (1.0, 2.0)  # the interpreter rounds bfloat16 downwards
     rule, wide, g = made((4, 6, (5, 4), (2, 1), (1, 1), (1, 0), (1, 1), 2), device, torch.float32)
     last, turned = g.to(memory_format=torch.channels_last), rule.x.transpose(2, 3).contiguous().transpose(2, 3)
-    whole = cuda.PROGRAMS
+    whole, in_turn = cuda.PROGRAMS, cuda.samples_in_turn
     for norms in (cuda.gram_norms, cuda.gradient_norms):
         found = norms(rule.x, g, rule.geometry(), 2, lost)
         close(found[:, 0].view(3, 2).sum(1), wide.squared_norms(g.double(), Route()))
-        cuda.PROGRAMS = 8
+        cuda.PROGRAMS, cuda.samples_in_turn = 8, lambda *_: 2
         assert torch.equal(found, norms(turned, last, rule.geometry(), 2, lost))
-        cuda.PROGRAMS = whole
+        cuda.PROGRAMS, cuda.samples_in_turn = whole, in_turn
         both = [norms(x, g.to(narrow), rule.geometry(), 2, lost) for x in (rule.x, rule.x.to(narrow))]
         assert torch.equal(*both)
 
@@ -622,6 +665,37 @@ def whole_steps_of_biases(device: str) -> None:
     same_step(found, plain)
 
 
+def whole_steps_of_equal_layers(device: str) -> None:
+    """Layers with a bias in one launch, two uses of one layer in another, and others alone: a sum of each."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in [*net.many, net.twice, net.twice]:
+            x = layer(x).tanh()
+        return net.last(x).float().sin().sum((1, 2))
+
+    many = nn.ModuleList(nn.Linear(16, 16, bias=i != 2) for i in range(5))
+    model = Net(forward, many=many, twice=nn.Linear(16, 16), last=nn.Linear(16, 32)).to(device, torch.bfloat16)
+    x = torch.randn(5, 20, 16, device=device).bfloat16()
+
+    def step() -> Any:
+        with load_backend("bk_ghost")(model, lambda y, _: y, clip=Flat(0.5), verify=False) as backend:
+            return backend(x, torch.zeros(5, device=device))
+
+    plain, before, best = step(), (cuda.layers_of, cuda.weighted, cuda.gram_norms_of_layers), LinearWeight.best_way
+    summed, normed, processors = list[int](), list[int](), tiles.MULTIPROCESSORS
+    cuda.layers_of = lambda sums, most: most
+    cuda.weighted = lambda xs, *given, **named: summed.append(len(xs)) or before[1](xs, *given, **named)
+    cuda.gram_norms_of_layers = lambda xs, *given, **named: normed.append(len(xs)) or before[2](xs, *given, **named)
+    tiles.MULTIPROCESSORS = 4 * 8  # four layers of five samples, rounded up, fill the GPU
+    for way, expected in ((GRAM_KERNEL, [1, 1, 1, 1, 4]), ("gram", [4])):
+        LinearWeight.best_way = lambda self, g, *, ghost, way=way: way if ghost else best(self, g, ghost=ghost)
+        same_step(with_kernels(step), plain)
+        assert (sorted(summed), sorted(normed)) == ([1, 1, 2, 2, 2], expected), (summed, normed)
+        summed.clear(), normed.clear()
+    cuda.layers_of, cuda.weighted, cuda.gram_norms_of_layers = before
+    LinearWeight.best_way, tiles.MULTIPROCESSORS = best, processors
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     **{f"linear layers in {dtype}": partial(linear_layers, dtype) for dtype in DTYPES},
     "halves of positions": halves,
@@ -644,6 +718,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "rows": rows,
     "sums of rows": sums_of_rows,
     "sums of unlike factors": sums_of_unlike_factors,
+    "sums of equal layers": sums_of_equal_layers,
+    "norms of equal layers": norms_of_equal_layers,
     "layer norms": layer_norms,
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,
@@ -651,6 +727,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "whole steps of biases": whole_steps_of_biases,
     "whole steps of one input": whole_steps_of_one_input,
     "whole steps of layer norms": whole_steps_of_layer_norms,
+    "whole steps of equal layers": whole_steps_of_equal_layers,
 }
 QUICK = ("as in ResNet18", "stride 2", "rows", "layer norms", "sums in float64", "infinities come through")
 """Those that take the interpreter less than a second each."""
@@ -674,8 +751,9 @@ def compile_tiles(
     """Compile a program for a GPU's tiles; `dense`: sizes and strides are multiples of 16 (`rows_at_once`)."""
     tiles = tiled(generation=capability // 10)
     blocks = {
-        "ALONE": 2 * (bool(constants.get("POINT")) and tiles.rows == cuda.SIDE),
+        "ALONE": 2 * (bool(constants.get("POINT")) and tiles.rows == SIDE),
         "BIAS": dense,
+        "KEPT": 0,
         "BESIDE": cuda.BESIDE * (bool(constants.get("POINT")) and (dense or dtype == torch.float32)),
         "POINT": 0,
         "BLOCK": cuda.LINE if program == "collected" else tiles.rows,
@@ -684,12 +762,21 @@ def compile_tiles(
     constants = {"AHEAD": cuda.AHEAD, "ROWS": cuda.ROWS, "COLUMNS": cuda.COLUMNS * tiles.warps, **constants}
     values = {**blocks, **constants, **tiles.sides()}
     element = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
-    others = ("out", "squares", "parts", "factors")
-    kinds = {"ids": "*i64"} | dict.fromkeys([*"agx", "more_g", "most_g"], element) | dict.fromkeys(others, "*fp32")
+    others = ("out", "squares", "parts", "factors", "rest")
+    layers = (element,) * (cuda.LAYERS if dense and constants.get("POINT") else 1)
+    kinds = {"ids": "*i64"} | dict.fromkeys("agx", element) | dict.fromkeys(("xs", "gs", "more", "most"), layers)
+    kinds |= dict.fromkeys(others, "*fp32")
     aligned = (
         ("x_", "g_", "channels", "outputs", *(("positions",) if "g_position" in constants else ())) if dense else ()
     )
-    compiled(cuda._program(program), capability, kinds, values, aligned=aligned, **tiles.options())
+    compiled(
+        cuda._program(program),
+        capability,
+        kinds | {"xs": layers, "gs": layers},
+        values,
+        aligned=aligned,
+        **tiles.options(),
+    )
 
 
 def compile_fused(program: str, kernel: int, capability: int) -> None:
@@ -736,17 +823,20 @@ for _dtype in DTYPES:
                 ("gram", partial(gram_tiles, 4096, 4096)),
                 ("gradient", partial(gradient_tiles, 4096, 4096, 4096)),
                 ("weighted", partial(sum_tiles, 4096, 4096, 4096)),
+                *((("kept", partial(gradient_tiles, 4096, 4096, 4096)),) if _case == "convolution" else ()),
             ):
                 _tiled = partial(_tiles, _dtype, at_once=_dense, geometry=_geometry)
                 if _dtype in HALF or (not _dense and (_program, _case) != ("weighted", "linear")):
-                    _compile = partial(compile_tiles, _program, _dtype, _tiled, {**_constants, **_ones}, _dense)
+                    _known, _of = {**_constants, **_ones}, "gradient" if _program == "kept" else _program
+                    _known |= {"KEPT": int(_program == "kept")}
+                    _compile = partial(compile_tiles, _of, _dtype, _tiled, _known, _dense)
                     COMPILED[f"{_program}, {_case}, {_layout}, {_dtype}"] = _compile
     for _dense in (True, False) if _dtype in HALF else (False,):
         _tiled = partial(gram_tiles, 4096, 4096, _dtype, at_once=_dense)
         _of_ids = {"g_output": 1, "ids_position": 1}
         _name = f"embedding, {'dense, ' if _dense else ''}{_dtype}"
         COMPILED[_name] = partial(compile_tiles, "embedding_gram", _dtype, _tiled, _of_ids, _dense)
-    for _program, _ones in (("rows", {"a_input": 1, "g_output": 1}), ("collected", {})):
+    for _program, _ones in (("rows", {"a_input": 1, "g_output": 1}), ("collected", GEOMETRY)):
         _tiled = lambda **_: cuda.BY_ROWS  # noqa: E731
         COMPILED[f"{_program}, {_dtype}"] = partial(compile_tiles, _program, _dtype, _tiled, _ones, False)
 
