@@ -171,19 +171,26 @@ class Backend(ABC):
             verify(self._bare(self.loss_fn), inputs, targets)
             self._verify = batch_size <= self.together  # one sample cannot show whether samples mix
         with torch.enable_grad():
-            found = self.graphs and self.graphs(Batch(parameters, inputs, targets, batch_size))
-            if found is None and self.occasions is not None:
-                if self.graphs is not None and self.graphs.is_new:
-                    self.occasions.insist()
-                changes = self.occasions.changes(batch_size, inputs, targets, self.model.training, len(parameters))
-                # vmap and peers take seconds a step: new shapes are checked with other records only
-                if changes and batch_size > 1:
-                    some = changes[: 3 if self.compilable else 2]
-                    return self._twice(some, parameters, inputs, targets, batch_size)
-            found = found or self._clipped(parameters, inputs, targets, batch_size)
+            found = None
+            if self.occasions is None or not self.occasions.refused:
+                found = self.graphs and self.graphs(Batch(parameters, inputs, targets, batch_size))
+            found = found or self._eagerly(parameters, inputs, targets, batch_size)
         if self.private and self.together == 1 and self.refuses_no_numbers:
             _require_numbers(found)
         return found
+
+    def _eagerly(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
+        if self.occasions is None:
+            return self._clipped(parameters, inputs, targets, batch_size)
+        if self.graphs is not None and self.graphs.is_new:
+            self.occasions.insist()
+        changes = self.occasions.changes(batch_size, inputs, targets, self.model.training, len(parameters))
+        with self.occasions.refusing():
+            # vmap and peers take seconds a step: new shapes are checked with other records only
+            if changes and batch_size > 1:
+                some = changes[: 3 if self.compilable else 2]
+                return self._twice(some, parameters, inputs, targets, batch_size)
+            return self._clipped(parameters, inputs, targets, batch_size)
 
     def _bare(self, loss_fn: LossFunction) -> Self:
         """A copy without verification, checks and programs, for calls beside the caller's."""

@@ -132,7 +132,8 @@ class Recording:
                 if not isinstance(self.backend, TapeBackend):
                     with nullcontext() if self.tape is None else self.tape.replaying():
                         self._look(losses)
-                        return one_by_one(losses, self.parameters, self.backend.clip)
+                        begin = None if self.tape is None else self.tape.arrivals.begin
+                        return one_by_one(losses, self.parameters, self.backend.clip, begin=begin)
                 assert self.tape is not None
                 verify = verify and not self.backend.sharded
                 with self.backend.explained():
@@ -160,12 +161,15 @@ class Recording:
         if stale:
             raise UnsupportedModel(self.backend.name, stale)
         if self.tape is not None:
+            self.tape.arrivals.state_of = self.backend.moving.of_hooks
             unrecorded(losses, self.tape, self.parameters)  # tells the tape which gradients to expect
             problem = mixed_rows(self.tape, losses, self.occasions, owned=False)
             if problem is not None:
                 raise UnsupportedModel(self.backend.name, [problem])
 
     def _verify(self, result: ClippedGradient, losses: Tensor) -> None:
+        assert self.tape is not None
+        begin = self.tape.arrivals.begin
         clip, names = self.backend.clip, list(self.parameters)
         tolerance = coarsest([losses, *self.parameters.values()], TOLERANCE)
         if any(rounds_operands(losses, library) for library in ("cublas", "cudnn")):  # to about float16's precision
@@ -175,16 +179,17 @@ class Recording:
         few = min(2, self.batch_size)
         bounds = result.bounds
         some = None if bounds is None else bounds[:few]
-        reference = one_by_one(losses[:few], self.parameters, clip, some, keep_graph=True)
+        reference = one_by_one(losses[:few], self.parameters, clip, some, keep_graph=True, begin=begin)
         assert reference.norms is not None
         grads = reference.grads if few == self.batch_size else result.grads
         if few < self.batch_size and not clip.per_layer:
             factors = clip.factors(result.norms if bounds is None else bounds).to(losses.dtype)
+            begin()
             grads = with_zeros(gradients((factors * losses).sum(), self.parameters, keep_graph=True), self.parameters)
         found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
         agreement: Agreement = compare(found, replace(reference, grads=grads), clip)
         if not agreement.within(limit):  # a hook may bound gradients; then weighted losses have other gradients
-            whole = one_by_one(losses, self.parameters, clip, bounds, keep_graph=True)
+            whole = one_by_one(losses, self.parameters, clip, bounds, keep_graph=True, begin=begin)
             agreement = compare(result, whole, clip)
         if not agreement.within(limit):
             raise WrongGradient(self.backend.name, agreement, limit, hooks_of(self.parameters.values()))
@@ -219,15 +224,19 @@ def one_by_one(
     bounds: Tensor | None = None,
     *,
     keep_graph: bool = False,
+    begin: Callable[[], None] | None = None,
 ) -> ClippedGradient:
     """Σ_i c_i g_i by its definition: one backward pass for each loss, through one graph.
 
     Args:
         bounds: upper bounds of the norms, to clip by; None to clip by the norms.
+        begin: called before each pass.
     """
     sums = Sums(parameters)
     norms, last = [], losses.shape[0] - 1
     for i in range(losses.shape[0]):
+        if begin is not None:
+            begin()
         found = gradients(losses[i], parameters, keep_graph=keep_graph or i < last)
         norms.append(sums.add(with_zeros(found, parameters), clip, losses, None if bounds is None else bounds[i]))
     return ClippedGradient(sums.rounded(), torch.cat(norms), losses.detach(), bounds)

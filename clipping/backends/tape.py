@@ -164,6 +164,7 @@ class TapeBackend(Backend):
         """
         if problems := tape.problems or unrecorded(losses, tape, parameters):
             raise UnsupportedModel(self.name, dict.fromkeys(problems))
+        tape.arrivals.state_of = self.moving.of_hooks
         with tape.replaying():
             problem = mixed_rows(tape, losses, occasions)
             if problem is not None:

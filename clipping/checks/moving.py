@@ -13,8 +13,11 @@ Functions take:
 
 from __future__ import annotations
 
+import abc
+import builtins
 import dis
 import functools
+import operator
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -81,19 +84,21 @@ class Moving:
         Args:
             also: other tensors of it.
         """
-        modules, containers = self._reached()
-        held = [(of, _entries(of)) for of in containers]
-        of_modules = {id(x) for module in modules for of in (vars(module), module._buffers) for x in of.values()}
-        inner = (x for _, entries in held if len(entries) <= MANY for x in _flat(entries))
-        found = {id(x): x for x in inner if not isinstance(x, _WHOLE)}.values()  # many functions name the same globals
-        tensors = [x for x in map(_as_tensor, found) if x is not None and not isinstance(x, nn.Parameter)]
-        buffers = [x for x in tensors if id(x) in of_modules or _nbytes(x) <= LARGEST]
+        found, modules = _state_of(self._model, self.loss_fn)
         every = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
         copied = dict.fromkeys(also)
         self._note_frozen(every, copied.keys())
-        kept = dict.fromkeys([*buffers, *(p for p in every if p in self._written), *copied])
-        generators = [OwnGenerator(x) for x in found if OwnGenerator.is_of(x)]
-        return State(held, [(x, x.detach().clone()) for x in kept if not x.is_inference()], generators)
+        more = {*self._written.intersection(every), *copied}.difference(x for x, _ in found.kept)
+        return found._replace(kept=[*found.kept, *_copies(more)])
+
+    def of_hooks(self, hooks: Sequence[Mapping[int, Any]]) -> State:
+        """The present state of hooks, and of modules with backward hooks, with what they hold.
+
+        Args:
+            hooks: of activations, by number.
+        """
+        modules = (x for x in self._model.modules() if x._backward_hooks or x._backward_pre_hooks)
+        return _state_of(*modules, *hooks, *(hook for of in hooks for hook in of.values()))[0]
 
     def marks(self) -> Marks:
         """The marks of the trainable parameters, for `saw`."""
@@ -124,19 +129,6 @@ class Moving:
         new = {p: () if p in mine else now[p] for p in now}  # one that replaces another may be written to already
         self._marks = {**new, **known}
         self._written = {p for p in every if p in self._written or (p in now and self._marks[p] != now[p])}
-
-    def _reached(self) -> tuple[list[nn.Module], list[Any]]:
-        """The modules, and all containers of state, from the model and the loss."""
-        opened, containers = dict[int, Any](), dict[int, Any]()
-        values: list[Any] = [self._model, self.loss_fn]
-        for level in range(LEVELS):
-            inner: list[Any] = []
-            for of, entries in _opened(values, opened, ours=level == 0):
-                if id(of) not in containers:
-                    containers[id(of)] = of
-                    inner += entries if len(entries) <= MANY else ()
-            values = inner
-        return [x for x in opened.values() if isinstance(x, nn.Module)], list(containers.values())
 
     @contextmanager
     def repeated(self, draws: Draws, begin: State | None = None, also: Iterable[Tensor] = ()) -> Iterator[State]:
@@ -190,11 +182,38 @@ class State(NamedTuple):
             generator.restore()
 
 
+def _state_of(*values: Any) -> tuple[State, list[nn.Module]]:
+    """The present state of what the values hold, without parameters, and the modules among it."""
+    opened, containers = dict[int, Any](), dict[int, Any]()
+    of_level: Iterable[Any] = values
+    for level in range(LEVELS):
+        inner: list[Any] = []
+        for of, entries in _opened(of_level, opened, ours=level == 0):
+            if id(of) not in containers:
+                containers[id(of)] = of
+                inner += entries if len(entries) <= MANY else ()
+        of_level = inner
+    modules = [x for x in opened.values() if isinstance(x, nn.Module)]
+    held = [(of, _entries(of)) for of in containers.values()]
+    of_modules = {id(x) for module in modules for of in (vars(module), module._buffers) for x in of.values()}
+    flat = (x for _, entries in held if len(entries) <= MANY for x in _flat(entries))
+    found = {id(x): x for x in flat if not isinstance(x, _WHOLE)}.values()  # many functions name the same globals
+    tensors = [x for x in map(_as_tensor, found) if x is not None and not isinstance(x, nn.Parameter)]
+    buffers = dict.fromkeys(x for x in tensors if id(x) in of_modules or _nbytes(x) <= LARGEST)
+    generators = [OwnGenerator(x) for x in found if OwnGenerator.is_of(x)]
+    return State(held, _copies(buffers), generators), modules
+
+
+def _copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(x, x.detach().clone()) for x in tensors if not x.is_inference()]
+
+
 class Unguarded:
     """What TorchDynamo does not guard in objects that captured code has opened.
 
     It guards the values that code has read, but not always the functions of a class, that a name was absent
-    (`try: self.cache`), or the order of an `OrderedDict`.
+    (`try: self.cache`), the order of an `OrderedDict`, or what all code reads: attributes of a metaclass, builtins, the
+    recursion limit, and classes registered with an ABC.
 
     Args:
         opened: any values. Those of libraries do not count.
@@ -207,11 +226,12 @@ class Unguarded:
         self._names, self._functions, self._changes = self._names_now(), self._functions_now(), Counter[int]()
 
     def functions_have_changed(self) -> bool:
-        """Whether a class has other functions, such as `forward`, or one of them has other code."""
-        return self._functions != self._functions_now()
+        """Whether a class has other functions (`forward`), one of them other code, or a metaclass other attributes."""
+        now = self._functions_now()
+        return len(now) != len(self._functions) or any(map(operator.is_not, now, self._functions))
 
     def names_have_changed(self) -> bool:
-        """Whether attributes or keys differ from those of the last call, in modules and classes their number.
+        """Whether names (in modules and classes their number) or what all code reads differ from the last call.
 
         If a container's always do, calls 1, 2, 4, ... count.
         """
@@ -222,10 +242,12 @@ class Unguarded:
 
     def _names_now(self) -> list[Any]:
         every = [x if isinstance(x, (dict, MappingProxyType)) else _slots(x) for x in self._with_names]
-        return [tuple(x) if isinstance(x, dict) and len(x) <= MANY else len(x) for x in every]
+        names = [tuple(x) if isinstance(x, dict) and len(x) <= MANY else len(x) for x in every]
+        self._builtins = list(vars(builtins).values())  # alive, so that no other value has their ids
+        return [*names, tuple(map(id, self._builtins)), sys.getrecursionlimit(), abc.get_cache_token()]
 
     def _functions_now(self) -> list[object]:
-        found = [x for kind in self._classes for x in vars(kind).values() if type(x) in _CODE]
+        found = [x for kind in self._classes for x in vars(kind).values() if type(x) in _CODE or issubclass(kind, type)]
         return [*found, *(getattr(_function(x), "__code__", None) for x in found)]
 
 

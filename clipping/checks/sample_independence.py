@@ -7,9 +7,9 @@ others  Run the step again with other records, or more or fewer of them, beside 
         not change (`clipping.checks.rerun`). This finds what no gradient shows (a detached mean of the batch).
 
 "rows" runs when the graph of the losses is new, and "others" when shapes are new. Both also run in steps 2, 4, 8, ...,
-as a schedule may begin to mix samples, and in about one step of 400. A graph stays new, for at most 8 steps, until all
-uses have nonzero gradients in one step, as zeros show nothing (a gate that begins at 0). The first check of rows uses
-enough sets S to separate any two samples.
+as a schedule may begin to mix samples, in about one step of 400, and after a refusal. A graph stays new, for at most 8
+steps, until all uses have nonzero gradients in one step, as zeros show nothing (a gate that begins at 0). The first
+check of rows uses enough sets S to separate any two samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ import torch
 from torch import Tensor
 
 from clipping.checks.rerun import REMEDY, Change, fewer, more, of_one, replaced
+from clipping.checks.verification import WrongGradient
 from clipping.core.batches import tensors_of
-from clipping.core.types import Problem
+from clipping.core.types import Problem, UnsupportedModel
 
 if TYPE_CHECKING:
     from clipping.tape.record import Tape
@@ -60,10 +62,22 @@ class Occasions:
         """Whether the graph that `rows` was last asked about was new."""
         self._random = random.Random(0)
         self._insisted, self._asked = [False] * 3, [0] * 3
+        self._scaled = 0, set[int]()
+        self.refused = False
+        """Whether the last step was refused: each step is checked until one passes, as a caller may catch the error."""
 
     def insist(self) -> None:
         """Check rows and others in the next step, because its code is new, or its batch is followed."""
         self._insisted[:2] = [True, True]
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Context of a step, which notes whether it is refused."""
+        try:
+            yield
+        except (UnsupportedModel, WrongGradient):
+            self.refused = True
+            raise
 
     def follows(self) -> bool:
         """Whether to follow what is computed of the loader's next batch."""
@@ -72,7 +86,7 @@ class Occasions:
     def _is_due(self, what: int) -> bool:
         insisted, self._insisted[what] = self._insisted[what], False
         self._asked[what] += 1
-        return self._random.random() < RATE or insisted or self._is_early(what)
+        return self._random.random() < RATE or insisted or self.refused or self._is_early(what)
 
     def _is_early(self, what: int) -> bool:
         """Whether this is step 1, 2, 4, 8, ...: mixing that begins in step t is looked for by step 2t."""
@@ -115,14 +129,25 @@ class Occasions:
             return (of_one(1, 0).spoiled,)
         half = self._half(batch_size)
         every = [*(replaced(each, poison=True) for each in (half, ~half)), fewer(batch_size), more(batch_size)]
-        if self._shape not in self._shapes:
+        if self._shape not in self._shapes or self.refused:
             return every
         # a schedule changes a weight, not what is divided by the size
         return (self._random.choice(every[:2] if self._is_early(1) else every),)
 
+    def scales(self, batch_size: int, places: set[int]) -> bool:
+        """Whether an operation scaled by the batch size in the last check, too, and that was of another size.
+
+        Args:
+            batch_size: of this check.
+            places: of the operations that scaled by it, or by its inverse.
+        """
+        last, self._scaled = self._scaled, (batch_size, places)
+        return last[0] != batch_size and not places.isdisjoint(last[1])
+
     def others_passed(self) -> None:
         """Record that the last shapes passed."""
         self._shapes.add(self._shape)
+        self.refused = False
 
     def _half(self, batch_size: int) -> Tensor:
         chosen = torch.zeros(batch_size, dtype=torch.bool, device="cpu")

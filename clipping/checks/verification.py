@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from clipping.core.autograd import hooks_of
+from clipping.core.autograd import hooks_of, named_versions
 from clipping.core.batches import forward, leading_dimension, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import formats
 from clipping.core.reference import definition
-from clipping.core.types import ClippedGradient
+from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
 from clipping.numerics import kernels
 from clipping.numerics.rng_replay import Draws, same_for_each
 
@@ -54,6 +54,11 @@ SPREAD = 4
 distance from its own answer in float64 then measures the arithmetic; this multiple of it is allowed."""
 GRADIENTS = {torch.float32: FLIPS, torch.float16: 1.5e-1, torch.bfloat16: 4e-1}
 """For models that cannot be computed in float64: the error seen on ResNet18, and half more."""
+BY_HAND = (
+    "its .grad is written within the backward pass, as by a reversible layer, and autograd returns no gradient",
+    "let autograd compute it (torch.utils.checkpoint, use_reentrant=False), or freeze it",
+)
+"""Reason and remedy."""
 
 
 class Limit(NamedTuple):
@@ -151,6 +156,7 @@ def verify(backend: Backend, inputs: Any, targets: Any) -> None:
 
     Raises:
         WrongGradient: an error above the limit, or NaN.
+        UnsupportedModel: the backward pass writes to a parameter's `.grad`.
     """
     agreement, limit = agreement_with_oracle(backend, inputs, targets)
     if not agreement.within(limit):
@@ -256,6 +262,7 @@ def _both(backend: Backend, inputs: Any, targets: Any) -> _Both:
     with _the_same(backend, leading_dimension(inputs, targets)) as seeded:
         result = backend(*copied())  # first, because its refusals give a reason
         drew = seeded.used_outside_of_torch()
+    before = _written_gradients(backend.model)
     reference = definition(
         backend.model,
         backend.loss_fn,
@@ -265,10 +272,17 @@ def _both(backend: Backend, inputs: Any, targets: Any) -> _Both:
         bounds=result.bounds,
         around=partial(_the_same, backend, 1),
     )
+    if odd := _written_gradients(backend.model).items() - before.items():
+        raise UnsupportedModel(backend.name, [Problem(min(odd)[0], *BY_HAND)])
     first, target = map_tensors(lambda x: x[:1], copied())
     with _the_same(backend, 1), torch.enable_grad():
         losses = backend.loss_fn(forward(backend.model, first), target)
     return _Both(result, reference, clip, formats(losses, *reference.grads.values()), drew)
+
+
+def _written_gradients(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Identity and version of each `.grad` by the parameter's name."""
+    return named_versions({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 @contextmanager

@@ -5,6 +5,7 @@ numbers and modules, closures, replaced buffers and parameters, hooks, modes, dt
 is captured again. Dynamo applies Python side effects (a counter, a reassigned buffer) after the graph has run.
 """
 
+import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from clipping.numerics.rng_replay import is_random
 from clipping.program.dynamo_patches import (
     CTC,
     activations_may_require_gradients,
+    cached_properties_take_no_lock,
     ctc_loss_has_shapes,
     globals_are_guarded,
     noting,
@@ -87,6 +89,7 @@ class Capture:
     def __init__(self, losses_of: LossesOf, instead: Instead, most: int) -> None:
         import torch._dynamo as dynamo  # takes a second
 
+        logging.getLogger(dynamo.convert_frame.__name__).addFilter(_is_of_others)
         self._full = dynamo.exc.FailOnRecompileLimitHit
         self._failed, self._drawn = dynamo.exc.BackendCompilerFailed, dynamo.source.RandomValueSource
         self._patched = dynamo.config.patch(
@@ -135,6 +138,7 @@ class Capture:
             _CAPTURES.set(True),
             self._patched,
             activations_may_require_gradients(),
+            cached_properties_take_no_lock(),
             tensors_stay_unmarked(),
             globals_are_guarded(),
             noting(self._opened),
@@ -316,6 +320,11 @@ class Readers(Interpreter):
         if n.meta.get("unbacked_bindings") and not shown.now:
             raise NotCaptured(f"{n.target} reads values without an operation")
         return found
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Whether a warning of Dynamo's is not about the limit of our graphs, which `Graphs` says once, in a line."""
+    return "hit config" not in record.msg or __file__ not in str(record.args)
 
 
 def _marked(losses: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Patch TorchDynamo to capture two constructs that it refuses, to guard more, and to leave the model as it is.
+"""Patch TorchDynamo to capture three constructs that it refuses, to guard more, and to leave the model as it is.
 
 `x.requires_grad = True` and `x.requires_grad_()` for an activation x: models write it so that gradient checkpointing,
 or a branch without parameters, has something to differentiate. AOTAutograd cannot return such a leaf or a result of it.
@@ -6,6 +6,8 @@ A captured graph runs under autograd here, so it may do the same as the caller's
 refused: a graph must not change them.
 
 `ctc_loss`: the shape of its second result, which only its backward pass reads, depends on the longest target.
+
+`functools.cached_property`: in Python 3.11 it takes a lock.
 
 Parameters and buffers: Dynamo sets an attribute on each, for compilers that we do not use.
 
@@ -18,8 +20,9 @@ Gradients: after `model.to(dtype)`, a `.grad` that is a slice of a larger tensor
 Fake tensors refuse it.
 """
 
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -92,6 +95,20 @@ def noting(opened: dict[int, Any]) -> Iterator[None]:
 
     with mock.patch.object(VariableBuilder, "__call__", noted):
         yield
+
+
+def cached_properties_take_no_lock() -> AbstractContextManager[Any]:
+    """Context in which `functools.cached_property` is as in Python 3.12."""
+    return mock.patch.object(functools.cached_property, "__get__", _cached)
+
+
+def _cached(self: Any, instance: Any, owner: Any = None) -> Any:
+    if instance is None:
+        return self
+    cache = instance.__dict__
+    if self.attrname not in cache:
+        cache[self.attrname] = self.func(instance)
+    return cache[self.attrname]
 
 
 CTC = "aten._ctc_loss"

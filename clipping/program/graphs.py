@@ -59,6 +59,7 @@ GLOBAL_HOOKS = (
 """Hooks of all modules, which Dynamo does not guard."""
 BEFORE, MOST = 2, 12
 """Number of eager steps before a graph, in which routes are planned and timed; largest number of graphs."""
+TOO_MANY = "there are more than {} graphs"
 RATE = 1 / 200
 """Share of a graph's steps, besides its second one, in which the caller's code also computes the losses."""
 _ALONE = threading.RLock()
@@ -112,7 +113,7 @@ class Graphs:
         self._graphs: list[Graph] = []
         self._resumed: dict[str, Way] = {}
         self._why = ""  # why steps run eagerly
-        self._warned = False
+        self._warned, self._missed = False, 0
         self._pool = Pool(lends=lends)
         self._random, self._looks, self._was_used = random.Random(0), random.Random(2), False
         self._batch: Batch | None = None
@@ -129,7 +130,7 @@ class Graphs:
     def ways(self) -> dict[str, str]:
         """How each shape runs: shapes of its batch -> a way, or "eager" and why."""
         ways: dict[str, str] = {graph.shapes: f"{graph.way}{graph.said}" for graph in self._graphs}
-        why = self._why or (self._warned and f"there are more than {MOST} graphs")
+        why = self._why or (self._warned and TOO_MANY.format(MOST))
         return {**ways, "others": f"eager: {why}"} if why else ways
 
     @property
@@ -183,6 +184,9 @@ class Graphs:
             return None
         except TooMany:
             self._warn()
+            self._missed += 1
+            if self._missed > max(MOST, self.steps):  # asking takes longer than a step of a small model
+                self._why = TOO_MANY.format(MOST)
             return None
         except (NotCaptured, UnsupportedModel) as error:
             self._refuse(error, batch)

@@ -8,6 +8,10 @@ that requires a gradient).
 
 Each use has a hook before the node that its output comes from. The hook receives the output's gradient before any
 in-place change. Module hooks and custom functions fail if an in-place ReLU follows.
+
+A hook of the model's may run a backward pass within this one, as a deep equilibrium layer solves for its gradient. What
+arrives in that pass is no gradient of the losses. A hook may also remove itself, or write to what it holds: each pass
+of a step begins with the hooks, and with what they hold, as the first pass found them.
 """
 
 from collections import Counter
@@ -33,12 +37,17 @@ class Arrivals:
         by_hand: called when a gradient arrives in a backward pass that `run` did not start, such as the user's.
         expected: the uses whose gradient must arrive.
         graph: number of the losses' graph; see `clipping.tape.graph`.
+        hooks: of activations.
+        state_of: returns the present state of hooks, and of the modules' backward hooks, to restore.
     """
 
     def __init__(self) -> None:
         self.by_hand: Callable[[], None] | None = None
         self.expected: list[Use] = []
         self.graph = 0
+        self.hooks: list[Any] = []
+        self.state_of: Callable[[list[Any]], Any] | None = None
+        self._begin: Any = None
         self._anchors: dict[torch.device, Tensor] = {}
         self._copies: list[tuple[Use, Tensor]] = []
         self._leaves: list[Tensor] = []
@@ -46,6 +55,7 @@ class Arrivals:
         self._hooks: list[Any] = []
         self._arrived: Counter[Use] = Counter()
         self._arrival: Arrival | None = None
+        self._pass = -1  # autograd's number of the backward pass of `run`
 
     def anchor(self, device: torch.device) -> Tensor:
         """Return a zero scalar to tie outputs to."""
@@ -61,7 +71,7 @@ class Arrivals:
             self._copies.append((use, copies))
         if copies is None or self.by_hand is not None:
             with suppress(RuntimeError):  # torch 2.11: the node is freed, and no gradient reaches it
-                self._hooks.append(node.register_prehook(partial(self._arrive, use, at)))
+                self._hooks.append(node.register_prehook(partial(self._reached, use, at)))
 
     def expect(self, uses: list[Use], leaves: list[Tensor], graph: int, alone: list[Any]) -> None:
         """State the uses and leaves in the graph of the losses. Each use's gradient must arrive exactly once.
@@ -78,13 +88,17 @@ class Arrivals:
         """Backpropagate Σ_i ℓ_i, and call `arrival(use, g)` for each use whose gradient arrives. Keeps the hooks."""
         self._arrival = arrival
         self._arrived.clear()
+        if retain_graph or self._begin is not None:
+            self.begin()
         try:
             uses, copies = zip(*self._copies, strict=True) if self._copies else ((), ())
             wanted = list(dict.fromkeys((*copies, *self._anchors.values(), *self._leaves)))
             if wanted and losses.requires_grad:
                 for node in self._alone:
                     node.alone = True
-                found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
+                total: Any = losses.sum()
+                total.grad_fn.register_prehook(self._begun)
+                found = torch.autograd.grad(total, wanted, retain_graph=retain_graph, allow_unused=True)
                 with torch.no_grad():
                     for at, use in enumerate(uses):
                         self._arrive(use, at, found)
@@ -92,6 +106,13 @@ class Arrivals:
             self._arrival = None
             for node in self._alone:  # a backward pass of the caller's may include other nodes
                 node.alone = False
+
+    def begin(self) -> None:
+        """Prepare one of several passes through a graph: restore the model's hooks, and what they hold."""
+        if self._begin is not None:
+            self._begin.restore()
+        elif self.state_of is not None:
+            self._begin = self.state_of(self.hooks)
 
     def require_complete(self) -> None:
         """Check after `run` that all gradients have arrived.
@@ -115,6 +136,13 @@ class Arrivals:
         self._copies.clear()
         self._leaves.clear()
         self._alone.clear()
+
+    def _begun(self, _: Any) -> None:
+        self._pass = torch._C._current_graph_task_id()
+
+    def _reached(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
+        if self._arrival is None or torch._C._current_graph_task_id() == self._pass:  # else a pass within a hook
+            self._arrive(use, at, gradients)
 
     def _arrive(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Record the arrival of the gradient with index `at`; None is a zero gradient, as is one without entries."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ from clipping.tape.batch_dimension import (
 )
 from clipping.tape.checkpointing import LetGo, Replay, hooks_of_saving
 from clipping.tape.marks import Marks, tensors
+from clipping.tape.replaced import KNOWN, require_own
 from clipping.tape.rewritten import REWRITTEN
 from clipping.tape.uses import Activations, Use, given, mark_alone
 
@@ -113,6 +114,8 @@ class Tape(TorchFunctionMode):
             mark_data(x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is FunctionType and func not in KNOWN:
+            self._require_own(func)
         args, kwargs = undropped(func, args, kwargs or {})
         sources, data = [], []
         for operand in tensors(args, kwargs):
@@ -128,7 +131,10 @@ class Tape(TorchFunctionMode):
         if not torch.is_grad_enabled():  # views of parameters require a gradient there, and are no sources
             data = [x for x in data if is_marked(x) or id(x._base) not in self._sources]
         if not sources or not torch.is_grad_enabled():
-            return self._mark(func, args, kwargs, kernels.overwriting.run(func, args, kwargs), data)
+            output = kernels.overwriting.run(func, args, kwargs)
+            if func is Tensor.register_hook:
+                self.arrivals.hooks.append(args[0]._backward_hooks)
+            return self._mark(func, args, kwargs, output, data)
         if func is torch.autograd.grad and self.arrivals.by_hand is not None:  # it cannot find the copies of uses
             self.arrivals.by_hand()
         hooked = hooks_of_saving(True) is not None
@@ -287,6 +293,7 @@ class Tape(TorchFunctionMode):
                     raise Refused("sparse and nested tensors have no rule", "make them dense, or use microbatch")
             handler = handler_of(func)
             if handler is not None:
+                require_own(func)
                 output, gradients = handler(*args, **kwargs)
                 if output.is_complex():  # the formulas lack conjugations
                     output, gradients = fallback(
@@ -440,6 +447,12 @@ class Tape(TorchFunctionMode):
                 REWRITTEN[func](self._activations, func, *args, **kwargs)
         except Refused as refused:
             self.problems.append(Problem("model", f"{title(func)}: {refused.reason}", refused.remedy))
+
+    def _require_own(self, func: Any) -> None:
+        try:
+            require_own(func)
+        except Refused as refused:
+            self.problems.append(Problem("model", refused.reason, refused.remedy))
 
     def _refuse(self, func: Any, sources: list[Source], refused: Refused) -> None:
         if self._replays:

@@ -34,8 +34,8 @@ losses that are divided by their number: divide by constants.
 
 A loss must not read an earlier batch (a queue of outputs, a running mean of losses or labels): the earlier records
 would move several sums, but be clipped in only one. `make_step` detects it in what the model and the loss function
-hold. Other loops detect tensors computed from the first batches before the step. They do not detect tensors written in
-place, numbers that left torch, and what is computed after the step.
+hold. Other loops detect tensors computed from the first batches. They do not detect tensors written in place and
+numbers that left torch.
 
 A compiled program does the same to every batch of its shape. A model whose behaviour depends on values in tensors, such
 as one that mixes samples once a buffer reaches some count, is detected in eager steps only, 1 in 800.

@@ -14,7 +14,8 @@ refused: the records of the losses, the padding among them, and whether the logi
 A batch whose step raised stays open until another is stepped, as it may be retried.
 
 A batch that was stepped or left out is remembered for a while. The model may read it again, to evaluate it, but no step
-accepts it: its records would be in two sums, or twice in one, and its padding would count as records.
+accepts it: its records would be in two sums, or twice in one, and its padding would count as records. So are the parts
+of a logical batch that the caller accumulates, until its step.
 """
 
 import math
@@ -35,6 +36,8 @@ ROWS, COLUMNS, CANDIDATES = 16, 4, 256
 """Samples and features of a tensor to compare: the features of the largest variance among evenly spaced candidates."""
 CLOSED, COMPARED = 64, 2
 """Number of finished batches to remember, and of the last ones that are also recognised by copies."""
+TELLING = 8
+"""Least number of different values that identify a copy of an earlier part: coded features may agree by chance."""
 EXACT = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest error that casting leaves in a scaled copy, relative to its spread; 1e-4 in other dtypes."""
 
@@ -58,7 +61,6 @@ class Ticket:
 
     Methods take:
         tensors: the model's inputs.
-        read: the same, as they are remembered.
     """
 
     failed = released = False
@@ -88,13 +90,19 @@ class Ticket:
             return True
         return any(probe.is_part_of(x) for probe in self.probes for x in tensors)
 
-    def was_read(self, read: _Read) -> None:
+    @property
+    def is_telling(self) -> bool:
+        """Whether other records hardly have the same values."""
+        return self.handed >= COLUMNS and any(probe.is_telling for probe in self.probes)
+
+    def was_read(self, tensors: list[Tensor]) -> None:
         """Remember the inputs that the model computed from this batch."""
-        self._read = read
+        self._read = _noted(tensors)
 
     def has_read(self, tensors: list[Tensor]) -> bool:
-        """Returns whether the model read these tensors before, unchanged since, without any computation."""
-        return _has_read(self._read, _noted(tensors))
+        """Returns whether the model read these tensors, at least one, before, unchanged since. Computes nothing."""
+        known = {(id(ref), version) for ref, version in self._read}  # Python makes one such reference to a tensor
+        return len(tensors) > 0 and all((id(ref), version) in known for ref, version in _noted(tensors))
 
 
 class Tickets:
@@ -115,8 +123,8 @@ class Tickets:
         self._padded = False  # whether one of them was padded
         self._size = -1  # of the batch that the model has read since the last step
         self._news = False  # whether one was handed out since then
-        self._read: _Read = []  # by the model since the last step or part
-        self._parts: list[_Read] = []  # of the logical batch that the caller accumulates
+        self._inputs: list[Tensor] = []  # of the model since the last step or part
+        self._parts: list[Ticket] = []  # of the logical batch that the caller accumulates
         self._warns = True  # of a batch that was not handed out
 
     def __len__(self) -> int:
@@ -137,7 +145,7 @@ class Tickets:
         """Close all open batches."""
         self._closed.extendleft(self._open)
         self._open.clear()
-        self._parts.clear()
+        self.drop_parts()
         self.current = None
 
     def first(self) -> Ticket | None:
@@ -164,7 +172,7 @@ class Tickets:
         if found is None:  # another view of the same samples, if no other batch was handed out
             stays = recording and not self._news and (before in self._open or not self._open)
             found = before if stays else self._likely(tensors, batch_size)
-        goes_on, noted = recording and found is before, _noted(tensors)
+        goes_on = recording and found is before
         if found is not None and found in self._open:
             if found.released:
                 raise Misuse(
@@ -172,8 +180,8 @@ class Tickets:
                     "it is accounted, and a second release of the same sample would not be; go on with the next one"
                 )
             found.in_order = found.has_order(tensors) and (found.in_order or not goes_on)
-            found.was_read(noted)
-        self._read = self._read + noted if goes_on else noted
+            found.was_read(tensors)
+        self._inputs = self._inputs + tensors if goes_on else tensors
         self.current, self._size, self._news = found, batch_size, False
         return goes_on
 
@@ -184,12 +192,12 @@ class Tickets:
             Misuse: the batch is finished, its padding is unknown, or it is in the logical batch already.
         """
         ticket = self._checked(drawn)
-        self._parts.clear()
+        self._parts, self._inputs = [], []
         return self._close(ticket)
 
     def _checked(self, drawn: int) -> Ticket | None:
         ticket = self.current
-        if any(_has_read(part, self._read) for part in self._parts):
+        if any(map(self._is_of, self._parts)):
             raise Misuse(
                 "expected other records in each part of a logical batch, got the tensors of an earlier part: a record "
                 "in both would move the sum by twice the clipping norm; add the losses of all heads or views of a "
@@ -206,6 +214,14 @@ class Tickets:
                 "or left out, or its iteration was broken off): its records would be in two sums, or twice in one, "
                 "which is not accounted; go on with the next one, begin to iterate anew, or take one loader of pairs "
                 "for a zip of two"
+            )
+        if ticket in self._open and any(each.step == ticket.step for each in self._open[: self._open.index(ticket)]):
+            warnings.warn(
+                "expected optimizer.step(loss=losses) on each piece of a logical batch, the last of which moves the "
+                "parameters, got one after a piece that was left out, whose records are not in the sum: step on all, "
+                "also within accelerator.accumulate()",
+                PrivacyWarning,
+                stacklevel=2,
             )
         if ticket is not None and not ticket.in_order:
             raise Misuse(
@@ -234,8 +250,14 @@ class Tickets:
 
     def added_part(self) -> None:
         """Remember the inputs of the batch that was added to a sum by hand."""
-        self._parts.append(self._read)
-        self._read = []  # an empty step may come next, which reads nothing
+        size = len(self._inputs[0]) if self._inputs else 0
+        self._parts.append(Ticket(-1, False, size, size, self._inputs))
+        self._parts[-1].was_read(self._inputs)
+        self._inputs = []  # an empty step may come next, which reads nothing
+
+    def drop_parts(self) -> None:
+        """Forget the parts of a logical batch, as its sum is dropped."""
+        self._parts = []
 
     def take_empty(self, drawn: int) -> Ticket | None:
         """As `take`, for a batch of no samples, which the model may not have read."""
@@ -257,6 +279,14 @@ class Tickets:
             self._closed.remove(ticket)
         self._open.insert(0, ticket)
 
+    def _is_of(self, part: Ticket) -> bool:
+        """Whether the model has read this part again: its tensors, or copies of them (two calls of `x.to(device)`)."""
+
+        def again(x: Tensor) -> bool:
+            return part.has_read([x]) or (part.is_telling and not part.own([x]) and part.distance([x]) == 0.0)
+
+        return len(self._inputs) > 0 and all(map(again, self._inputs))
+
     def _close(self, ticket: Ticket | None) -> Ticket | None:
         self.current, self._size = None, -1
         if ticket is not None:
@@ -272,7 +302,7 @@ class Tickets:
     def _exact(self, tensors: list[Tensor], batch_size: int) -> Ticket | None:
         """The open or closed ticket of these tensors, or of equal copies; None without one.
 
-        Reads no GPU tensor unless several batches may be meant.
+        Reads no GPU tensor unless no open batch has its size, or several may be meant.
         """
         on_host = all(x.device.type == "cpu" for x in tensors)
         fitting = [ticket for ticket in self._open if ticket.handed == batch_size]
@@ -289,7 +319,7 @@ class Tickets:
         if len(most) == 1 and most[0] in fitting:  # beside tensors of the caller's own
             return most[0]
         read = [ticket for ticket in closed if ticket.has_read(tensors)]
-        if not read and on_host:
+        if not read and (on_host or not fitting):
             last = closed[:COMPARED] if batch_size >= COLUMNS else []
             some = [ticket for ticket in closed if ticket in last or ticket.own(tensors) == len(tensors) > 0]
             read = [ticket for ticket in some if ticket.distance(tensors) == 0.0]
@@ -300,7 +330,7 @@ class Tickets:
         if not self._unsure:
             only, done = self._open[:1], [ticket for ticket in self._closed if ticket.handed == batch_size]
             on_host = all(x.device.type == "cpu" for x in tensors)
-            if on_host and not (only and only[0].handed != batch_size) and not _alike(only, tensors):
+            if (on_host or not only) and not (only and only[0].handed != batch_size) and not _alike(only, tensors):
                 only = [*_alike(done[:COMPARED], tensors), *only]
             return next(iter(only), None)
         fitting = [ticket for ticket in self._open if ticket.handed == batch_size]
@@ -327,12 +357,6 @@ def _dense_in(batch: Any) -> list[Tensor]:
 
 def _noted(tensors: list[Tensor]) -> _Read:
     return list(zip(map(weakref.ref, tensors), versions_of(tensors), strict=True))
-
-
-def _has_read(before: _Read, now: _Read) -> bool:
-    """Whether all that is read now, at least one tensor, was read before, unchanged since."""
-    known = {(id(ref), version) for ref, version in before}  # Python makes one such reference to a tensor
-    return len(now) > 0 and all((id(ref), version) in known for ref, version in now)
 
 
 def _stacked(batch: Any, count: int) -> list[Tensor]:
@@ -379,6 +403,11 @@ class _Probe:
         if itself is None:
             return False
         return itself is x or bool(self._storage and x.untyped_storage().data_ptr() == self._storage)
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether it has `TELLING` different values."""
+        return bool(self._columns.numel()) and len(self._values.unique()) >= TELLING
 
     def distance(self, x: Tensor) -> float:
         """See `Ticket.distance`."""

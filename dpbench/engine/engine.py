@@ -495,3 +495,4 @@ class PrivacyEngine:
 
     def _drop_parts(self) -> None:
         self._sums, self._size = Sums(), 0
+        self._tickets.drop_parts()

@@ -37,7 +37,7 @@ from clipping.checks.rerun import (
     replaced,
     same,
 )
-from clipping.checks.sample_independence import separating
+from clipping.checks.sample_independence import Occasions, separating
 from clipping.core.batches import map_tensors, same_values, tensors_of
 from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
@@ -50,6 +50,8 @@ KEEP_NOTHING = (
 )
 READS = "samples mix: what the model reads for sample {} changes with the other samples"
 ALONE = "make what the model reads of each sample alone: normalise by constants, and mix no samples of the batch"
+BY_SIZE = "samples mix: the loop multiplies or divides by their number, which all gradients then depend on"
+DIVIDED = "step the losses as they are (reduction='none'): the engine divides their clipped sum by the expected size"
 HIDDEN = "its output is {}, in which no tensors are found, so that operations on them cannot be followed"
 SHOW = (
     "return tensors, or tuples, lists, mappings or dataclasses of them, and make an object of them in the loop; or "
@@ -108,13 +110,16 @@ class Looks:
         self._losses = losses if self._trace.follows(losses) else None
         self._trace.pause()
 
-    def judge(self, result: ClippedGradient, few: int) -> None:
+    def judge(self, result: ClippedGradient, few: int, occasions: Occasions) -> None:
         """Raise UnsupportedModel if a sample's loss, norm or output depends on other samples.
 
         Args:
             result: of the step.
             few: the number of the data's own samples, which come first.
+            occasions: of the checks.
         """
+        if self._losses is not None:
+            require_no_size(len(result.losses), self._backend.name, self._trace, self._losses, occasions)
         numbers = [x.clone() for x in (result.losses, result.norms) if x is not None][: 2 if self._taped else 1]
         for x in numbers:
             x[few:] = torch.nan  # padding is not compared
@@ -275,6 +280,23 @@ def require_own_rows(model: nn.Module, by: str, trace: Trace, batch: Any) -> Non
     sample = mixed(model, again, real(before), changes, tolerance, may_move=True)
     if sample is not None:
         raise UnsupportedModel(by, [Problem("batch", READS.format(sample), ALONE)])
+
+
+def require_no_size(size: int, by: str, trace: Trace, found: Any, occasions: Occasions) -> None:
+    """Require that nothing was scaled by the number of samples in two steps of unlike sizes.
+
+    Args:
+        size: the number of samples.
+        by: for messages.
+        trace: of the step.
+        found: followed tensors: what the model or the step reads.
+        occasions: of the checks.
+
+    Raises:
+        UnsupportedModel: it was.
+    """
+    if size > 1 and occasions.scales(size, trace.scaled_by(size, tensors_of(found))):
+        raise UnsupportedModel(by, [Problem("batch", BY_SIZE, DIVIDED)])
 
 
 def _fixed(trace: Trace, change: Change) -> Callable[[Tensor], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 import weakref
@@ -24,6 +25,9 @@ _ENGINES: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 _WATCH: list[Any] = []
 _MARK = "privacy_steps"
 """Key in the optimizer's first parameter group, and so in its state_dict: the number of released logical batches."""
+_CLOSURE = "expected an optimizer of one gradient a step, got {}, which asks for several by a closure"
+_WITHOUT = "closure", "'NoneType' object is not callable"
+"""Words in the error of an optimizer that has got no closure."""
 
 
 def claim(engine: PrivacyEngine) -> None:
@@ -130,6 +134,10 @@ class Patch:
             self._skipped(False)
             if self._is_scheduled:
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns about the order of calls
+        except Exception as error:
+            if any(words in str(error) for words in _WITHOUT):
+                raise Misuse(_CLOSURE.format(type(self._innermost).__name__)) from error
+            raise
         finally:
             self.stepping = False
             self.know_gradients()
@@ -212,13 +220,15 @@ def _refuse(engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:
             "expected an optimizer without a GradScaler, got one that accelerate has wrapped for fp16: the losses are "
             "not scaled, or every gradient would be above the clipping norm; take mixed_precision='bf16'"
         )
-    if engine.settings.correlated and isinstance(_beneath(optimizer) or optimizer, AdamBC):
+    innermost = _beneath(optimizer) or optimizer
+    if engine.settings.correlated and isinstance(innermost, AdamBC):
         raise Misuse(
             "expected noise='gaussian' or 'discrete' with AdamBC, got correlated noise, whose variance changes as a "
             "stream goes on; take torch.optim.Adam"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise Misuse("expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure")
+    _, *taken = inspect.signature(type(innermost).step).parameters.values()
+    if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in taken):
+        raise Misuse(_CLOSURE.format(type(innermost).__name__))
     reshard(engine.model)
     parameters = dict(engine.model.named_parameters())
     mine = {id(p): name for name, p in parameters.items() if p.requires_grad}

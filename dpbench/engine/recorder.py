@@ -8,11 +8,12 @@ batch size, or on another batch of the loader, starts a fresh recording; so does
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from clipping.program.capture import is_captured
 from clipping.tape.compiled import called_from_compiled_code
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
-from dpbench.engine.mixing_check import Looks, require_own_rows
+from dpbench.engine.mixing_check import Looks, require_no_size, require_own_rows
 from dpbench.engine.release import masked, require_finite_losses
 from dpbench.engine.settings import batch_norm_problem, batch_norms
 from dpbench.engine.trace import Trace, plain
@@ -44,8 +45,8 @@ MANY_PASSES = 16
 BACKWARD = "expected no backward(): {}, since gradients that were not clipped are not private"
 OF_ANOTHER = "; if another engine's step took these losses, make one engine of a module that holds both models"
 STEP = (
-    "optimizer.step(loss=losses) runs it (freeze this model in the step of another one, requires_grad_(False); a "
-    "gradient within the losses takes backend='microbatch')"
+    "optimizer.step(loss=losses) runs it (freeze this model in the step of another one, requires_grad_(False); find "
+    "adversarial inputs in eval mode; a gradient within the losses takes backend='microbatch')"
 )
 BUFFER = (
     "buffer {!r} changed in {}: data in it are neither clipped nor noised, and not accounted; do not "
@@ -101,9 +102,12 @@ class Recorder:
         self.counted = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle is closed, and has recorded nothing."""
+        """A copy or a pickle is closed, has recorded nothing, and lacks the caller's loss, which may hold a Trainer."""
+        backend, moving = copy.copy(self.backend), copy.copy(self.backend.moving)
+        backend.moving, moving.loss_fn = moving, None
         state = {**vars(self), **dict.fromkeys(("_recording", "_looks", "_given", "_known", "_owner"))}
-        return {**state, "_called": ((), {}), "_passes": {}, "_handles": [], "_followed": [], "_quiet": []}
+        state |= {"_called": ((), {}), "_passes": {}, "_handles": [], "_followed": [], "_quiet": []}
+        return {**state, "backend": backend}
 
     @property
     def _entered(self) -> list[bool]:
@@ -197,10 +201,10 @@ class Recorder:
         """
         trace = self._trace_of(batch)
         if trace is not None:
-            try:
+            assert self._occasions is not None
+            with self._occasions.refusing(), closing(trace):
                 require_own_rows(self._model, self.backend.name, trace, batch)
-            finally:
-                trace.close()
+                require_no_size(trace.size, self.backend.name, trace, batch, self._occasions)
         return map_tensors(plain, batch)
 
     def _new_looks(self, occasions: Occasions, size: int, trained: int) -> Looks | None:
@@ -232,6 +236,11 @@ class Recorder:
         """Check in the next recorded step that samples stay apart."""
         if self._occasions is not None:
             self._occasions.insist()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the last step that was recorded was refused."""
+        return self._occasions is not None and self._occasions.refused
 
     def drop(self) -> None:
         """Free the recording since the last step."""
@@ -273,7 +282,8 @@ class Recorder:
         try:
             if looks is not None:
                 looks.follow(noted)
-            return self._clipped(recording, losses, dropped, looks, drawn)
+            with nullcontext() if self._occasions is None else self._occasions.refusing():
+                return self._clipped(recording, losses, dropped, looks, drawn)
         finally:
             _CLIPPING.pop()
             recording.close()
@@ -324,7 +334,7 @@ class Recorder:
         self._verify = self._verify and not (verify and few > 1 and says_something(result))
         if looks is not None and self._occasions is not None:
             with self.paused():
-                looks.judge(result, few)
+                looks.judge(result, few, self._occasions)
             self._occasions.others_passed()
         return self._with_count(result, few)
 
@@ -365,7 +375,10 @@ class Recorder:
                 f"got {list(losses.shape)}: samples must come first, and none may be left out (weigh it by 0 instead)"
             )
         if not losses.requires_grad:
-            raise Misuse("expected losses with their graph, got some that require no gradient: detached, or of no_grad")
+            raise Misuse(
+                "expected losses with their graph, got some that require no gradient: detached, or of no_grad, or of a "
+                "pass that read no trainable parameter (call unmerge_adapter() if LoRA weights are merged)"
+            )
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module is not self._model:  # a deep copy, which shares the hooks

@@ -7,8 +7,8 @@ forward passes.
 A number that leaves torch (`.item()`) and returns unchanged is followed. A value computed from it outside of torch, or
 a branch that it decides, stays constant. A tensor returned by a custom function, say, cannot be followed.
 
-A tensor computed in one such step may be read in the next one (a queue of outputs, a running mean of losses). It is
-known as kept from an earlier batch, and so are tensors computed from it while a later step is recorded.
+A tensor computed in one such step, or after it, may be read in the next one (a queue of outputs, a running mean of
+losses). It is known as kept from an earlier batch, and so is everything that is computed from it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
 
 _CONSTANT = {torch.zeros_like, torch.ones_like, torch.empty_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty}
 """Functions whose results depend on no value."""
+_SCALES = {"mul", "mul_", "div", "div_", "true_divide", "__rdiv__"}
+"""Names of functions that may scale by a number of Python's."""
 _OPEN: weakref.WeakSet[Trace] = weakref.WeakSet()
 
 
@@ -108,6 +110,22 @@ class Trace:
         """Whether operations came before the first forward pass, so that samples may have traded places."""
         return bool(self._passes) and self._passes[0] > 0
 
+    def scaled_by(self, number: int, found: Sequence[Tensor]) -> set[int]:
+        """Return the places of operations that multiply or divide by a number of Python's, on the way to some tensors.
+
+        Args:
+            number: at least 1; its inverse counts, too.
+            found: followed tensors.
+        """
+        wanted, places = set(map(id, found)), set()
+        for place, note in reversed(list(enumerate(self._notes))):
+            if not wanted.isdisjoint(map(id, tensors_of(note.args[:1] if note.result is None else note.result))):
+                wanted.update(map(id, tensors_of((note.args, note.kwargs))))
+                numbers = [x for x in note.args if isinstance(x, (int, float))]
+                if getattr(note.operation, "__name__", "") in _SCALES and {number, 1 / number} & set(numbers):
+                    places.add(place)
+        return places
+
     def follows(self, x: Tensor) -> bool:
         """Returns whether the trace knows how `x` was computed."""
         return self._open and self.knows(x)
@@ -121,13 +139,11 @@ class Trace:
         return isinstance(x, Traced) and x.noted_by.of == self.of and x.noted_by not in (self, *_OPEN)
 
     def kept(self, result: Any) -> Any:
-        """Return the result of an operation on this batch's tensors after its step; marked while another is recorded.
+        """Mark the result of an operation on this batch's tensors after its step: a later step may read it.
 
         Args:
             result: nested containers.
         """
-        if all(trace.of != self.of for trace in _OPEN):
-            return result
         return map_tensors(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
 
     def again(

@@ -68,7 +68,7 @@ class WholeStep:
     def program(self, inputs: Any, targets: Any) -> Tensor | None:
         """Run a program, and return the losses [B] to step next; None if nothing ran and the step must run eagerly."""
         self._engine._recorder.backend.moving.loss_fn = self._code
-        if self.graphs is None:
+        if self.graphs is None or self._engine._recorder.is_refused:
             return None
         size = leading_dimension(inputs, targets)
         if not size:

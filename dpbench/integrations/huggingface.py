@@ -188,7 +188,7 @@ class PrivateTrainer(Trainer):
     ) -> tuple[list[Turn], None]:
         """The turns of the next logical batch."""
         counted = sum(next(epoch_iterator, None) is not None for _ in range(num_batches))
-        return [Turn(place == num_batches - 1) for place in range(counted)], None
+        return [Turn(place == counted - 1) for place in range(counted)], None
 
     def training_step(self, model: Any, inputs: Turn, num_items_in_batch: Any = None) -> Tensor:
         """In a logical batch's last turn clip and add its pieces, and hold the last one for `optimizer.step()`.
@@ -286,6 +286,7 @@ class PrivateTrainer(Trainer):
             "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
             "persistent_workers": args.dataloader_persistent_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
+            "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
         }
         return self._engine.data_loader(
             self.train_dataset,

@@ -220,8 +220,9 @@ class _Private:
         Called in the first step, as hooks of the module may prepare what `training_step` reads. A module sharded by
         FSDP2 is checked before, and only with a collate_fn: the optimizer's parameters must not be gathered.
         """
-        module, source = self.lightning_module, self._source
-        with mock.patch.object(module, "log", lambda *args, **options: None):
+        assert self.engine is not None
+        module, source, recorder = self.lightning_module, self._source, self.engine._recorder
+        with mock.patch.object(module, "log", lambda *args, **options: None), recorder.paused():
             look(
                 module,
                 source.dataset,
@@ -249,6 +250,7 @@ class _Private:
                 f"of type {type(turn).__name__}: ε is that of one data set; put the records of all into one "
                 "(torch.utils.data.ConcatDataset, StackDataset), whose loader is in no list or CombinedLoader"
             )
+        refuse(self._trainer)  # callbacks may set what was not set before
         if not self._is_looked_at:
             self._look_at_records(others)
         steps, self._output, before = self._steps, None, self._buffers()

@@ -20,7 +20,7 @@ def refuse(trainer: Any) -> None:
     """Raise a ValueError for the first feature of the Trainer that cannot be private.
 
     Args:
-        trainer: before training.
+        trainer: before training, or in it.
     """
     module, callbacks, precision = trainer.lightning_module, trainer.callbacks, str(trainer.precision)
     pieces = "privacy['batch_size'] is cut into pieces of the loader's batch_size"

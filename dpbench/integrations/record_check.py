@@ -70,7 +70,7 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
     if not places:
         return
     draws = Draws()
-    with Moving(model).repeated(draws), torch.no_grad():
+    with Moving(model).repeated(draws), torch.enable_grad():  # a loss may differentiate, as for adversarial inputs
         seen = _Seen([dataset[i] for i in places], collate, losses_of, draws)
         found = seen.differing()
         if found is not None:

@@ -25,9 +25,10 @@
 | a model that keeps a part of its records in a buffer or frozen parameter, or for a later step | refused: "neither clipped nor noised" | `test_a_model_that_keeps_a_part_of_its_records_is_refused` |
 | mixing that begins in a later step | refused then, by checks of random steps | `test_mixing_that_starts_in_the_second_step_is_refused` |
 | another optimizer's step on a private model | "expected steps of the attached optimizer alone" | `test_another_optimizer_does_not_go_round_the_engine` |
-| unclipped gradients in `.grad` | "were not clipped, and are not used" | `test_step_without_a_loss_or_with_a_closure` |
+| unclipped gradients in `.grad` | "were not clipped, and are not used" | `test_what_are_no_losses_of_the_batch` |
 | a frozen parameter with an old gradient | not applied | `test_a_gradient_left_on_a_frozen_parameter_is_not_applied` |
 | a loss over a running mean of earlier batches, or beside a queue of their outputs | refused: "samples mix", "of this batch or an earlier one" | `test_losses_that_depend_on_an_earlier_batch_are_refused` |
+| losses or inputs divided by the number of the batch's samples (`losses / len(y)`) | refused: "samples mix", in the second checked batch of another size | `test_losses_that_are_scaled_by_the_number_of_samples_are_refused` |
 | the same record in two pieces of a logical batch | `data_loader` keeps pieces apart; by hand it is refused | `test_what_the_loader_hands_out_is_not_accumulated_by_hand` |
 | the same tensors in two parts by hand, as one head's loss after the other's | refused: "other records in each part" | `test_a_record_in_two_parts_of_a_logical_batch_is_refused` |
 | batches kept and used again (`list`, `itertools.cycle`) | refused; a warning after 64 others | `test_batches_that_are_kept_and_used_again_are_refused_or_told` |
@@ -55,25 +56,26 @@
 | dividing by the sampled batch size | the expected size always divides; the sampled one is private | `test_empty_batches_move_the_parameters_and_count` |
 | a GradScaler, for half precision | refused: every gradient would be above the threshold | `test_a_grad_scaler_is_refused` |
 | a gradient put into `.grad` before the step, by a penalty's `backward()` or a hook of Lightning or Trainer | refused: "would be lost"; a pre-hook of `optimizer.step` may add to the noisy gradient | `test_a_gradient_beside_the_losses_would_be_lost_and_is_refused` |
+| a piece of a logical batch without a step, as by `if accelerator.sync_gradients:` | a warning: "not in the sum" | `test_a_piece_that_is_left_out_of_its_logical_batch_is_said` |
 | a sum over the batch declared as a mean, or a mean as a sum | refused: "the loss is a sum over the batch" | `test_a_sum_is_no_mean_and_a_mean_no_sum` |
 | `max_grad_norm=0`, Trainer's way to turn clipping off | refused: nothing would be learned | `test_what_cannot_be_private_is_refused_by_name` |
-| LBFGS, or a closure | refused: a step has one gradient | `test_an_optimizer_of_several_gradients_a_step_is_refused` |
+| LBFGS, SAM, or a closure | refused: a step has one gradient | `test_an_optimizer_of_several_gradients_a_step_is_refused` |
 | a fused optimizer on `channels_last` weights, which reads by memory position | gradients have autograd's memory layout | `test_fused_optimizers_pair_the_right_entries` |
 | torch.compile of the model, or of a function that calls it | refused; `make_step(loss_fn, compile=True)` compiles the step | `test_what_is_compiled_after_the_engine_is_refused_or_exact` |
 | numbers, modules, buffers and hooks that change after a compiled step was traced | the step is captured again | `test_what_changes_in_python_changes_the_compiled_step` |
 | compiled steps on batches of many sizes | a warning: "pad batches to few shapes" | `test_more_shapes_than_there_are_graphs_for` |
 | Adam, whose second moment is mostly noise | not changed; `AdamBC` subtracts the noise's part | `test_it_is_the_paper_s_algorithm` |
-| one loss for the whole batch | refused: "one loss a sample" | `test_scalar_loss` |
+| one loss for the whole batch | refused: "one loss a sample" | `test_what_are_no_losses_of_the_batch` |
 | a record with NaN | named by its position; the step is not taken | `test_a_record_that_is_not_a_number_is_named_and_the_model_is_not_blamed` |
 | an empty batch | an ordinary step, of noise alone | `test_empty_batches_move_the_parameters_and_count` |
 
-**Not detected in your own loop**, or in accelerate's, and refused by `make_step`: losses divided by their number; weights
-or scales that are computed outside of torch (`losses.tolist()`, NumPy); statistics of activations that the loss takes
-from a hook or an attribute of the model, in place of its outputs; numbers of an earlier step. The engine sees the
-batches of `data_loader`, the model's arguments, and torch's operations on them and on its outputs. It follows no batch
-in which tensors differ in length, and none whose results before the model take 32 times its memory. So it does not detect
-records that mix in batches of your own, or data that reach the model through an attribute. Opacus' loops are not
-checked for padding, which a recurrent model sees if the loss reads its last position.
+**Not detected in your own loop**, or in accelerate's, and refused by `make_step`: weights or scales that are computed
+outside of torch (`losses.tolist()`, NumPy); statistics of activations that the loss takes from a hook or an attribute of
+the model, in place of its outputs; numbers of an earlier step. The engine sees the batches of `data_loader`, the model's
+arguments, and torch's operations on them and on its outputs. It follows no batch in which tensors differ in length, and
+none whose results before the model take 32 times its memory. So it does not detect records that mix in batches of your
+own, or data that reach the model through an attribute. Opacus' loops are not checked for padding, which a recurrent
+model sees if the loss reads its last position.
 
 **Not detected in any loop:** a tensor of a step that the loop updates after `optimizer.step`, and a later loss reads.
 

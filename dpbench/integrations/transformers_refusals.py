@@ -48,7 +48,8 @@ def _of_arguments(args: Any) -> Iterator[Refusal]:
     smooth = "its loss is a mean over the batch; give a compute_loss_func of label_smoothing= and one loss a sample"
     again = "it restarts after released steps; lower per_device_train_batch_size, raise gradient_accumulation_steps"
     longest = "its noise is scaled by the length of the longest record in the batch"
-    late = "it shards after the engine has seen the model; call fully_shard(model) before PrivateTrainer(model, ...)"
+    shards = "call fully_shard(model) before PrivateTrainer(model, ...), and start by torchrun"
+    late = f"it shards after the engine has seen the model; {shards}"
     split = "DataParallel splits batches; start by torchrun, a process a GPU"
     for wrong, name, wanted, why in (
         (by_length, "train_sampling_strategy", "'random'", f"{DRAWN}, whatever the lengths"),
@@ -68,6 +69,15 @@ def _of_arguments(args: Any) -> Iterator[Refusal]:
         yield kwargs.get("use_reentrant"), name, repr(kwargs), "{'use_reentrant': False}", "it records nothing"
     yield inside, "optim", repr(optimizer), "'adamw_torch'", "it steps within backward, before anything is clipped"
     yield published, "hub_strategy", repr(hub), "'end'", SECRET
+    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+        value = os.environ.get(variable, "false")
+        yield (
+            value.lower() in TRUE,
+            variable,
+            repr(value),
+            "'false'",
+            "accelerate launch shards the model by it; " + shards,
+        )
     keeps = args.save_strategy != "no" and not args.save_only_model
     for tracker, variable, usual, values in UPLOADS:
         value = os.environ.get(variable, usual)
@@ -79,7 +89,7 @@ def _of_options(options: dict[str, Any]) -> Iterator[Refusal]:
     why = "its fields are the engine's arguments"
     yield not hasattr(privacy, "for_engine"), "privacy", type(privacy).__name__, "PrivacyArguments(...)", why
     why = "it is C, and of gradients clipped to 0 nothing is learned; where Trainer would not clip, say how far"
-    yield not privacy.for_engine(norm)["max_grad_norm"], "max_grad_norm", repr(norm), "C > 0", why
+    yield norm is None or not privacy.for_engine(norm)["max_grad_norm"], "max_grad_norm", repr(norm), "C > 0", why
     why = "each train() would create another model, and ε is one model's; pass model="
     yield options.get("model_init") is not None, "model_init", "a function", "None", why
     streams = dataset is not None and (not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset))

@@ -3,6 +3,7 @@
 import copy
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -151,25 +152,18 @@ def test_an_error_in_a_graph_leaves_autocast_as_it_was():
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
-class Written(nn.Module):
-    """Moves frozen parameters in a checkpoint. In a graph they are inputs of the checkpoint, which torch refuses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.teacher = nn.Linear(5, 3), nn.Linear(5, 3).requires_grad_(False)
-
-    def part(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.teacher.weight.mul_(0.9).add_(self.layer.weight, alpha=0.1)
-        return (self.layer(x) - self.teacher(x)).tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.part, x, use_reentrant=False)
-
-
 def test_what_torch_does_not_compute_again_in_a_graph_runs_without():
+    """Frozen parameters that move in a checkpoint: in a graph they are inputs of it, which torch refuses."""
+
+    def part(net: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            net.teacher.weight.mul_(0.9).add_(net.layer.weight, alpha=0.1)
+        return (net.layer(x) - net.teacher(x)).tanh()
+
+    parts = {"layer": nn.Linear(5, 3), "teacher": nn.Linear(5, 3).requires_grad_(False)}
+    model = Net(lambda net, x: checkpoint(part, net, x, use_reentrant=False), **parts)
     x, y = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
-    with load_backend("bk_mixed")(Written(), cross_entropy, compile="auto", verify=False) as backend:
+    with load_backend("bk_mixed")(model, cross_entropy, compile="auto", verify=False) as backend:
         for _ in range(4):
             backend(x, y)
         assert "what was captured does not run" in backend.ways["others"]
@@ -200,22 +194,14 @@ def test_a_recording_is_verified_by_what_is_computed_once_more(part, backend, lo
     assert compare(found, without(part, 1.0)).within(1e-13)
 
 
-class Selective(nn.Module):
-    """Keeps its products, and computes the rest once more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        keeps = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-        return checkpoint(self.part, x, use_reentrant=False, context_fn=keeps)
-
-
 @pytest.mark.parametrize(("backend", "verify"), [("ghost", False), ("mixed_ghost", True), ("bk_mixed", True)])
 def test_what_serves_one_backward_pass_is_refused_by_name(backend, verify):
+    """Keeps its products, and computes the rest once more."""
+    keeps = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    part = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    model = Net(lambda net, x: checkpoint(net.part, x, use_reentrant=False, context_fn=keeps), part=part)
     with (
         pytest.raises(UnsupportedModel, match=r"context_fn keeps is for one backward pass.*remedy: checkpoint without"),
-        load_backend(backend)(Selective(), cross_entropy, clip=Flat(1.0), verify=verify) as b,
+        load_backend(backend)(model, cross_entropy, clip=Flat(1.0), verify=verify) as b,
     ):
         b(torch.randn(BATCH, 6), torch.arange(BATCH) % 3)

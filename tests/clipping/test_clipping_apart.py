@@ -1,6 +1,7 @@
 """Samples that do not stay apart are refused in the step in which they first meet; those that do, never."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.checks.sample_independence import RATE, Occasions, separating
 from clipping.numerics.rng_replay import same_for_each
+from dpbench.conformance.modules import Net
 
 TAPE = ("ghost", "bk_mixed")  # two passes, and one; all record and look alike
 B, T, D = 5, 4, 6
@@ -19,48 +21,34 @@ def squares(outputs, targets):
     return ((outputs.flatten(1) - targets[:, None]) ** 2).mean(1)
 
 
-class Words(nn.Module):
-    """Of integers alone, whose embeddings meet behind a gate that is closed yet."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self.words, self.places, self.out = nn.Embedding(9, D), nn.Embedding(T * B, D), nn.Linear(D, 3)
-        self.gate = gate
-        self.double()
-
-    def forward(self, x):
-        h = self.words(x) + self.places(torch.arange(T * B))[:T]  # B·T of these are no rows of samples
-        return self.out(h if self.gate is None else h + self.gate * h.mean(0))
+def refused(mixes):
+    return pytest.raises(UnsupportedModel, match="samples mix") if mixes else nullcontext()
 
 
 @pytest.mark.parametrize("backend", TAPE)
 @pytest.mark.parametrize("gate", [None, 0.0])
 def test_what_integers_are_looked_up_is_poisoned(gate, backend):
+    """Of integers alone, whose embeddings meet behind a gate that is closed yet."""
+
+    def forward(net, x):
+        h = net.words(x) + net.places(torch.arange(T * B))[:T]  # B·T of these are no rows of samples
+        return net.out(h if gate is None else h + gate * h.mean(0))
+
+    model = Net(forward, words=nn.Embedding(9, D), places=nn.Embedding(T * B, D), out=nn.Linear(D, 3)).double()
     x, y = torch.randint(0, 9, (B, T), generator=torch.Generator().manual_seed(1)), torch.arange(B).double()
-    with load_backend(backend)(Words(gate), squares) as b:
-        if gate is None:
-            b(x, y)
-        else:
-            with pytest.raises(UnsupportedModel, match="samples mix"):
-                b(x, y)
+    with load_backend(backend)(model, squares) as b, refused(gate is not None):
+        b(x, y)
 
 
 def test_what_refuses_numbers_that_are_none_is_looked_at_by_other_records():
-    class Probabilities(Mixes):
-        def forward(self, x):
-            return super().forward(x).flatten(1).sigmoid()
-
     def binary(outputs, targets):
         return F.binary_cross_entropy(outputs, targets[:, None].expand_as(outputs) / B, reduction="none").sum(1)
 
     for how, mixes in ((lambda h: h, False), (WAYS["detached statistics"], True)):
-        with load_backend("bk_mixed")(Probabilities(how), binary) as b:
+        model = nn.Sequential(mixing(how), nn.Flatten(), nn.Sigmoid())
+        with load_backend("bk_mixed")(model, binary) as b, refused(mixes):
             b._verify = False  # or two samples are refused first
-            if mixes:
-                with pytest.raises(UnsupportedModel, match="samples mix"):
-                    b(*batch())
-            else:
-                b(*batch())
+            b(*batch())
 
 
 def batch(positions=T, seed=3):
@@ -68,17 +56,14 @@ def batch(positions=T, seed=3):
     return torch.randn(B, positions, D, generator=generator, dtype=torch.float64), torch.arange(B).double()
 
 
-class Mixes(nn.Module):
-    """Mixes by `how`, where `when` says so."""
+def mixing(how, when=lambda net, x: True):
+    """A model that calls `how` between its layers, where `when` says so."""
 
-    def __init__(self, how, when=lambda module, x: True):
-        super().__init__()
-        self.a, self.b = nn.Linear(D, D).double(), nn.Linear(D, 3).double()
-        self.how, self.when = how, when
+    def forward(net, x):
+        h = net.a(x)
+        return net.b(how(h) if when(net, x) else h)
 
-    def forward(self, x):
-        h = self.a(x)
-        return self.b(self.how(h) if self.when(self, x) else h)
+    return Net(forward, a=nn.Linear(D, D), b=nn.Linear(D, 3)).double()
 
 
 def attention(h):
@@ -97,7 +82,7 @@ WAYS = {
 @pytest.mark.parametrize("backend", TAPE)
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 def test_mixing_that_begins_with_longer_sequences_is_refused(how, backend):
-    model = Mixes(how, lambda module, x: x.shape[1] > T)
+    model = mixing(how, lambda net, x: x.shape[1] > T)
     with load_backend(backend)(model, squares) as b:
         b(*batch())
         for _ in range(2):  # whoever catches the refusal, and goes on, is refused in the next step, too
@@ -105,17 +90,10 @@ def test_mixing_that_begins_with_longer_sequences_is_refused(how, backend):
                 b(*batch(T + 1))
 
 
-class Sorted(nn.Module):
+def in_order(net, x):
     """By length, and undone: no sample touches another, but rows are in an order that nothing tells."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(D, 3).double()
-
-    def forward(self, x):
-        order = torch.tensor(x[:, 0, 0].tolist()).argsort(stable=True)
-        permuted = torch.tensordot(torch.nn.functional.one_hot(order, len(x)).double(), x, 1)
-        return self.layer(permuted)[order.argsort()]
+    order = torch.tensor(x[:, 0, 0].tolist()).argsort(stable=True)
+    return net.layer(torch.tensordot(F.one_hot(order, len(x)).double(), x, 1))[order.argsort()]
 
 
 @pytest.mark.parametrize("order", itertools.permutations(range(3)))
@@ -125,32 +103,16 @@ def test_rows_in_another_order_are_refused(order):
     x[:2, 0, 0] = torch.tensor([-9.0, -8.0])
     x[2:, 0, 0] = torch.tensor(order).double()
     with (
-        load_backend("ghost")(Sorted(), squares) as b,
+        load_backend("ghost")(Net(in_order, layer=nn.Linear(D, 3)).double(), squares) as b,
         pytest.raises(UnsupportedModel, match="layer" if order != (0, 1, 2) else "samples mix"),
     ):
         b(x, y)
 
 
-class Training(nn.Module):
-    """What draws random numbers in training, in every way that people have."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.a, self.b, self.how = nn.Linear(D, D), nn.Linear(D, 3), how
-        self.double()
-
-    def forward(self, x):
-        h = self.a(x)
-        return self.b(self.how(h) if self.training else h)
-
-
-def drop_path(h):
-    return h * h.new_empty(h.shape[0], 1, 1).bernoulli_(0.5)
-
-
+#: What draws random numbers in training, in every way that people have.
 RANDOM = {
     "dropout": lambda h: F.dropout(h, 0.5, training=True),
-    "drop path": drop_path,
+    "drop path": lambda h: h * h.new_empty(h.shape[0], 1, 1).bernoulli_(0.5),
     "noise": lambda h: h + torch.randn_like(h),
     "masking": lambda h: h * (torch.rand(h.shape[0], T, 1) > 0.5),
     "attention": lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.3),
@@ -163,7 +125,8 @@ RANDOM = {
 @pytest.mark.parametrize("how", RANDOM.values(), ids=RANDOM)
 def test_what_draws_in_training_passes(how):
     """Each sample draws the same alone as beside another: the verification runs in the mode that trains."""
-    with load_backend("bk_mixed")(Training(how), squares, clip=Flat(0.5)) as b:
+    model = mixing(how, lambda net, x: net.training)
+    with load_backend("bk_mixed")(model, squares, clip=Flat(0.5)) as b:
         for _ in range(3):
             b(*batch())
 
@@ -171,19 +134,15 @@ def test_what_draws_in_training_passes(how):
 def test_generators_and_buffers_are_as_one_step_leaves_them():
     """Verifying, and looking at samples, draws nothing that training would, and counts nothing."""
 
-    class Counts(Training):
-        def __init__(self):
-            super().__init__(RANDOM["dropout"])
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x):
-            self.count += 1
-            return super().forward(x)
+    def counted(net, x):
+        net.count += 1
+        return net.training
 
     found = []
     for verify in (True, False):
         torch.manual_seed(0)
-        model = Counts()
+        model = mixing(RANDOM["dropout"], counted)
+        model.register_buffer("count", torch.zeros(()))
         with load_backend("ghost")(model, squares, verify=verify) as b:
             b(*batch())
             before = float(model.count)

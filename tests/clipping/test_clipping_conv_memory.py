@@ -55,17 +55,6 @@ def test_temporaries_are_the_measured_ones():
         assert sizes.gradients(True, True) == pytest.approx(measured(GEOMETRIES[name], True, True)[2], rel=0.1)
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.Tanh(),
-        nn.Conv2d(8, 8, 3, padding=1),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(8, 4, 3, stride=2, dilation=2, bias=False),
-        nn.Flatten(),
-    )
-
-
 def total(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.square().sum(1)
 
@@ -76,7 +65,9 @@ def test_pieces_give_the_same_gradients(monkeypatch, backend):
     counted: list[int] = []
     real = pieces._in_pieces
     monkeypatch.setattr(pieces, "_in_pieces", lambda *a: (counted.append(a[-1]), real(*a))[1])
-    model = network().double()
+    first, second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    last = nn.Conv2d(8, 4, 3, stride=2, dilation=2, bias=False)
+    model = nn.Sequential(first, nn.Tanh(), second, nn.ReLU(inplace=True), last, nn.Flatten()).double()
     x, y = torch.randn(9, 3, 12, 12, dtype=torch.float64), torch.zeros(9)
     oracle = load_backend("microbatch")(model, total, verify=False)
     with load_backend(backend)(model, total, verify=False) as opened, oracle:

@@ -1,8 +1,10 @@
 """Steps that run as one graph: the same bits where it is traced, the same but for rounding where it is compiled."""
 
+import abc
 import functools
 import gc
 import itertools
+import logging
 import os
 import shutil
 import warnings
@@ -12,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import product
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -138,16 +141,12 @@ def test_the_fastest_way_is_taken(monkeypatch):
             assert (b.graphs.steps == 0) == (fastest == "eager")
 
 
-def not_there(*args, **kwargs):
-    raise RuntimeError("no compiler here")
-
-
-def doubled(graph, inputs, options):
-    return lambda *given: [2 * x for x in graph(*given)]
-
-
 @pytest.mark.parametrize(
-    ("compiler", "said"), [(not_there, "RuntimeError: no compil"), (doubled, "not exact.*as it was traced")]
+    ("compiler", "said"),
+    [
+        (Mock(side_effect=RuntimeError("no compiler here")), "RuntimeError: no compil"),
+        (lambda graph, inputs, options: lambda *given: [2 * x for x in graph(*given)], "not exact.*as it was traced"),
+    ],
 )
 def test_what_does_not_compile_or_to_another_step_is_said_and_not_taken(compiler, said, monkeypatch):
     monkeypatch.setattr("torch._inductor.compile", compiler)
@@ -236,6 +235,18 @@ def test_more_shapes_than_there_are_graphs_for(monkeypatch):
         assert b.ways["others"] == "eager: there are more than 2 graphs"
 
 
+@pytest.mark.filterwarnings("ignore:expected at most 2 graphs:RuntimeWarning")
+def test_a_number_that_changes_in_each_step_is_not_asked_about_for_ever(monkeypatch):
+    monkeypatch.setattr(clipping.program.graphs, "MOST", 2)
+    model, (x, y), said = Net(lambda m, x: m.layer(x) * m.weight, layer=nn.Linear(5, 3)), batch(), []
+    monkeypatch.setattr(logging.getLogger("torch._dynamo.convert_frame"), "callHandlers", said.append)
+    with opened("bk_mixed", model, verify=False) as b:
+        for model.weight in np.linspace(0.1, 1.0, 9).tolist():
+            b(x, y)
+        assert b.graphs._missed == 3 and b.ways == {"others": "eager: there are more than 2 graphs"}
+    assert not said
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.autograd.detect_anomaly])
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_a_step_within_a_mode_of_autograd_is_the_ordinary_one(mode):
@@ -280,19 +291,6 @@ def test_a_step_that_is_no_graph_is_refused(backend):
     assert said == {"all": f"eager: the step of {backend} is no graph"}
 
 
-class Last(nn.Module):
-    """Reads of each sample the position where it ends, as heads of decoders do."""
-
-    def __init__(self, rows=lambda x: torch.arange(len(x))) -> None:
-        super().__init__()
-        self.embed, self.first, self.head, self.rows = nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 3), rows
-
-    def forward(self, ids):
-        last = (ids != 0).sum(1) - 1
-        x = torch.tanh(self.first(self.embed(ids)))
-        return self.head(x[self.rows(ids), last])
-
-
 def sentences(size=6):
     ids = torch.randint(1, 9, (size, 7))
     for i, length in enumerate(torch.randint(1, 8, (size,)).tolist()):
@@ -318,7 +316,13 @@ def written(ids):
     ],
 )
 def test_rows_that_numbers_choose_are_those_of_each_batch(rows, missed):
-    require_graphs(Last(rows), [sentences() for _ in range(8)], most_missed=missed)
+    """Of each sample the position where it ends, as heads of decoders read it."""
+
+    def forward(net, ids):
+        return net.head(net.first(net.embed(ids)).tanh()[rows(ids), (ids != 0).sum(1) - 1])
+
+    model = Net(forward, embed=nn.Embedding(9, 5), first=nn.Linear(5, 5), head=nn.Linear(5, 3))
+    require_graphs(model, [sentences() for _ in range(8)], most_missed=missed)
 
 
 def require_graphs(model, batches, loss=cross_entropy, most_missed=0):
@@ -329,26 +333,21 @@ def require_graphs(model, batches, loss=cross_entropy, most_missed=0):
     assert ("eager in" in " ".join(b.ways.values())) == (most_missed > 0)
 
 
-class Routed(nn.Module):
+def routed(net, x):
     """A mixture of experts by one grouped product, with rows sorted by expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(5, 4), nn.Parameter(torch.randn(4, 5, 3))
-
-    def forward(self, x):
-        weights, chosen = self.router(x.flatten(0, 1)).softmax(-1).topk(2)
-        expert, order = chosen.flatten().sort()
-        ends = (expert[:, None] <= torch.arange(4)).sum(0).to(torch.int32)
-        rows = torch.ops.transformers.grouped_mm_fallback(x.flatten(0, 1)[order // 2], self.experts, ends)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
-        return (rows[back].view(*weights.shape, -1) * weights[..., None]).sum(1).view(*x.shape[:2], -1).mean(1)
+    weights, chosen = net.router(x.flatten(0, 1)).softmax(-1).topk(2)
+    expert, order = chosen.flatten().sort()
+    ends = (expert[:, None] <= torch.arange(4)).sum(0).to(torch.int32)
+    rows = torch.ops.transformers.grouped_mm_fallback(x.flatten(0, 1)[order // 2], net.experts, ends)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return (rows[back].view(*weights.shape, -1) * weights[..., None]).sum(1).view(*x.shape[:2], -1).mean(1)
 
 
 def test_experts_by_a_grouped_product_are_in_the_graph():
     pytest.importorskip("transformers.integrations.moe")
-    require_graphs(Routed(), [(torch.randn(6, 7, 5, dtype=torch.float64), torch.randint(3, (6,))) for _ in range(6)])
+    model = Net(routed, router=nn.Linear(5, 4), experts=torch.randn(4, 5, 3))
+    require_graphs(model, [(torch.randn(6, 7, 5, dtype=torch.float64), torch.randint(3, (6,))) for _ in range(6)])
 
 
 def test_transpositions_as_dynamo_writes_them_are_in_the_graph():
@@ -368,7 +367,11 @@ def test_ctc_loss_is_in_the_graph():
     require_graphs(small(), batches, loss)
 
 
-class Tool:
+class Metaclass(type):
+    rate = 1.0
+
+
+class Tool(metaclass=Metaclass):
     """A plain object that a model holds."""
 
     kind = 1.0
@@ -378,8 +381,12 @@ class Tool:
         self.module = ModuleType("a_module")
         self.far = SimpleNamespace(further=SimpleNamespace(furthest=SimpleNamespace(numbers={})))
 
+    @functools.cached_property
+    def cached(self) -> float:
+        return float(len(self.factors))
+
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.kind
+        return x * self.kind * self.cached
 
     @classmethod
     def of_class(cls, x: torch.Tensor) -> torch.Tensor:
@@ -393,7 +400,7 @@ class DerivedTool(Tool):
 class UsesTool(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.tool = nn.Linear(5, 3), DerivedTool()
+        self.layer, self.tool, self.kind = nn.Linear(5, 3), DerivedTool(), abc.ABCMeta("Kind", (), {})
 
     @staticmethod
     def of_model(x: torch.Tensor) -> torch.Tensor:
@@ -406,6 +413,7 @@ class UsesTool(nn.Module):
             late = 1.0
         late *= getattr(self.tool.module, "late", 1.0) * float(os.getenv("DPBENCH_TEST_SCALE", "1"))
         late *= 2.0 if "DPBENCH_TEST_LATE" in os.environ else 1.0
+        late *= Tool.rate * (2.0 if isinstance(self.tool, self.kind) else 1.0)
         with suppress(KeyError):
             late *= self.tool.far.further.furthest.numbers["late"]
         x = self.tool.of_class(self.tool.scaled(self.of_model(self.layer(x)))) * late
@@ -425,8 +433,11 @@ BEHIND_GUARDS = {
     "reloaded code": lambda patch, model: patch.setattr(Tool.scaled, "__code__", double.__code__),
     "an attribute that was absent": lambda patch, model: setattr(model.tool, "late", 2.0),
     "an order": lambda patch, model: model.tool.factors.move_to_end("first"),
+    "a property that is computed anew": lambda patch, model: model.tool.__init__() or model.tool.factors.popitem(),
     "a class attribute that was absent": lambda patch, model: patch.setattr(DerivedTool, "kind", 2.0, raising=False),
     "a name that was absent in a module": lambda patch, model: setattr(model.tool.module, "late", 2.0),
+    "an attribute of a metaclass": lambda patch, model: patch.setattr(Metaclass, "rate", 2.0),
+    "a class of an ABC": lambda patch, model: model.kind.register(Tool),
     "a key far away": lambda patch, model: model.tool.far.further.furthest.numbers.update(late=2.0),
     "an environment variable": lambda patch, model: patch.setenv("DPBENCH_TEST_SCALE", "2"),
     "an environment variable that was absent": lambda patch, model: patch.setenv("DPBENCH_TEST_LATE", "2"),
@@ -516,43 +527,33 @@ def test_a_gradient_that_is_captured_as_another_is_found_before_it_is_used():
         steps(b, x, y)
 
 
-class OtherKernel(nn.Module):
+def other_kernel(*, half):
     """A captured graph has another kernel than the caller's code, as attention with a mask in place of a flag has."""
 
-    def __init__(self, dtype):
-        super().__init__()
-        self.head, self.dtype = small(), dtype
+    def forward(net, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            return net.head(x).float() * (1.0 if torch.compiler.is_compiling() else 1 + 2**-6)
 
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return self.head(x).float() * (1.0 if torch.compiler.is_compiling() else 1 + 2**-6)
+    return Net(forward, head=small())
 
 
 def test_a_program_is_compared_as_precisely_as_it_computes():
     """The caller's dtypes do not tell: a model may enter autocast itself."""
     x, y = batch()
-    with opened("bk_mixed", OtherKernel(torch.bfloat16), verify=False) as b:
+    with opened("bk_mixed", other_kernel(half=True), verify=False) as b:
         steps(b, x, y)
         assert ways(b) == ["traced"]
     with (
-        opened("bk_mixed", OtherKernel(torch.float32), verify=False) as b,
+        opened("bk_mixed", other_kernel(half=False), verify=False) as b,
         pytest.raises(UnsupportedModel, match="losses are not the captured graph's"),
     ):
         steps(b, x, y)
 
 
-class Named(nn.Module):
-    """A model of named inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = small()
-
-    def forward(self, **inputs):
-        return self.layers(inputs["x"])
+NAMED = Net(lambda net, **inputs: net.layers(inputs["x"]), layers=small())
 
 
-@pytest.mark.parametrize(("model", "given"), [(small(), lambda x: x), (Named(), lambda x: {"x": x})])
+@pytest.mark.parametrize(("model", "given"), [(small(), lambda x: x), (NAMED, lambda x: {"x": x})])
 def test_an_eager_step_leaves_nothing_of_its_batch_behind(model, given):
     alive = []
     with opened("bk_mixed", model, verify=False) as b:

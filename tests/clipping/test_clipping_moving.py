@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from clipping import load_backend
 from clipping.checks import moving
 from clipping.checks.moving import Moving
 from clipping.numerics.rng_replay import Draws
+from dpbench.conformance.modules import Net
 
 
 class Counted:
@@ -135,24 +137,19 @@ def test_attributes_of_the_name_of_a_global_are_not_the_global():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_frozen_parameter_is_copied_if_it_moves_and_only_then(dtype):
     """The first batch is verified before it is known which one moves."""
+
+    def taught(net: Any, x: Tensor) -> Tensor:
+        if moves:
+            net.frozen.data.mul_(0.5)
+        return net.layer(x) * net.frozen
+
     for moves in (True, False):
-        model = Teacher(moves).to(dtype)
+        model = Net(taught, layer=nn.Linear(2, 2), frozen=torch.ones(())).to(dtype)
+        model.frozen.requires_grad_(False)
         with load_backend("bk_mixed")(model, lambda outputs, targets: outputs.sum(1)) as backend:
             backend(torch.randn(3, 2, dtype=dtype), torch.zeros(3))
             assert float(model.frozen) == (0.5 if moves else 1)
             assert len(backend.moving.state().kept) == moves
-
-
-class Teacher(nn.Module):
-    def __init__(self, moves: bool) -> None:
-        super().__init__()
-        self.layer, self.moves = nn.Linear(2, 2), moves
-        self.frozen = nn.Parameter(torch.ones(()), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.moves:
-            self.frozen.data.mul_(0.5)
-        return self.layer(x) * self.frozen
 
 
 def test_every_place_that_code_writes_to_is_restored():

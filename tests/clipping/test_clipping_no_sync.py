@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from clipping import Automatic, Flat, PerLayer, load_backend
 from clipping.core.batches import map_tensors
 from dpbench.conformance.cases import CASES
+from dpbench.conformance.modules import Net
 from dpbench.models.loading import load_workload
 
 
@@ -90,29 +91,21 @@ def test_what_would_wait_is_found():
             WAITING[name](VALUES)
 
 
-class Language(nn.Module):
+def language(tied: bool) -> tuple[nn.Module, Any, Tensor, Tensor]:
     """Like GPT-2: tokens and positions, two causal blocks, a head that may be the embedding."""
 
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(300, 32, padding_idx=0), nn.Embedding(40, 32)
-        block = nn.TransformerEncoderLayer(32, 4, 128, 0.0, batch_first=True, norm_first=True)
-        self.blocks, self.head = (
-            nn.TransformerEncoder(block, 2, enable_nested_tensor=False),
-            nn.Linear(32, 300, bias=False),
-        )
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+    def forward(net: Any, ids: Tensor) -> Tensor:
+        x = net.tokens(ids) + net.positions(torch.arange(ids.shape[1], device=ids.device))
         mask = torch.full((40, 40), -torch.inf, device=ids.device).triu(1)
-        return self.head(self.blocks(x, mask, is_causal=True))
+        return net.head(net.blocks(x, mask, is_causal=True))
 
-
-def language(tied: bool) -> tuple[nn.Module, Any, Tensor, Tensor]:
     ids = torch.randint(0, 300, (3, 40))
-    model = Language(tied)
+    tables = {"tokens": nn.Embedding(300, 32, 0), "positions": nn.Embedding(40, 32)}
+    block = nn.TransformerEncoderLayer(32, 4, 128, 0.0, batch_first=True, norm_first=True)
+    blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    model = Net(forward, **tables, blocks=blocks, head=nn.Linear(32, 300, bias=False))
+    if tied:
+        model.head.weight = model.tokens.weight
     return model, lambda out, y: F.cross_entropy(out.transpose(1, 2), y, reduction="none").sum(1), ids, ids
 
 
@@ -132,10 +125,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [*product(MODELS, ["bk_mixed"]), ("language, tied", "bk_ghost")],
-)
+@pytest.mark.parametrize(("name", "backend"), [*product(MODELS, ["bk_mixed"]), ("language, tied", "bk_ghost")])
 def test_a_step_waits_for_nothing(name: str, backend: str):
     model, loss_fn, inputs, targets = MODELS[name]()
     step(backend, model, loss_fn, inputs, targets)

@@ -66,28 +66,11 @@ def plain(h: Tensor, act: Any, m: Model) -> Tensor:
     return act(m.second(h))
 
 
-def skipped(h: Tensor, act: Any, m: Model) -> Tensor:
-    return act(m.second(h) + h)
-
-
 def skipped_in_place(h: Tensor, act: Any, m: Model) -> Tensor:
     out = act(m.norm(m.second(h)))
     out = m.third(out)
     out += h
     return act(out)
-
-
-def by_hand(h: Tensor, act: Any, m: Model) -> Tensor:
-    """Both summands are activations, and have one gradient."""
-    return Shared.apply(act(m.second(h)), act(m.third(h)))
-
-
-def by_another_name(h: Tensor, act: Any, m: Model) -> Tensor:
-    return Mul.apply(act(m.second(h)), act(m.third(h)))
-
-
-def twice(h: Tensor, act: Any, m: Model) -> Tensor:
-    return m.second(h) * act(m.third(h))
 
 
 def left_out(h: Tensor, act: Any, m: Model) -> Tensor:
@@ -96,11 +79,16 @@ def left_out(h: Tensor, act: Any, m: Model) -> Tensor:
     return act(m.second(h)) + h
 
 
-def in_views(h: Tensor, act: Any, m: Model) -> Tensor:
-    return m.third(act(m.second(h)).flatten(2).unflatten(2, (8, 8)))
-
-
-JOINS = (plain, skipped, skipped_in_place, by_hand, by_another_name, twice, left_out, in_views)
+JOINS = (
+    plain,
+    lambda h, act, m: act(m.second(h) + h),
+    skipped_in_place,
+    lambda h, act, m: Shared.apply(act(m.second(h)), act(m.third(h))),  # two activations that have one gradient
+    lambda h, act, m: Mul.apply(act(m.second(h)), act(m.third(h))),
+    lambda h, act, m: m.second(h) * act(m.third(h)),
+    left_out,
+    lambda h, act, m: m.third(act(m.second(h)).flatten(2).unflatten(2, (8, 8))),
+)
 
 
 def made(kind: str, join: Callable[..., Tensor]) -> tuple[Model, Tensor, Tensor]:

@@ -10,21 +10,12 @@ import pytest
 import test_clipping_exact as exact
 import torch
 from cases import FIFTEEN, NOT_FOR, PEERS
-from torch import Tensor, nn
+from torch import nn
 
-from clipping import (
-    Automatic,
-    Flat,
-    GlobalBound,
-    PerLayer,
-    UnsupportedModel,
-    WrongGradient,
-    compare,
-    load_backend,
-)
+from clipping import Automatic, Flat, GlobalBound, PerLayer, UnsupportedModel, WrongGradient, compare, load_backend
 from dpbench.conformance.cases import CASES, cross_entropy, images, tokens
 from dpbench.conformance.contract import CHECKS
-from dpbench.conformance.modules import Skipping
+from dpbench.conformance.modules import Net, Skipping
 from dpbench.conformance.refusals import REFUSALS
 
 MODELS = {case.name: case for case in CASES}
@@ -33,17 +24,6 @@ every_peer = pytest.mark.parametrize("backend", PEERS)
 
 def layers() -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
-
-
-class Beside(nn.Module):
-    """Adds a layer of constants, which no output of another layer reaches."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(x.new_ones(len(x), 2))
 
 
 def outcome(backend: str, problem, verify: bool) -> str:
@@ -185,17 +165,13 @@ def test_frequency_scaled_embeddings_are_found_out(backend: str):
         assert outcome(backend, problem, verify=True) == "found out"
 
 
-class ChannelsLast(nn.Module):
-    """What a LayerNorm over channels makes of an image, as in ConvNeXt, and `memory_format=torch.channels_last`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-
-
 @every_peer
 def test_convolutions_of_channels_last_images_are_found_out(backend: str):
-    """Opacus unfolds an image by its strides, taking them for those of a channels-first one."""
-    problem = images(ChannelsLast(), nn.Conv2d(4, 6, 3, padding=1), nn.Tanh())
+    """Opacus unfolds an image by its strides, taking them for those of a channels-first one.
+    A LayerNorm over channels makes it so, as in ConvNeXt, and `memory_format=torch.channels_last`.
+    """
+    turned = Net(lambda _, x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))
+    problem = images(turned, nn.Conv2d(4, 6, 3, padding=1), nn.Tanh())
     wrong = backend in ("opacus_hooks", "opacus_ghost")
     assert outcome(backend, problem, verify=False) == ("wrong" if wrong else "exact")
     assert outcome(backend, problem, verify=True) == ("found out" if wrong else "exact")
@@ -264,7 +240,8 @@ def test_fastdp_computes_the_weight_gradient_of_its_origin_alone(backend: str):
     for beside in (False, True):
         model, x, y, loss = images(layers(), nn.Linear(3, 3))
         if beside:
-            model = nn.Sequential(model, Beside(3)).double()
+            constants = Net(lambda net, x: x + net.layer(x.new_ones(len(x), 2)), layer=nn.Linear(2, 3))
+            model = nn.Sequential(model, constants).double()
         seen.clear()
         hook = lambda module, _, seen=seen: seen.append(tuple(p.requires_grad for p in module.parameters()))  # noqa: E731
         model.register_forward_pre_hook(hook)

@@ -26,14 +26,8 @@ from clipping.tape.record import Tape
 
 def network() -> nn.Sequential:
     """A convolution of many positions, one of few, and a linear layer."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.Tanh(),
-        nn.Conv2d(8, 32, 3, stride=4),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 10),
-    )
+    convolutions = nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 32, 3, stride=4), nn.Tanh()
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32 * 4 * 4, 10))
 
 
 def total(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -132,9 +126,7 @@ def test_what_is_timed_draws_none_of_the_caller_s_numbers():
     assert torch.equal(*drawn)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "mode"), [("paper", nullcontext), ("memory", nullcontext), ("auto", FakeTensorMode)]
-)
+@pytest.mark.parametrize("strategy, mode", [("paper", nullcontext), ("memory", nullcontext), ("auto", FakeTensorMode)])
 def test_strategies_without_seconds_and_fake_tensors_time_nothing(monkeypatch, strategy, mode):
     monkeypatch.setattr(clipping.planning.planner, "measured", lambda *_: pytest.fail("timed"))
     with mode():

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,37 @@ def test_a_batch_that_disagrees_with_itself_is_refused(backend: str):
             b({"input": X, "scale": torch.tensor(2.0)}, Y)
         with pytest.raises(ValueError, match=r"expected padded tensors.* got a nested one"):
             b(torch.nested.nested_tensor(list(X[:, None]), layout=torch.jagged), Y)
+
+
+@pytest.mark.parametrize("backend", TAPE)
+@pytest.mark.parametrize(("owner", "name"), [(F, "linear"), (F, "relu"), (Tensor, "exp")])
+def test_a_function_that_was_put_into_torch_is_refused(backend: str, owner: Any, name: str, monkeypatch):
+    """A mode is shown the replacement, or a handler calls it, and it would run twice."""
+    own, model = getattr(owner, name), Net(lambda m, x: F.relu(m.layer(x)).exp(), layer=nn.Linear(6, 3))
+    with load_backend(backend)(model, cross_entropy) as b:
+        b(X, Y)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: own(*args, **kwargs) * 2)
+        with pytest.raises(UnsupportedModel, match=f"{name} is not torch's own"):
+            b(X, Y)
+
+
+def reversible(m, x):
+    out = m.layer(x)
+    if out.requires_grad:
+        out.register_hook(lambda g: m.p.backward(g.sum(0)))
+    return out + m.p.detach()
+
+
+@pytest.mark.parametrize("backend", TAPE)
+def test_a_gradient_that_the_backward_pass_writes_is_refused(backend: str):
+    """Autograd returns none for it, so that the definition has none either."""
+    model = Net(reversible, layer=nn.Linear(6, 3), p=torch.ones(3))
+    with (
+        load_backend(backend)(model, cross_entropy) as b,
+        pytest.raises(UnsupportedModel, match=r"p: its .grad is written within the backward pass, as by a reversible"),
+    ):
+        b(X, Y)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize(

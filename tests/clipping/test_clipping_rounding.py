@@ -26,15 +26,13 @@ from dpbench.conformance.modules import Net
 BACKENDS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 
 
-class Weighed(nn.Module):
-    """A linear layer, and a loss whose gradient at each output is the record's own: [B, T, d], [B, T, p]."""
+def weighed(layer: nn.Module) -> Net:
+    """A layer, and a loss whose gradient at each output is the record's own: x [B, ...], g as the layer's output."""
+    return Net(lambda net, x, g: (net.layer(x) * g).flatten(1).sum(1), layer=layer)
 
-    def __init__(self, inputs=64, outputs=64):
-        super().__init__()
-        self.linear = nn.Linear(inputs, outputs, bias=False)
 
-    def forward(self, a: Tensor, g: Tensor) -> Tensor:
-        return (self.linear(a) * g).sum((1, 2))
+def images() -> nn.Module:
+    return nn.Conv2d(3, 8, 3, padding=1, bias=False)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -50,10 +48,11 @@ def test_one_record_more_changes_no_route_of_the_others(name, before):
     g[:, -1] = -g[:, :-1].sum(1)
     options = {"timing": False} if name == "bk_mixed" else {}
     sums = []
-    with load_backend(name)(Weighed(16, 1), lambda losses, _: losses, verify=False, **options) as backend:
+    model = weighed(nn.Linear(16, 1, bias=False))
+    with load_backend(name)(model, lambda losses, _: losses, verify=False, **options) as backend:
         for count in (before, before + 1):
             batch = a.expand(count, -1, -1), g.expand(count, -1, -1)
-            sums.append(backend(batch, torch.zeros(count)).grads["linear.weight"])
+            sums.append(backend(batch, torch.zeros(count)).grads["layer.weight"])
     assert (sums[1] - sums[0]).norm() <= 1.01
 
 
@@ -181,17 +180,6 @@ def tf32(request, monkeypatch):
     monkeypatch.setattr(tape_backends, "rounds_operands", lambda of, library: of.dtype != torch.float64)
 
 
-class WeighedImages(nn.Module):
-    """Each loss is weighed by the record itself: [B, 3, 8, 8] and [B, 8, 8, 8]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-
-    def forward(self, x: Tensor, g: Tensor) -> Tensor:
-        return (self.convolution(x) * g).sum((1, 2, 3))
-
-
 def records(kind: str, model: str) -> list[Tensor]:
     """The first is hard: its terms cancel to a share of their size, or all of it is one entry."""
     shapes = ((3, 8, 8), (8, 8, 8)) if model == "images" else ((40, 32), (40, 16))
@@ -212,7 +200,7 @@ def records(kind: str, model: str) -> list[Tensor]:
 @pytest.mark.parametrize("model", ["images", "rows"])
 @pytest.mark.parametrize("name", ["fastgradclip", "ghost", "bk_mixed"])  # each kind of route
 def test_one_record_moves_the_sum_by_what_is_stated(tf32, name, model):
-    module = WeighedImages() if model == "images" else Weighed(32, 16)
+    module = weighed(images() if model == "images" else nn.Linear(32, 16, bias=False))
     for kind in ("ordinary", "one entry", "1", "0.1", "0.01", "1e-3", "1e-5"):
         torch.manual_seed(0)
         inputs = records(kind, model)
@@ -230,15 +218,9 @@ def test_what_was_stated_of_a_product_stays_stated(monkeypatch):
     """The bound is of all that was seen: a later batch that goes without the convolution does not lower it."""
     monkeypatch.setattr(tape_backends, "rounds_operands", lambda of, library: library == "cudnn")
 
-    class Either(WeighedImages):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.convolution(x).sum((1, 2, 3)) if x.dim() == 4 else self.linear(x).sum(1)
-
-    with load_backend("ghost")(Either(), lambda losses, _: losses, verify=False) as backend:
+    either = lambda net, x: (net.convolution if x.dim() == 4 else net.linear)(x).flatten(1).sum(1)  # noqa: E731
+    model = Net(either, convolution=images(), linear=nn.Linear(4, 1))
+    with load_backend("ghost")(model, lambda losses, _: losses, verify=False) as backend:
         backend(torch.randn(2, 4), torch.zeros(2))
         assert backend.sensitivity_bound(2) - 1 < ALLOWANCE
         backend(torch.randn(2, 3, 8, 8), torch.zeros(2))

@@ -168,17 +168,8 @@ def uncancelled(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def mixed_precision() -> tuple[nn.Module, Tensor, Tensor]:
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.GroupNorm(4, 16),
-        nn.Tanh(),
-        nn.Conv2d(16, 32, 3, stride=2),
-        nn.Tanh(),
-        nn.Flatten(2),
-        nn.Linear(9, 24),
-        nn.Flatten(),
-        nn.Linear(32 * 24, 10),
-    )
+    layers = nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.Tanh(), nn.Conv2d(16, 32, 3, stride=2), nn.Tanh()
+    model = nn.Sequential(*layers, nn.Flatten(2), nn.Linear(9, 24), nn.Flatten(), nn.Linear(32 * 24, 10))
     return model, torch.randn(6, 3, 8, 8), torch.randint(0, 10, (6,))
 
 

@@ -57,25 +57,17 @@ def changed_through_a_view(p: Tensor, q: Tensor) -> Tensor:
     return made
 
 
-class Made(nn.Module):
-    """Multiplies the data by what `make` gives of two parameters."""
-
-    def __init__(self, make) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.p, self.q, self.make = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(2, 4)), make
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.make(self.p, self.q).to(x.dtype).flatten()).sin()
-
-
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets[:, None]).square().sum(1)
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_made_of_parameters_is_exact(name):
-    model, x, y = Made(MADE[name]).double(), torch.randn(SAMPLES, 1, dtype=torch.float64), torch.ones(SAMPLES).double()
+    """The model multiplies its input by a function of two parameters."""
+    torch.manual_seed(0)
+    times = lambda net, x: (x * MADE[name](net.p, net.q).to(x.dtype).flatten()).sin()  # noqa: E731
+    model = Net(times, p=torch.randn(5, 4), q=torch.randn(2, 4)).double()
+    x, y = torch.randn(SAMPLES, 1, dtype=torch.float64), torch.ones(SAMPLES).double()
     clip = Flat(max_grad_norm=0.5)
     wanted = definition(model, squares, x, y, clip=clip)
     for backend in ("ghost", "bk_mixed"):

@@ -47,24 +47,23 @@ def trimmed(outputs):
     return losses * (losses.detach() < losses.detach().median())
 
 
-def trimmed_by_index(outputs):
-    losses = cross_entropy(outputs)
-    mask = torch.zeros(len(losses))
-    mask[losses.detach().topk(len(losses) // 2).indices] = 1.0
-    return losses * mask
+def trimmed_by(fill):
+    """`fill(mask, indices)` writes ones into the mask of the largest half."""
 
+    def loss(outputs):
+        losses, mask = cross_entropy(outputs), torch.zeros(len(outputs))
+        fill(mask, losses.detach().topk(len(losses) // 2).indices)
+        return losses * mask
 
-def trimmed_by_fill(outputs):
-    losses = cross_entropy(outputs)
-    return losses * torch.zeros(len(losses)).index_fill_(0, losses.detach().topk(len(losses) // 2).indices, 1.0)
+    return loss
 
 
 MIXING = {
     "divided by their mean": lambda o: cross_entropy(o) / cross_entropy(o).detach().mean(),
     "standardised": lambda o: (lambda x: (x - x.detach().mean()) / x.detach().std())(cross_entropy(o)),
     "trimmed": trimmed,
-    "trimmed by an index": trimmed_by_index,
-    "trimmed by a filled mask": trimmed_by_fill,
+    "trimmed by an index": trimmed_by(lambda mask, indices: mask.__setitem__(indices, 1.0)),
+    "trimmed by a filled mask": trimmed_by(lambda mask, indices: mask.index_fill_(0, indices, 1.0)),
     "contrastive": contrastive,
     "divided by a number": lambda o: (lambda x: x / x.detach().mean().item())(cross_entropy(o)),
     "trimmed by a number": lambda o: (lambda x: x * (x < float(x.detach().median())))(cross_entropy(o)),
@@ -238,13 +237,12 @@ def test_tensors_of_the_callers_own_are_changed_once():
     torch.testing.assert_close(total, plain(history[0]).sum() + plain(history[1]).sum())
 
 
-def test_what_was_traced_is_ordinary_afterwards():
+def test_what_was_traced_is_recorded_no_more_afterwards_and_saved_as_ordinary():
     model, optimizer, _ = made()
-    outputs = model(X)
-    losses = cross_entropy(outputs)
+    losses = cross_entropy(model(X))
     assert isinstance(losses, Traced)
     optimizer.step(loss=losses)
-    assert type(outputs + 1) is torch.Tensor and type(losses.mean()) is torch.Tensor
+    assert losses.mean().noted_by is losses.noted_by and not losses.noted_by._notes
     file = io.BytesIO()
     torch.save(losses.detach(), file)
     file.seek(0)
@@ -293,6 +291,12 @@ def mean(model, x):
     model.attribute = x.mean(0)
 
 
+def listed(model, x):
+    model.held.append(x.mean(0))
+    model.attribute = model.held[-1]
+
+
+NEXT = "the next batch's output changes"
 KEPT = {
     "a count in a buffer": (Keeps(lambda model, x: model.buffer.add_(1), "buffer"), None),
     "a count": (Keeps(lambda model, x: setattr(model, "attribute", model.attribute + 1), "attribute"), None),
@@ -304,19 +308,11 @@ KEPT = {
     "a rebound buffer": (Keeps(lambda model, x: setattr(model, "buffer", x[-1]), "buffer"), "'buffer' changes"),
     "some entries": (Keeps(lambda model, x: setattr(model, "buffer", x[x > 0])), "'buffer' changes"),
     "a frozen parameter": (Keeps(lambda model, x: model.frozen.copy_(x[-1])), "'frozen' changes"),
-    "a running mean that is read": (Keeps(running_mean, "buffer", persistent=False), "the next batch's output changes"),
-    "an attribute": (Keeps(mean, "attribute"), "the next batch's output changes"),
-    "a number": (
-        Keeps(lambda model, x: setattr(model, "attribute", float(x.mean())), "attribute"),
-        "the next batch's output changes",
-    ),
-    "a list": (
-        Keeps(
-            lambda model, x: [model.held.append(x.mean(0)), setattr(model, "attribute", model.held[-1])], "attribute"
-        ),
-        "the next batch's output changes",
-    ),
-    "the first batch": (Initialised(lambda model, x: None), "samples mix|the next batch's output changes"),
+    "a running mean that is read": (Keeps(running_mean, "buffer", persistent=False), NEXT),
+    "an attribute": (Keeps(mean, "attribute"), NEXT),
+    "a number": (Keeps(lambda model, x: setattr(model, "attribute", float(x.mean())), "attribute"), NEXT),
+    "a list": (Keeps(listed, "attribute"), NEXT),
+    "the first batch": (Initialised(lambda model, x: None), f"samples mix|{NEXT}"),
 }
 
 
@@ -353,7 +349,7 @@ def test_a_loss_that_keeps_a_part_of_its_records_for_the_next_step_is_refused(re
     _, _, engine = made()
     step = engine.make_step(Balanced(reads), compile=False)
     y = torch.tensor([0] + [1] * (B - 2) + [0])  # the first and the last record are alike
-    with pytest.raises(UnsupportedModel, match="the next batch's output changes") if reads else nullcontext():
+    with pytest.raises(UnsupportedModel, match=NEXT) if reads else nullcontext():
         step(X, y)
 
 
@@ -406,26 +402,17 @@ def test_norms_that_are_a_little_too_small_are_found(monkeypatch):
         optimizer.step(loss=cross_entropy(model(X * torch.nan)) * 2)
 
 
-class Beside(nn.Module):
-    """Compares records with `rows` constant ones in the same call of its layer, once it is `used`."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.layer, self.rows, self.used = nn.Linear(20, 5), rows, False
-
-    def forward(self, x):
-        if not self.used:
-            return self.layer(x)
-        both = self.layer(torch.cat([x, torch.full((self.rows, 20), 0.3)]))
-        return both[: len(x)] - 2 * both[len(x) :]
-
-
 @pytest.mark.parametrize(("rows", "backend"), [(B, "bk_mixed"), (1, "bk_mixed"), (1, "microbatch")])
 def test_rows_of_a_constant_beside_the_batch(rows, backend):
     """As many as the batch has belong to its records; others to none, so that a gradient there is in no norm."""
-    model, optimizer, engine = made(Beside(rows), backend)
+
+    def beside(net, x):
+        both = net.layer(torch.cat([x, torch.full((rows, 20), 0.3)]))
+        return both[: len(x)] - 2 * both[len(x) :]
+
+    model, optimizer, engine = made(Net(lambda net, x: net.layer(x), layer=nn.Linear(20, 5)), backend)
     optimizer.step(loss=cross_entropy(model(X)))
-    model.used = True
+    model.run = beside
     if rows < B and backend == "bk_mixed":
         with pytest.raises(UnsupportedModel, match="rows that belong to no sample"):
             optimizer.step(loss=cross_entropy(model(X)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -24,48 +25,40 @@ from dpbench.conformance.modules import Net
 B, C = 4, 0.3
 
 
-class Words(nn.Module):
+def words(inside: nn.Module, times: int = 1) -> nn.Module:
     """[B, T, 16] -> [B, T, 3], by something that drops, given its input so many times, and a dropout after it."""
 
-    def __init__(self, inside: nn.Module, times: int = 1) -> None:
-        super().__init__()
-        self.before, self.inside, self.times, self.after = nn.Linear(16, 16), inside, times, nn.Linear(16, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        found = net.inside(*[net.before(x)] * times)
+        return net.after(F.dropout(found[0] if isinstance(found, tuple) else found, 0.2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.inside(*[self.before(x)] * self.times)
-        return self.after(F.dropout(found[0] if isinstance(found, tuple) else found, 0.2))
+    return Net(forward, before=nn.Linear(16, 16), inside=inside, after=nn.Linear(16, 3))
 
 
 def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
-    return Words(kind(16, 8, num_layers=2, dropout=0.3, batch_first=True, bidirectional=True))
+    return words(kind(16, 8, num_layers=2, dropout=0.3, batch_first=True, bidirectional=True))
 
 
 DROPPING = {
-    "attention": lambda: Words(nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True), 3),
-    "encoder layer": lambda: Words(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)),
-    "transformer": lambda: Words(nn.Transformer(16, 4, 1, 1, 32, batch_first=True), 2),
+    "attention": lambda: words(nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True), 3),
+    "encoder layer": lambda: words(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)),
+    "transformer": lambda: words(nn.Transformer(16, 4, 1, 1, 32, batch_first=True), 2),
     "LSTM": lambda: recurrent(nn.LSTM),
     "GRU": lambda: recurrent(nn.GRU),
 }
 
 
-class Images(nn.Module):
+def channels_last() -> tuple[nn.Module, Tensor]:
     """Weights of several layouts: two that `channels_last` turns, and two that are permuted as they are made."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 6, 3)
-        self.turned = nn.Parameter(torch.randn(9, 6).t())
-        self.permuted = nn.Parameter(torch.randn(3, 4, 5).permute(2, 0, 1))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.second(F.relu(net.norm(net.first(x)))).mean((2, 3)) @ net.turned
+        return x[:, :5] * torch.einsum("abc,nb->nac", net.permuted, x[:, :3]).sum(2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(F.relu(self.norm(self.first(x)))).mean((2, 3)) @ self.turned
-        return x[:, :5] * torch.einsum("abc,nb->nac", self.permuted, x[:, :3]).sum(2)
-
-
-def channels_last() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model, x = Images(), torch.randn(B, 4, 8, 8)
+    layers = {"first": nn.Conv2d(4, 8, 3, padding=1), "norm": nn.GroupNorm(2, 8), "second": nn.Conv2d(8, 6, 3)}
+    permuted = {"turned": torch.randn(9, 6).t(), "permuted": torch.randn(3, 4, 5).permute(2, 0, 1)}
+    model, x = Net(forward, **layers, **permuted), torch.randn(B, 4, 8, 8)
     return model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
 
 
@@ -73,14 +66,9 @@ def losses_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).flatten(1).square().mean(1)
 
 
-class Keeps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.first(x)
-        return self.second(self.kept)
+def keeps(net: Any, x: Tensor) -> Tensor:
+    net.kept = net.first(x)
+    return net.second(net.kept)
 
 
 FIRST = {
@@ -88,12 +76,12 @@ FIRST = {
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)), lambda: torch.randn(B, 3, 8, 8)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), lambda: torch.randint(0, 9, (B, 5))),
     "group norm": (lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)), lambda: torch.randn(B, 4, 8, 8)),
-    "LSTM": (lambda: Words(nn.LSTM(16, 16, batch_first=True)), lambda: torch.randn(B, 7, 16)),
+    "LSTM": (lambda: words(nn.LSTM(16, 16, batch_first=True)), lambda: torch.randn(B, 7, 16)),
     "bias": (
         lambda: Net(lambda net, x: net.layer(x + net.bias), bias=torch.zeros(8), layer=nn.Linear(8, 3)),
         lambda: torch.randn(B, 8),
     ),
-    "activation": (Keeps, lambda: torch.randn(B, 8)),
+    "activation": (lambda: Net(keeps, first=nn.Linear(8, 8), second=nn.Linear(8, 3)), lambda: torch.randn(B, 8)),
 }
 
 
@@ -198,7 +186,7 @@ def test_what_is_changed_in_place_before_the_step_is_noticed_as_autograd_does(na
 
     def changed(x: Tensor) -> Tensor:
         losses = losses_of(model, x)
-        (model.kept.detach() if isinstance(model, Keeps) else x).zero_()
+        (model.kept.detach() if name == "activation" else x).zero_()
         return losses
 
     try:

@@ -92,6 +92,21 @@ def test_what_was_stepped_is_not_stepped_again(read):
     assert (engine.steps, engine._size) == (steps, size)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("loading", [{}, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_copy_on_a_gpu_of_what_was_stepped_is_not_stepped(depth, loading):
+    """Each x.to(device) is another tensor, as where the loss of each head has a step of its own."""
+    settings = {"batch_size": EXPECTED, "sample_size": RECORDS, "epochs": 2}
+    model, optimizer, engine = attached(nn.Linear(RECORDS, 1).double().cuda(), **settings)
+    with pytest.raises(Misuse, match=f"{DONE}|expected one loss for each"):  # of another size than the next one
+        for x, _ in ahead(engine.data_loader(DATA, **loading), depth):
+            for _ in range(2):
+                optimizer.step(loss=model(x.cuda())[:, 0])
+                torch.cuda.synchronize()
+    assert engine.steps <= 2
+
+
 def test_after_a_step_its_batch_may_be_evaluated():
     """Also where what the model reads is another view that nobody would know."""
     for view, loading in ((lambda x: x, PADDED), (lambda x: x.flip(1), {"max_physical_batch_size": 16})):

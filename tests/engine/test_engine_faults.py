@@ -423,7 +423,7 @@ def test_a_clipping_norm_that_changes_within_a_logical_batch_is_refused():
     optimizer.virtual_step(loss=losses_of(model))
     clip.sensitivity = 0.1
     message = "expected a clipping function of one sensitivity in all of a logical batch, got {} after 1:"
-    for call in (lambda: optimizer.virtual_step(loss=losses_of(model)), engine.state_dict, engine.empty_step):
+    for call in (lambda: optimizer.virtual_step(loss=losses_of(model, seed=1)), engine.state_dict, engine.empty_step):
         with says(Misuse, message.format(0.1)):
             call()
     optimizer.step(loss=losses_of(model))  # of a logical batch of its own
@@ -457,11 +457,38 @@ def test_a_grad_scaler_is_refused(kind):
     assert not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def test_an_optimizer_of_several_gradients_a_step_is_refused():
+class Sharpness(torch.optim.SGD):
+    def step(self, closure=None):
+        assert closure is not None, "it requires a closure"
+
+
+class Extragradient(torch.optim.SGD):
+    def step(self, closure=None):
+        closure()
+
+
+class Wrong(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ValueError("of its own")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Sharpness, Extragradient])
+def test_an_optimizer_of_several_gradients_a_step_is_refused(kind):
+    """When it is attached, if `step` has no default; else by its error in the first step."""
     model = nn.Linear(5, 3)
     _, _, engine = make(model, attach=False)
-    with says(Misuse, "expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure"):
-        engine.attach(torch.optim.LBFGS(model.parameters()))
+    optimizer = kind(model.parameters())
+    with says(Misuse, f"expected an optimizer of one gradient a step, got {kind.__name__}, .* several by a closure"):
+        engine.attach(optimizer)
+        optimizer.step(loss=losses_of(model))
+    engine.detach()
+
+
+def test_another_error_of_an_optimizer_is_its_own():
+    model, optimizer, engine = make(kind=Wrong)
+    with pytest.raises(ValueError, match="of its own"):
+        optimizer.step(loss=losses_of(model))
+    engine.detach()
 
 
 class Counts(nn.Linear):

@@ -8,6 +8,7 @@ import torch
 from attached import attached, cross_entropy, data
 from torch import nn
 
+from dpbench.conformance.modules import Net
 from dpbench.engine import release
 from dpbench.engine.noise import At, Secure
 from dpbench.engine.release import gathered, release_gradients
@@ -15,18 +16,12 @@ from dpbench.engine.release import gathered, release_gradients
 KEY = bytes(range(32))
 
 
-class Mixed(nn.Module):
+def mixed():
     """Parameters of every shape: matrices, single numbers, one of another dtype, a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 40), nn.Linear(40, 3)
-        self.norm, self.scale = nn.LayerNorm(40), nn.Parameter(torch.tensor(1.5))
-        self.wide = nn.Linear(3, 3).double()
-        self.second.bias.requires_grad_(False)
-
-    def forward(self, x):
-        return self.wide((self.second(self.norm(self.first(x)).tanh()) * self.scale).double())
+    parts = {"first": nn.Linear(5, 40), "second": nn.Linear(40, 3), "norm": nn.LayerNorm(40)}
+    parts |= {"scale": torch.tensor(1.5), "wide": nn.Linear(3, 3).double()}
+    parts["second"].bias.requires_grad_(False)
+    return Net(lambda m, x: m.wide((m.second(m.norm(m.first(x)).tanh()) * m.scale).double()), **parts)
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ def on_cpu(request, monkeypatch):
 
 def make(**changes):
     torch.manual_seed(0)
-    model, optimizer, engine = attached(Mixed(), lr=0.1, attach=False, **changes)
+    model, optimizer, engine = attached(mixed(), lr=0.1, attach=False, **changes)
     engine.noise.load_state_dict({"kind": "secure", "key": KEY}, replay=True)
     engine._recorder.backend.settle()  # by formula: two trainings are compared bit by bit
     engine._sampler.take(KEY)

@@ -36,22 +36,12 @@ def train(change=lambda x, y, w: (x, y, w), loss=None, known=False, epochs=2, ba
         for batch in engine.data_loader(DATA, **loader):
             x, y, w = change(*batch)
             if step is None:
-                optimizer.step(loss=loss(model(x), y, w))
+                losses = loss(model(x), y, w)
+                optimizer.step(loss=losses)
+                getattr(loss, "after", len)(losses)
             else:
                 step(x, (y, w))
     return engine.steps
-
-
-def mixup(x, y, w):
-    return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y, w
-
-
-def mixup_in_place(x, y, w):
-    return x.mul_(0.7).add_(0.3 * x.flip(0)), y, w
-
-
-def mixed_in_a_buffer(x, y, w):
-    return torch.empty(x.shape).copy_(x - x.mean(0)), y, w
 
 
 def mixed_by_data(x, y, w):
@@ -59,16 +49,12 @@ def mixed_by_data(x, y, w):
     return x, y, w
 
 
-def mixed_row_by_row(x, y, w):
-    return torch.stack([row - x.mean(0) for row in x]), y, w
-
-
 MIXED = {
-    "in a buffer": mixed_in_a_buffer,
+    "in a buffer": lambda x, y, w: (torch.empty(x.shape).copy_(x - x.mean(0)), y, w),
     "by data": mixed_by_data,
-    "row by row": mixed_row_by_row,
-    "pairs": mixup,
-    "pairs in place": mixup_in_place,
+    "row by row": lambda x, y, w: (torch.stack([row - x.mean(0) for row in x]), y, w),
+    "pairs": lambda x, y, w: (0.7 * x + 0.3 * x[torch.randperm(len(x))], y, w),
+    "pairs in place": lambda x, y, w: (x.mul_(0.7).add_(0.3 * x.flip(0)), y, w),
     "standardised": lambda x, y, w: ((x - x.mean(0)) / x.std(0), y, w),
     "by 0": lambda x, y, w: (x + 0 * x.mean(0), y, w),
     "labels of others": lambda x, y, w: (x, y.flip(0), w),
@@ -105,6 +91,46 @@ def test_losses_that_depend_on_the_labels_of_others_are_refused(name):
             train(loss=LOSSES[name], **loader)
 
 
+def of_size(number):
+    return lambda o, y, w: F.cross_entropy(o, y, reduction="none") * number(y)
+
+
+@pytest.mark.parametrize("number", [lambda y: 1 / len(y), lambda y: y.shape[0], lambda y: 1.0 / float(y.numel())])
+@pytest.mark.parametrize("known", [False, True], ids=["step", "make_step"])
+def test_losses_that_are_scaled_by_the_number_of_samples_are_refused(number, known):
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        train(loss=of_size(number), known=known)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        train(lambda x, y, w: (x * number(y), y, w), known=known)
+
+
+def test_what_is_logged_and_a_number_that_is_once_that_of_the_samples_are_not_refused():
+    sizes, logged = [], []
+
+    def loss(o, y, w):
+        sizes.append(len(y))
+        losses = F.cross_entropy(o, y, reduction="none") * sizes[0]
+        logged.append(losses.mean() * len(y))
+        return losses
+
+    assert train(loss=loss) == 8 and len(set(sizes)) > 2
+
+
+@pytest.mark.parametrize("compile", [None, False, True], ids=["step", "make_step", "program"])
+def test_whoever_catches_a_refusal_and_goes_on_is_refused_again(compile):
+    """As in a notebook, where a cell is run once more: not only in the steps that are checked in any case."""
+    model, optimizer, engine = made(sampling="shuffled", batch_size=N // 8)
+
+    def spread(outputs, y):
+        return (outputs - outputs.detach().mean(0)).square().sum(1)
+
+    step = None if compile is None else engine.make_step(spread, compile=compile)
+    for x, y, _ in engine.data_loader(DATA):
+        with pytest.raises(UnsupportedModel, match="samples mix"):
+            optimizer.step(loss=model(x - x.mean(0)).square().sum(1)) if step is None else step(x, y)
+    assert engine.steps == 0 and engine.drawn == 8
+
+
 def test_they_are_without_a_tape():
     with pytest.raises(UnsupportedModel, match="samples mix"):
         train(loss=LOSSES["over the sum of weights"], backend="microbatch")
@@ -135,6 +161,17 @@ def relative(of):
     return loss
 
 
+def balanced():
+    """Losses over their running mean, which is kept after the step."""
+    kept = [torch.ones(())]
+
+    def loss(o, y, w):
+        return F.cross_entropy(o, y, reduction="none") / kept[-1]
+
+    loss.after = lambda losses: kept.append(0.9 * kept[-1] + 0.1 * losses.detach().mean())
+    return loss
+
+
 def as_before():
     """Sound: weighs by a constant that is made once, and keeps losses for a log."""
     kept, log = [], []
@@ -152,6 +189,7 @@ FROM_BEFORE = {
     "outputs": queued,
     "losses": lambda: relative(lambda losses, w: losses),
     "the batch": lambda: relative(lambda losses, w: w),
+    "after the step": balanced,
     "nothing": as_before,
 }
 

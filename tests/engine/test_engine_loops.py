@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attached import attached, cross_entropy
+from by_hand import clipped_sum
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 from clipping import UnsupportedModel, load_backend
 from dpbench import Misuse, PrivacyEngine
+from dpbench.conformance.modules import Net
 
 B = 6
 each = pytest.mark.parametrize("backend", ["bk_mixed", "microbatch"])  # with a tape, and without
@@ -31,15 +33,9 @@ def private(model, lr=0.0, **options):
 
 def require_sum(model, losses, clip=0.5, count=B, rtol=1e-8, atol=1e-10):
     """What is in `.grad` is the sum of clipped gradients of losses(model, i), one record at a time."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    wanted = dict.fromkeys(named, 0.0)
-    alone = copy.deepcopy(model)
-    for i in range(count):
-        grads = torch.autograd.grad(losses(alone, i), [dict(alone.named_parameters())[name] for name in named])
-        factor = min(1.0, clip / float(torch.cat([g.flatten() for g in grads]).norm()))
-        wanted = {name: wanted[name] + factor * g for name, g in zip(named, grads, strict=True)}
-    for name, p in named.items():
-        torch.testing.assert_close(p.grad * B, wanted[name], rtol=rtol, atol=atol)
+    found, alone = {name: p.grad * B for name, p in model.named_parameters() if p.requires_grad}, copy.deepcopy(model)
+    wanted = clipped_sum((losses(alone, i) for i in range(count)), {n: alone.get_parameter(n) for n in found}, clip)
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 
 
 def networks():
@@ -91,21 +87,15 @@ def test_a_penalty_on_gradients_every_few_steps(backend):
         require_sum(critic, lambda d, i, step=step: losses_of(d, x[i : i + 1], step)[0])
 
 
-class Adapts(nn.Module):
-    """Takes a step for each sample on weights of its own before it answers (MAML)."""
+def test_a_gradient_by_what_is_made_of_a_parameter_is_refused_by_name():
+    """A step for each sample on weights of its own, before the model answers (MAML)."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(5, 3))
-
-    def forward(self, x, y):
-        own = self.weight.expand(len(x), 5, 3)
+    def adapts(net, x, y):
+        own = net.weight.expand(len(x), 5, 3)
         (slope,) = torch.autograd.grad((x @ own - y).square().sum(), own, create_graph=True)
         return x @ (own - 0.1 * slope)
 
-
-def test_a_gradient_by_what_is_made_of_a_parameter_is_refused_by_name():
-    model = Adapts()
+    model = Net(adapts, weight=torch.ones(5, 3))
     private(model)
     with pytest.raises(Misuse, match="a gradient within the losses takes backend='microbatch'"):
         model(torch.randn(B, 4, 5), torch.randn(B, 4, 3))
@@ -225,28 +215,19 @@ def test_a_teacher_and_a_temperature_move_once_a_step(compiled):
         torch.testing.assert_close(model.state_dict()[state], alone.state_dict()[state])
 
 
-class Gaussian(nn.Module):
-    """Gives means, and a width that is one parameter for all samples, or copied for each."""
-
-    def __init__(self, copied):
-        super().__init__()
-        self.mean, self.width, self.copied = nn.Linear(4, 3), nn.Parameter(torch.zeros(3)), copied
-
-    def forward(self, x):
-        mean = self.mean(x)
-        return mean, self.width.exp().repeat(len(x), 1) if self.copied else self.width.exp()
-
-
 @each
 @pytest.mark.parametrize(("copied", "known"), [(True, False), (True, True), (False, True), (False, False)])
 def test_a_loss_may_read_parameters_among_the_outputs(copied, known, backend):
     """In the caller's own loop if they are copied for each sample. The loss also runs the model."""
 
+    def forward(net, x):
+        return net.mean(x), net.width.exp().repeat(len(x), 1) if copied else net.width.exp()
+
     def loss_of(model, outputs, x):
         return -sum(torch.distributions.Normal(*each).log_prob(x[:, :3]).sum(1) for each in (outputs, model(-x)))
 
     torch.manual_seed(0)
-    model, x = Gaussian(copied).double(), torch.randn(B, 4).double()
+    model, x = Net(forward, mean=nn.Linear(4, 3), width=torch.zeros(3)).double(), torch.randn(B, 4).double()
     engine, optimizer = private(model, backend=backend)
     known_step = engine.make_step(lambda outputs, x: loss_of(model, outputs, x))
     step = known_step if known else lambda x, _: optimizer.step(loss=loss_of(model, model(x), x))
@@ -344,22 +325,17 @@ def test_a_loss_moves_what_it_holds_once_a_step(kind, compiled, monkeypatch):
         assert counts() == {5}
 
 
-class Tagger(nn.Module):
+def tagger(net, x, lengths, ordered=False):
     """[B, T, 3], T the length of the longest record."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.layer, self.out = nn.Embedding(20, 6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 3)
-
-    def forward(self, x, lengths, ordered=False):
-        packed = pack_padded_sequence(self.words(x), lengths, batch_first=True, enforce_sorted=ordered)
-        return self.out(pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+    packed = pack_padded_sequence(net.words(x), lengths, batch_first=True, enforce_sorted=ordered)
+    return net.out(pad_packed_sequence(net.layer(packed)[0], batch_first=True)[0])
 
 
 def tagged(lengths):
     torch.manual_seed(0)
-    n = len(lengths)
-    return Tagger(), torch.randint(0, 20, (n, 9)), torch.tensor(lengths), torch.randint(0, 3, (n, 9))
+    n, words = len(lengths), nn.Embedding(20, 6)
+    model = Net(tagger, words=words, layer=nn.GRU(6, 6, batch_first=True), out=nn.Linear(6, 3))
+    return model, torch.randint(0, 20, (n, 9)), torch.tensor(lengths), torch.randint(0, 3, (n, 9))
 
 
 def of_positions(outputs, targets):
@@ -383,23 +359,17 @@ def test_a_mean_over_a_records_own_positions_is_trained_and_a_sorted_batch_stays
     assert engine.steps == 1
 
 
-class TimeFirst(nn.Module):
-    """Gives [T, B, 3] and a state [layers, B, 8], where the number of layers happens to be a multiple of B."""
-
-    def __init__(self, centred):
-        super().__init__()
-        self.layer, self.out, self.centred = nn.LSTM(4, 8, num_layers=2 * B), nn.Linear(8, 3), centred
-
-    def forward(self, x):
-        out, (state, _) = self.layer(x.transpose(0, 1))
-        found = self.out(out)
-        return (found - found.detach().mean(1, keepdim=True) if self.centred else found), state
-
-
 @pytest.mark.parametrize("centred", [False, True])
 def test_outputs_with_time_first_are_looked_at_and_no_chance_refusal(centred):
+    """[T, B, 3] and a state [layers, B, 8], where the number of layers happens to be a multiple of B."""
+
+    def forward(net, x):
+        out, (state, _) = net.layer(x.transpose(0, 1))
+        found = net.out(out)
+        return (found - found.detach().mean(1, keepdim=True) if centred else found), state
+
     torch.manual_seed(0)
-    model, x = TimeFirst(centred), torch.randn(B, 2 * B, 4)
+    model, x = Net(forward, layer=nn.LSTM(4, 8, num_layers=2 * B), out=nn.Linear(8, 3)), torch.randn(B, 2 * B, 4)
     engine, optimizer = private(model)
     losses = model(x)[0].square().sum((0, 2))
     if centred:
@@ -410,25 +380,19 @@ def test_outputs_with_time_first_are_looked_at_and_no_chance_refusal(centred):
     assert engine.steps == (not centred)
 
 
-class Gates(nn.Module):
-    """A hook that scales a gradient by its norm over the batch, if that is large."""
+@pytest.mark.parametrize("backend", ["bk_mixed", "fastgradclip"])
+def test_a_gradient_that_is_scaled_later_is_seen_where_it_is_looked_at(backend, monkeypatch):
+    """By a hook that scales a gradient by its norm over the batch, if that is large."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x):
-        h = self.layer(x)
+    def forward(net, x):
+        h = net.layer(x)
         if h.requires_grad:
             h.register_hook(lambda g: g * min(1.0, 4.0 / (float(g.norm()) + 1e-12)))
         return h.sum(1)
 
-
-@pytest.mark.parametrize("backend", ["bk_mixed", "fastgradclip"])
-def test_a_gradient_that_is_scaled_later_is_seen_where_it_is_looked_at(backend, monkeypatch):
     monkeypatch.setattr("clipping.checks.sample_independence.RATE", 1.0)
     torch.manual_seed(0)
-    model, x = Gates(), torch.randn(B, 4)
+    model, x = Net(forward, layer=nn.Linear(4, 4, bias=False)), torch.randn(B, 4)
     engine, optimizer = private(model, backend=backend)
     optimizer.step(loss=model(x) * 0.01)
     with pytest.raises(UnsupportedModel, match="samples mix"):
@@ -437,45 +401,110 @@ def test_a_gradient_that_is_scaled_later_is_seen_where_it_is_looked_at(backend, 
     assert engine.steps >= 1
 
 
-class Bounds(Gates):
-    """A hook that bounds each entry of a gradient: that of a weighted loss is not the loss's own, weighted."""
+def test_a_gradient_that_is_bounded_for_each_record_is_exact():
+    """By a hook that bounds each entry of a gradient: that of a weighted loss is not the loss's own, weighted."""
 
-    def forward(self, x):
-        h = self.layer(x)
+    def forward(net, x):
+        h = net.layer(x)
         h.register_hook(lambda g: g.clamp(-0.1, 0.1))
         return h.square().sum(1)
 
-
-def test_a_gradient_that_is_bounded_for_each_record_is_exact():
     torch.manual_seed(0)
-    model, x = Bounds().double(), torch.randn(B, 4).double()
+    model, x = Net(forward, layer=nn.Linear(4, 4, bias=False)).double(), torch.randn(B, 4).double()
     _, optimizer = private(model)
     for _ in range(2):
         optimizer.step(loss=model(x))
         require_sum(model, lambda m, i: m(x[i : i + 1]).sum())
 
 
+class Equilibrium(nn.Module):
+    """Solves for its gradient by backward passes within a hook, in each but its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer, self.solves, self.is_once = nn.Linear(4, 4), nn.Linear(4, 4), False, False
+
+    def layer(self, z, x):
+        return torch.tanh(self.inner(z) + self.outer(x))
+
+    def forward(self, x):
+        z = self.layer(torch.zeros_like(x), x)
+        if self.solves and z.requires_grad:
+            start = z.detach().requires_grad_()
+            again = self.layer(start, x)
+
+            def solve(g):
+                if self.is_once:
+                    handle.remove()
+                return g + torch.autograd.grad(again, start, g, retain_graph=True)[0]
+
+            handle = z.register_hook(solve)
+        return z.square().sum(1)
+
+
+@pytest.mark.parametrize("is_once", [False, True])
+@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
+def test_a_backward_pass_within_a_hook_is_none_of_the_losses(backend, is_once):
+    torch.manual_seed(0)
+    model, x = Equilibrium().double(), torch.randn(B, 4).double()
+    _, optimizer = private(model, backend=backend)
+    model.is_once = is_once
+    for model.solves in (False, True, True):
+        optimizer.step(loss=model(x))
+        require_sum(model, lambda m, i: m(x[i : i + 1]).sum())
+
+
+class OfFirstPass(nn.Sequential):
+    """Two hooks, of an activation and of a layer, double the first gradient after a forward pass."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 3))
+        self[1].register_full_backward_hook(lambda layer, given, _: (doubled_at_first(layer.calls, given[0]),))
+
+    def forward(self, x):
+        hidden, calls, self[1].calls = self[0](x).tanh(), [], []
+        if hidden.requires_grad:
+            hidden.register_hook(lambda g: doubled_at_first(calls, g))
+        return self[1](hidden.sin())
+
+
+def doubled_at_first(calls, g):
+    calls.append(None)
+    return 2 * g if len(calls) == 1 else g
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
+def test_each_pass_of_a_step_begins_with_what_hooks_held(backend):
+    torch.manual_seed(0)
+    model, x = OfFirstPass().double(), torch.randn(B, 4).double()
+    _, optimizer = private(model, backend=backend)
+    for _ in range(3):
+        optimizer.step(loss=model(x).square().sum(1))
+        assert len(model[1].calls) == 1
+        require_sum(model, lambda m, i: m(x[i : i + 1]).square().sum())
+
+
 COPIES = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
 
 
-@pytest.mark.parametrize("how", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("how", COPIES)
 def test_a_copy_draws_noise_and_batches_of_its_own(how):
     torch.manual_seed(0)
     model = nn.Linear(20, 30)
     engine = PrivacyEngine(model, batch_size=6, sample_size=60, steps=9, max_grad_norm=1.0, noise_multiplier=1.0)
     key = engine._sampler.key
-    noise, sampler = how(engine.noise), how(engine._sampler)
+    noise, sampler = map(COPIES[how], (engine.noise, engine._sampler))
     assert noise.state_dict()["key"] != engine.noise.state_dict()["key"] and sampler.key != key == engine._sampler.key
     assert key not in pickle.dumps(engine) and engine.noise.state_dict()["key"] not in pickle.dumps(engine)
     assert any(sampler.batch(i).tolist() != engine._sampler.batch(i).tolist() for i in range(9))
 
 
-@pytest.mark.parametrize("how", [COPIES["deepcopy"], COPIES["pickle"]], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_of_an_attached_engine_may_be_attached(how):
     model, x = nn.Linear(4, 3), torch.randn(B, 4)
     engine, optimizer = private(model, lr=0.1)
     optimizer.step(loss=model(x).sum(1))
-    copied, other, again = how((model, optimizer, engine))
+    copied, other, again = COPIES[how]((model, optimizer, engine))
     again.attach(other)
     other.step(loss=copied(x).sum(1))
     assert (engine.steps, again.steps) == (1, 2) and not torch.equal(model.weight, copied.weight)
@@ -483,7 +512,7 @@ def test_a_copy_of_an_attached_engine_may_be_attached(how):
     torch.testing.assert_close(model.weight, copied.weight)
 
 
-@pytest.mark.parametrize("how", [COPIES["deepcopy"], COPIES["pickle"]], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_in_the_middle_of_a_step_holds_the_sum_alone(how):
     model, x = nn.Linear(200, 100).double(), torch.randn(3, B, 200).double()
     engine, optimizer = private(model, noise_multiplier=1e-13)  # an array for C is made for the noise
@@ -494,7 +523,7 @@ def test_a_copy_in_the_middle_of_a_step_holds_the_sum_alone(how):
     optimizer.step(loss=losses)
     optimizer.virtual_step(loss=model(x[0]).sum(1))
     losses = model(x[1]).sum(1)
-    copied, again = how((model, engine))
+    copied, again = COPIES[how]((model, engine))
     optimizer.step(loss=losses)
     again.attach(other := torch.optim.SGD(copied.parameters(), lr=0.0))
     other.step(loss=copied(x[2]).sum(1))

@@ -48,34 +48,30 @@ def test_backward_by_hand(backend):
     assert engine.steps == 1
 
 
-def test_step_without_a_loss_or_with_a_closure(loop):
-    for given, options, said in [
-        ((), {}, r"expected optimizer.step\(loss=losses\) with per-sample losses, got no loss"),
-        ((lambda: None,), {}, "got a closure"),
-        ((), {"loss": 0.3}, r"a tensor \[B\], got float"),
-    ]:
-        with says(Misuse, said):
-            loop[1].step(*given, **options)
+OTHERS = r"expected one loss a sample, shape \[6\].*samples must come first, and none may be left out"
+#: What is made of six losses and given to a step -> what is said.
+GIVEN = [
+    (lambda x: {}, r"expected optimizer.step\(loss=losses\) with per-sample losses, got no loss"),
+    (lambda x: {"closure": lambda: None}, "got a closure"),
+    (lambda x: {"loss": 0.3}, r"a tensor \[B\], got float"),
+    (lambda x: {"loss": x.mean()}, r"shape \[6\], got a scalar: use reduction='none'"),
+    (lambda x: {"loss": x.detach()}, "detached, or of no_grad, or of a pass that read no trainable parameter"),
+    (lambda x: {"loss": x[:4]}, OTHERS),
+    (lambda x: {"loss": x[:, None]}, OTHERS),
+    (lambda x: {"loss": x.repeat(2)}, OTHERS),
+]
 
 
-def test_scalar_loss(loop):
+@pytest.mark.parametrize(("given", "said"), GIVEN)
+def test_what_are_no_losses_of_the_batch(loop, given, said):
     model, optimizer, engine = loop
-    with says(Misuse, r"shape \[6\], got a scalar: use reduction='none'"):
-        optimizer.step(loss=losses_of(model).mean())
+    with says(Misuse, said):
+        optimizer.step(**given(losses_of(model)))
     assert engine.steps == 0
 
 
-@pytest.mark.parametrize("change", [lambda x: x[:4], lambda x: x[:, None], lambda x: x.repeat(2)])
-def test_losses_of_other_samples(loop, change):
+def test_losses_without_a_forward_pass(loop):
     model, optimizer, _ = loop
-    with says(Misuse, r"expected one loss a sample, shape \[6\].*samples must come first, and none may be left out"):
-        optimizer.step(loss=change(losses_of(model)))
-
-
-def test_losses_without_a_graph_or_a_forward_pass(loop):
-    model, optimizer, _ = loop
-    with says(Misuse, "detached, or of no_grad"):
-        optimizer.step(loss=losses_of(model).detach())
     losses = losses_of(model)
     optimizer.step(loss=losses)
     with says(Misuse, "none was run since the last step"):
@@ -113,9 +109,13 @@ def test_a_record_in_two_parts_of_a_logical_batch_is_refused(loop):
     for part in (optimizer.virtual_step, optimizer.step):
         with says(Misuse, "expected other records in each part.*add the losses of all heads"):
             part(loss=model(x).square().sum(1))
+    with says(Misuse, "got the tensors of an earlier part"):
+        optimizer.virtual_step(loss=model(x.clone()).square().sum(1))  # as of a second x.to(device)
     x.add_(1)  # a buffer of the caller's, for the next batch
     optimizer.step(loss=cross_entropy(model(x), y))
     optimizer.virtual_step(loss=cross_entropy(model(x), y))
+    for _ in range(2):  # different records may have the same codes
+        optimizer.virtual_step(loss=cross_entropy(model(torch.ones(6, 5)), y))
     assert engine.steps == 1
 
 
@@ -252,29 +252,23 @@ def test_another_optimizer_does_not_go_round_the_engine(loop):
     other.step()
 
 
-def test_two_engines_on_parts_of_a_model_by_microbatch():
-    parts = nn.Linear(5, 4), nn.Linear(4, 3)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-    for part, optimizer in zip(parts, optimizers, strict=True):
-        engine_of(part, backend="microbatch").attach(optimizer)
-    losses = losses_of(nn.Sequential(*parts))
-    optimizers[0].step(loss=losses)
-    with says(Misuse, "if another engine's step took these losses, make one engine of a module that holds both"):
-        optimizers[1].step(loss=losses)
-
-
 def test_two_engines_on_parts_of_a_model():
-    body, head = nn.Linear(5, 4), nn.Linear(4, 3)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (body, head)]
-    engines = [engine_of(part) for part in (body, head)]
-    for engine, optimizer in zip(engines, optimizers, strict=True):
-        engine.attach(optimizer)
-    losses = losses_of(nn.Sequential(body, head))
-    with says(Misuse, "got some that pass through another one's, Linear, too: make one engine of a module"):
-        optimizers[0].step(loss=losses)
-    head.requires_grad_(False)
-    optimizers[0].step(loss=losses_of(nn.Sequential(body, head)))
-    assert [engine.steps for engine in engines] == [1, 0]
+    for backend in ("microbatch", "bk_mixed"):
+        body, head = nn.Linear(5, 4), nn.Linear(4, 3)
+        (_, optimizer, engine), (_, other, of_head) = (made(part, backend=backend, lr=0.1) for part in (body, head))
+        losses = losses_of(nn.Sequential(body, head))
+        if backend == "microbatch":
+            optimizer.step(loss=losses)
+            with says(
+                Misuse, "if another engine's step took these losses, make one engine of a module that holds both"
+            ):
+                other.step(loss=losses)
+            continue
+        with says(Misuse, "got some that pass through another one's, Linear, too: make one engine of a module"):
+            optimizer.step(loss=losses)
+        head.requires_grad_(False)
+        optimizer.step(loss=losses_of(nn.Sequential(body, head)))
+        assert (engine.steps, of_head.steps) == (1, 0)
 
 
 class Both(torch.optim.Optimizer):

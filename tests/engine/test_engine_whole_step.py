@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import clipping.program.graphs
 from clipping import Automatic, Flat, UnsupportedModel
 from dpbench import Misuse
+from dpbench.conformance.modules import Net
 from dpbench.engine.adjust import set_clip
 
 
@@ -126,16 +127,12 @@ def test_a_model_that_begins_to_mix_samples_is_captured_anew_and_refused():
         step(x, y)
 
 
-def changed_loss(engine, losses):
-    losses[:] = [lambda outputs, targets: 3 * cross_entropy(outputs, targets)]
-
-
 CHANGES = {
     "nothing": lambda engine, losses: None,
     "a number in the model": lambda engine, losses: setattr(engine.model, "scale", 0.5),
     "a module": lambda engine, losses: setattr(engine.model, "inner", nn.Softsign()),
     "a buffer": lambda engine, losses: setattr(engine.model, "seen", torch.full((), 20.0)),
-    "the loss": changed_loss,
+    "the loss": lambda engine, losses: losses.append(lambda outputs, targets: 3 * cross_entropy(outputs, targets)),
     "a hook of all modules": lambda engine, losses: register_module_forward_hook(
         lambda module, x, y: y * 2 if isinstance(module, nn.Linear) else None
     ),
@@ -160,7 +157,7 @@ def test_what_changes_in_python_changes_the_compiled_step(monkeypatch):
         torch.manual_seed(3)
         engine, _ = make(Odd(), batch_size=6, sampling="shuffled")
         losses = [cross_entropy]
-        step = engine.make_step(lambda outputs, targets, losses=losses: losses[0](outputs, targets), compile=compile)
+        step = engine.make_step(lambda outputs, targets, losses=losses: losses[-1](outputs, targets), compile=compile)
         trainings.append((engine, losses, step))
     x, y = torch.randn(6, 5), torch.randint(3, (6,))
     for name, change in CHANGES.items():
@@ -345,26 +342,21 @@ def test_what_torch_does_not_compile_runs_once():
     torch.testing.assert_close((ends[0], seen[0]), (ends[1], seen[1]), rtol=1e-5, atol=1e-6)
 
 
-class Ordered(nn.Module):
+def test_gradients_are_of_the_layers_that_ran():
     """Two layers of one shape, in an order that a list of Python's says."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.order = [self.first, self.second]
+    def ordered():
+        net = Net(lambda net, x: net.order[1](net.order[0](x).tanh())[:, :3], a=nn.Linear(5, 5), b=nn.Linear(5, 5))
+        net.order = [net.a, net.b]
+        return net
 
-    def forward(self, x):
-        return self.order[1](torch.tanh(self.order[0](x)))[:, :3]
-
-
-def test_gradients_are_of_the_layers_that_ran():
     def run(engine, step):
         for turn in range(10):
             if turn > 4:
                 engine.model.order.reverse()
             step()
 
-    ends, step = both(Ordered, run, compile=True)
+    ends, step = both(ordered, run, compile=True)
     assert step.graphs.steps > 4
     assert torch.equal(*ends)
 
@@ -401,18 +393,12 @@ def test_a_clipping_function_that_may_change_unseen_runs_eagerly(clip, monkeypat
         both(Odd, run, compile=True, clip=clip)
 
 
-class Averaging(nn.Module):
+def averaging(net, x):
     """Moves a teacher towards its student in each forward pass, and shrinks the student."""
-
-    def __init__(self, move):
-        super().__init__()
-        self.student, self.teacher, self.move = nn.Linear(5, 3), nn.Linear(5, 3).requires_grad_(False), move
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.student.weight.data.mul_(0.9)
-            self.move(self.teacher.weight, self.student.weight)
-        return self.student(x) + self.teacher(x)
+    with torch.no_grad():
+        net.student.weight.data.mul_(0.9)
+        net.move(net.teacher.weight, net.student.weight)
+    return net.student(x) + net.teacher(x)
 
 
 MOVES = {
@@ -425,8 +411,10 @@ MOVES = {
 @pytest.mark.parametrize("compile", [None, False, True])
 @pytest.mark.parametrize("move", MOVES)
 def test_parameters_that_the_forward_pass_writes_to_move_once_a_step(move, compile):
-    engine, optimizer = make(Averaging(MOVES[move]).double(), batch_size=6, sampling="shuffled", noise_multiplier=0.0)
-    model, x, y = engine.model, torch.randn(6, 5).double(), torch.randint(3, (6,))
+    model = Net(averaging, student=nn.Linear(5, 3), teacher=nn.Linear(5, 3).requires_grad_(False)).double()
+    model.move = MOVES[move]
+    engine, optimizer = make(model, batch_size=6, sampling="shuffled", noise_multiplier=0.0)
+    x, y = torch.randn(6, 5).double(), torch.randint(3, (6,))
     step = None if compile is None else engine.make_step(cross_entropy, compile=compile)
     teacher, student = model.teacher.weight.clone(), model.student.weight.detach().clone()
     optimizer.register_step_pre_hook(lambda *_: moved.append(model.student.weight.detach().clone()))

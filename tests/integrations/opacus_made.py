@@ -58,6 +58,12 @@ class Made:
     def batch(self) -> Any:
         return next(iter(self.loader))
 
+    def save(self, path: Any, **more: Any) -> None:
+        self.engine.save_checkpoint(path=path, module=self.model, **more)
+
+    def load(self, path: Any, **more: Any) -> dict[str, Any]:
+        return self.engine.load_checkpoint(path=path, module=self.model, **more)
+
     @property
     def steps(self) -> int:
         return self.engine.engine.steps

@@ -6,7 +6,7 @@ divides the losses by their number, or weighs them by labels that are counted, i
 
 import warnings
 from functools import partial
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -65,10 +65,6 @@ def hooked(h):
     return h
 
 
-def by_value(h):
-    return h + 0.0 * (h.detach() @ h.detach().t()).softmax(1) @ h
-
-
 def checked(h):
     assert not h.isnan().any(), "a number"
     return h / (h.detach().norm() + 1e-3)
@@ -78,7 +74,7 @@ def checked(h):
 MODELS = {
     "a detached mean": lambda h: h - h.detach().mean(0),
     "batch statistics": lambda h: (h - h.mean(0)) / (h.std(0, correction=0) + 1),
-    "a gate at zero": by_value,
+    "a gate at zero": lambda h: h + 0.0 * (h.detach() @ h.detach().t()).softmax(1) @ h,
     "a script": scripted,
     "a hook": hooked,
     "the number of records": lambda h: h / h.shape[0],
@@ -123,29 +119,17 @@ def engine_of(model):
     return engine, optimizer
 
 
-def by_step(model, loss):
+def by_step(model, loss, first="step"):
     _, optimizer = engine_of(model)
-    x, y = data()
-    for i in range(2):
-        optimizer.step(loss=loss(model(x[i * B : (i + 1) * B]), y[i * B : (i + 1) * B]))
-
-
-def by_virtual_step(model, loss):
-    _, optimizer = engine_of(model)
-    x, y = data()
-    optimizer.virtual_step(loss=loss(model(x[:B]), y[:B]))
-    optimizer.step(loss=loss(model(x[B : 2 * B]), y[B : 2 * B]))
+    for name, x, y in zip((first, "step"), *(tensor.split(B) for tensor in data()), strict=False):
+        getattr(optimizer, name)(loss=loss(model(x), y))
 
 
 def by_make_step(model, loss, compile=False):
     engine, _ = engine_of(model)
-    step, (x, y) = engine.make_step(loss, compile=compile), data()
-    for i in range(5):
-        step(x[i * B : (i + 1) * B], y[i * B : (i + 1) * B])
-
-
-def by_compiled_step(model, loss):
-    by_make_step(model, loss, compile=True)
+    step = engine.make_step(loss, compile=compile)
+    for x, y in islice(zip(*(tensor.split(B) for tensor in data()), strict=True), 5):
+        step(x, y)
 
 
 def by_backend(model, loss):
@@ -166,10 +150,6 @@ def by_opacus(model, loss, mode="hooks"):
     sgd = partial(torch.optim.SGD, lr=0.1)  # or what a test puts in its place
     made = Made(model, TensorDataset(*data()), batch_size=B, optimizer=sgd, **options)
     made.train(made.criterion if mode == "ghost" else Criterion())
-
-
-def by_opacus_ghost(model, loss):
-    by_opacus(model, loss, "ghost")
 
 
 def by_lightning(model, loss):
@@ -219,21 +199,22 @@ def by_trainer(model, loss):
     trainer.train()
 
 
-#: Entrance -> does it know the loss function?
+#: Name -> function that trains a model. `KNOWING` names those that are given the loss function.
 ENTRANCES = {
-    by_step: False,
-    by_virtual_step: False,
-    by_make_step: True,
-    by_compiled_step: True,
-    by_backend: True,
-    by_opacus: False,
-    by_opacus_ghost: False,
-    by_lightning: True,
-    by_trainer: True,
+    "step": by_step,
+    "virtual_step": partial(by_step, first="virtual_step"),
+    "make_step": by_make_step,
+    "compiled": partial(by_make_step, compile=True),
+    "backend": by_backend,
+    "opacus": by_opacus,
+    "opacus, ghost": partial(by_opacus, mode="ghost"),
+    "lightning": by_lightning,
+    "trainer": by_trainer,
 }
+KNOWING = ("make_step", "compiled", "backend", "lightning", "trainer")
 
 
-@pytest.mark.parametrize("entrance", [entrance for entrance in ENTRANCES if entrance is not by_backend])
+@pytest.mark.parametrize("entrance", [name for name in ENTRANCES if name != "backend"])
 def test_the_bias_correction_of_adam_knows_the_noise(entrance, tmp_path, monkeypatch):
     """What mixes nothing is trained; in `.grad` are noise of the deviation told, and gradients of a 40th of that."""
     seen = []
@@ -251,7 +232,7 @@ def test_the_bias_correction_of_adam_knows_the_noise(entrance, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     model = Model(itself)
     model.a, model.b = nn.Linear(6, 600), nn.Linear(600, 3)
-    entrance(model, each)
+    ENTRANCES[entrance](model, each)
     assert seen
     for count, ratio in seen:
         assert count > 6000 and ratio == pytest.approx(1.0, abs=5 / (2 * count) ** 0.5)
@@ -263,14 +244,12 @@ SOME = ("a detached mean", "a hook", "the number of records")
 
 @pytest.mark.parametrize(
     ("entrance", "name"),
-    slow_unless(
-        lambda entrance, name: entrance in (by_step, by_compiled_step) or name in SOME, product(ENTRANCES, MODELS)
-    ),
+    slow_unless(lambda entrance, name: entrance in ("step", "compiled") or name in SOME, product(ENTRANCES, MODELS)),
 )
 def test_a_model_that_mixes_is_refused(entrance, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(REFUSED):
-        entrance(Model(MODELS[name]), each)
+        ENTRANCES[entrance](Model(MODELS[name]), each)
 
 
 @pytest.mark.parametrize(
@@ -278,11 +257,11 @@ def test_a_model_that_mixes_is_refused(entrance, name, tmp_path, monkeypatch):
     [
         (entrance, loss)
         for entrance, loss in product(ENTRANCES, LOSSES)
-        if ENTRANCES[entrance] or LOSSES[loss][1]
-        if entrance in (by_step, by_make_step) or loss in ("their detached mean", "labels that are counted")
+        if entrance in KNOWING or LOSSES[loss][1]
+        if entrance in ("step", "make_step") or loss in ("their detached mean", "labels that are counted")
     ],
 )
 def test_a_loss_that_mixes_is_refused(entrance, loss, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(REFUSED):
-        entrance(Model(itself), LOSSES[loss][0])
+        ENTRANCES[entrance](Model(itself), LOSSES[loss][0])

@@ -1,5 +1,6 @@
 """Transformers' Trainer, private: each of its steps is the engine's, and the weights are those of DP-SGD by hand."""
 
+import pickle
 import warnings
 from pathlib import Path
 
@@ -180,6 +181,38 @@ class Own(PrivateTrainer):
         return (losses, found[1]) if return_outputs else losses
 
 
+class Adversarial(PrivateTrainer):
+    """Of embeddings moved by the sign of their own loss's gradient."""
+
+    mode = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        labels, mask = inputs["labels"], inputs["attention_mask"]
+        words = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+        training = model.training
+        model.train(self.mode)
+        (gradient,) = torch.autograd.grad(adversarial(model, words, mask, labels).sum(), words)
+        model.train(training)
+        return adversarial(model, (words + 0.1 * gradient.sign()).detach(), mask, labels)
+
+
+def adversarial(model, words, mask, labels):
+    return per_sample_losses(model, {"inputs_embeds": words, "attention_mask": mask, "labels": labels})[0]
+
+
+def test_adversarial_inputs_are_found_in_eval_mode(tmp_path):
+    trainer = trainer_of(tmp_path, cls=Adversarial, max_steps=2)
+    key, settings = trainer.engine._sampler.key, trainer.engine.settings
+    trainer.train()
+    data = [{name: x[None] for name, x in record.items()} for record in Records("gpt2")]
+    run = {"steps": 2, "clip": CLIP, "lr": lambda step: LR}
+    assert_same(
+        trainer.model, by_hand(model_of("gpt2"), lambda m, i: trainer.compute_loss(m, data[i])[0], settings, key, **run)
+    )
+    with pytest.raises(Misuse, match="find adversarial inputs in eval mode"):
+        trainer_of(tmp_path, cls=type("Trained", (Adversarial,), {"mode": True}), max_steps=1).train()
+
+
 class Batch(Own):
     reduction = "mean"
 
@@ -281,6 +314,22 @@ def test_callbacks_logs_best_model_and_card(tmp_path):
     assert str(trainer.engine.privacy_spent()) in card and "## Privacy" in card
 
 
+class Accumulates(TrainerCallback):
+    """4 turns a step from the second epoch on; the logical batch stays as it is."""
+
+    def on_epoch_begin(self, args, state, control, **_):
+        args.gradient_accumulation_steps = 4 if state.global_step else 2
+
+
+def test_a_callback_that_accumulates_more_takes_fewer_steps(tmp_path):
+    size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = trainer_of(tmp_path, more={"callbacks": [Accumulates()]}, **size)
+    key = trainer.engine._sampler.key
+    trainer.train()
+    assert trainer.state.global_step == trainer.engine.steps == 5
+    same_as_by_hand(trainer, key)
+
+
 def test_the_logged_loss_is_the_mean_of_the_records(tmp_path):
     trainer = trainer_of(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, logging_steps=1, learning_rate=0.0
@@ -353,6 +402,7 @@ def test_model_and_optimizer_are_ordinary_after_training(tmp_path):
     trainer = trainer_of(tmp_path, privacy={"noise_multiplier": 1.0})
     trainer.train()
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    assert pickle.loads(pickle.dumps(trainer.engine)).steps == 6
     trainer.model(**{name: x[None] for name, x in Records("gpt2")[0].items()}).loss.backward()
     trainer.optimizer.step()
     assert not all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
@@ -444,6 +494,20 @@ def test_a_tracker_that_uploads_checkpoints_would_publish_the_keys(tracker, vari
         trainer_of(tmp_path, report_to=[tracker], save_strategy="steps")
     whole = {"args": arguments(tmp_path, report_to=[tracker], save_strategy="steps", save_only_model=True)}
     refuse(PrivateTrainer.__new__(PrivateTrainer), {**whole, "privacy": PrivacyArguments()})  # weights alone may be
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"])
+def test_a_launcher_that_shards_is_refused_by_its_variable(variable, tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match=f"^expected {variable}='false' .*, got 'true': accelerate launch shards"):
+        PrivateTrainer(model_of("gpt2"), args, train_dataset=Records("gpt2"), privacy=PrivacyArguments())
+
+
+def test_workers_start_as_the_arguments_say(tmp_path):
+    options = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn"}
+    loader = trainer_of(tmp_path, **options)._loader()._loader
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
 
 
 def test_what_there_is_to_train_on_and_with_is_asked_for(tmp_path):

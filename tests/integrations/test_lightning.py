@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
 )
@@ -507,12 +508,17 @@ def test_the_plan_has_the_steps_of_a_limited_epoch():
         assert strategy.engine.steps == strategy.engine.settings.planned_steps == 4
 
 
+def clips(trainer, module):
+    trainer.gradient_clip_val = 1.0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1"),
         ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "expected no GradientAccumulationScheduler"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=None"),
+        ({"callbacks": [LambdaCallback(on_train_start=clips)]}, "gradient_clip_val=None"),
         ({"overfit_batches": 1}, "overfit_batches=0"),
         ({"module": Manual}, "automatic_optimization=True"),
         ({"module": Decays}, r"got one at parameter .* would be lost: .* optimizer\.register_step_pre_hook"),

@@ -135,9 +135,9 @@ def test_pieces_that_are_dropped_are_in_no_count_and_those_that_are_saved_in_one
         made.train(loader=pieces, batches=3)
     assert made.engine.engine._sums.counted == 15  # three pieces of ten, none above C
     if saved:
-        made.engine.save_checkpoint(path=tmp_path / "c.pt", module=made.model, optimizer=made.optimizer)
+        made.save(tmp_path / "c.pt", optimizer=made.optimizer)
         made = prepared()
-        made.engine.load_checkpoint(path=tmp_path / "c.pt", module=made.model, optimizer=made.optimizer)
+        made.load(tmp_path / "c.pt", optimizer=made.optimizer)
         assert made.engine.engine._sums.counted == 15
     released, engine = [], made.engine.engine
     release = engine._release
@@ -160,8 +160,7 @@ def test_noise_that_changes_moves_the_share_of_the_count(tmp_path):
     with pytest.raises(ValueError, match="expected unclipped_num_std > noise_multiplier / 2"):
         made.optimizer.noise_multiplier = 1.7
     assert made.optimizer.noise_multiplier == 0.5 and made.engine.engine.sensitivity.bound == bound
-    made.engine.save_checkpoint(path=tmp_path / "c.pt", module=made.model, noise_scheduler=scheduler)
+    made.save(tmp_path / "c.pt", noise_scheduler=scheduler)
     again = private(unclipped_num_std=0.8)
-    scheduler = ExponentialNoise(again.optimizer, gamma=0.5)
-    again.engine.load_checkpoint(path=tmp_path / "c.pt", module=again.model, noise_scheduler=scheduler)
+    again.load(tmp_path / "c.pt", noise_scheduler=ExponentialNoise(again.optimizer, gamma=0.5))
     assert again.optimizer.noise_multiplier == 0.5 and again.engine.engine.sensitivity.bound == bound

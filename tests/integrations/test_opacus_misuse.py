@@ -179,30 +179,9 @@ def test_a_loss_of_parameters_would_be_lost_and_is_refused():
     assert made.steps == 0
 
 
-def both() -> nn.Module:
-    """A sample and its negative."""
-    return Net(lambda net, x: torch.stack([net.inner(x), net.inner(-x)], 1), inner=model())
-
-
-def of_both(net: Any, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(net(x), y) + F.cross_entropy(net(-x), y)).backward()
-
-
-def of_one_model(net: Any, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy((out := net(x))[:, 0], y) + F.cross_entropy(out[:, 1], y)).backward()
-
-
-def added(net: Any, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy((out := net(x)), y) + out.square().mean()).backward()
-
-
 def one_after_the_other(net: Any, x: Tensor, y: Tensor) -> None:
     F.cross_entropy((out := net(x)), y).backward(retain_graph=True)
     out.square().mean().backward()
-
-
-def plain(net: Any, x: Tensor, y: Tensor) -> None:
-    F.cross_entropy(net(x), y).backward()
 
 
 def evaluating(net: Any, x: Tensor, y: Tensor) -> None:
@@ -217,14 +196,23 @@ def evaluating(net: Any, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(out, y).backward()
 
 
-@pytest.mark.parametrize(
-    ("odd", "wanted", "net"),
-    [(of_both, of_one_model, both), (one_after_the_other, added, model), (evaluating, plain, model)],
-)
-def test_what_is_odd_but_sound_has_the_weights_of_the_plain_loop(odd, wanted, net):
+ODD: dict[str, tuple[Callable[..., None], Loss, Callable[[nn.Module], nn.Module]]] = {
+    "a sample and its negative": (
+        lambda net, x, y: (F.cross_entropy(net(x), y) + F.cross_entropy(net(-x), y)).backward(),
+        lambda o, y: F.cross_entropy(o[:, 0], y) + F.cross_entropy(o[:, 1], y),
+        lambda inner: Net(lambda net, x: torch.stack([net.inner(x), net.inner(-x)], 1), inner=inner),
+    ),
+    "two passes": (one_after_the_other, lambda o, y: F.cross_entropy(o, y) + o.square().mean(), lambda net: net),
+    "evaluating": (evaluating, F.cross_entropy, lambda net: net),
+}
+
+
+@pytest.mark.parametrize(("odd", "loss", "wrap"), ODD.values(), ids=ODD)
+def test_what_is_odd_but_sound_has_the_weights_of_the_plain_loop(odd, loss, wrap):
     """The sum moves by C for a sample, whatever its forward and backward passes; Opacus clips each of the latter."""
     found = []
-    for step, made in ((odd, private(**FIXED)), (wanted, private(net(), **FIXED))):
+    plain = lambda net, x, y: loss(net(x), y).backward()  # noqa: E731
+    for step, made in ((odd, private(**FIXED)), (plain, private(wrap(model()), **FIXED))):
         for x, y in made.loader:
             step(made.model, x, y)
             made.optimizer.step()

@@ -249,11 +249,9 @@ def test_the_bias_correction_of_adam_knows_noise_and_thresholds_that_change(redu
 def test_checkpoints_go_on_and_epsilon_with_them(tmp_path):
     one = private()
     one.train()
-    one.engine.save_checkpoint(
-        path=tmp_path / "a.pt", module=one.model, optimizer=one.optimizer, checkpoint_dict={"epoch": 3}
-    )
+    one.save(tmp_path / "a.pt", optimizer=one.optimizer, checkpoint_dict={"epoch": 3})
     two = private()
-    held = two.engine.load_checkpoint(path=tmp_path / "a.pt", module=two.model, optimizer=two.optimizer)
+    held = two.load(tmp_path / "a.pt", optimizer=two.optimizer)
     assert held["epoch"] == 3 and torch.equal(one.weights, two.weights)
     assert two.engine.accountant.history == [(1.0, 1 / 12, 12)]
     two.train()
@@ -267,22 +265,21 @@ def test_checkpoints_go_on_and_epsilon_with_them(tmp_path):
 
 def test_checkpoints_with_schedulers(tmp_path):
     one = private()
-    noise, norm = (
-        ExponentialNoise(one.optimizer, gamma=0.5),
-        LambdaGradClip(one.optimizer, scheduler_function=lambda epoch: 1 / (1 + epoch)),
-    )
+    noise = ExponentialNoise(one.optimizer, gamma=0.5)
+    norm = LambdaGradClip(one.optimizer, scheduler_function=lambda epoch: 1 / (1 + epoch))
     for _ in range(2):
         one.train()
         noise.step(), norm.step()
-    parts = dict(optimizer=one.optimizer, noise_scheduler=noise)
-    one.engine.save_checkpoint(path=tmp_path / "a.pt", module=one.model, **parts)
-    two = private()
-    parts = dict(optimizer=two.optimizer, noise_scheduler=ExponentialNoise(two.optimizer, gamma=0.5))
+    one.save(tmp_path / "a.pt", optimizer=one.optimizer, noise_scheduler=noise)
+
+    def loaded(two: Made) -> Made:
+        noise = ExponentialNoise(two.optimizer, gamma=0.5)
+        two.load(tmp_path / "a.pt", optimizer=two.optimizer, noise_scheduler=noise)
+        return two
+
     with pytest.raises(ValueError, match="sensitivity"):
-        two.engine.load_checkpoint(path=tmp_path / "a.pt", module=two.model, **parts)
-    two = private(max_grad_norm=1 / 3)
-    parts = dict(optimizer=two.optimizer, noise_scheduler=ExponentialNoise(two.optimizer, gamma=0.5))
-    two.engine.load_checkpoint(path=tmp_path / "a.pt", module=two.model, **parts)
+        loaded(private())
+    two = loaded(private(max_grad_norm=1 / 3))
     assert two.engine.accountant.history == one.engine.accountant.history
     assert two.optimizer.noise_multiplier == one.optimizer.noise_multiplier == 0.25
     for made in (one, two):
@@ -303,16 +300,15 @@ class Code:
 
 def test_a_checkpoint_runs_no_code_unless_the_caller_says_so(tmp_path):
     made = private()
-    made.engine.save_checkpoint(path=tmp_path / "c.pt", module=made.model)
+    made.save(tmp_path / "c.pt")
     state = torch.load(tmp_path / "c.pt", weights_only=True)
     torch.save({**state, "mine": Code(tmp_path / "ran")}, tmp_path / "bad.pt")
     with pytest.raises(
         ValueError, match=r"got other objects; a file that you trust .*\"weights_only\": False"
     ) as caught:
-        made.engine.load_checkpoint(path=tmp_path / "bad.pt", module=made.model)
+        made.load(tmp_path / "bad.pt")
     assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
-    trusted = {"weights_only": False}
-    made.engine.load_checkpoint(path=tmp_path / "bad.pt", module=made.model, torch_load_kwargs=trusted)
+    made.load(tmp_path / "bad.pt", torch_load_kwargs={"weights_only": False})
     assert (tmp_path / "ran").exists()
 
 
@@ -320,16 +316,16 @@ def test_a_checkpoint_of_opacus_is_gone_on_from_and_its_steps_count(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = Made(linear(), DATA, batch_size=50, engine=opacus.PrivacyEngine()).train()
-        theirs.engine.save_checkpoint(path=tmp_path / "a.pt", module=theirs.model, optimizer=theirs.optimizer)
+        theirs.save(tmp_path / "a.pt", optimizer=theirs.optimizer)
     made = private(noise_multiplier=1.5)
-    made.engine.load_checkpoint(path=tmp_path / "a.pt", module=made.model, optimizer=made.optimizer)
+    made.load(tmp_path / "a.pt", optimizer=made.optimizer)
     assert torch.equal(made.weights, theirs.weights)
     made.train()
     assert made.engine.accountant.history == [(1.0, 1 / 12, 12), (1.5, 1 / 12, 12)]
     alone = load_accountant("prv").epsilon(SubsampledGaussian(1.0, 1 / 12), steps=12, delta=1e-5)
     assert made.engine.get_epsilon(1e-5) > alone
     with pytest.raises(Misuse, match="before the first"):
-        made.engine.load_checkpoint(path=tmp_path / "a.pt", module=made.model)
+        made.load(tmp_path / "a.pt")
 
 
 def test_the_accountant_by_its_own_state():
@@ -371,8 +367,8 @@ def test_a_checkpoint_keeps_how_the_batches_of_an_earlier_training_were_drawn(tm
     one.train()
     two.accountant.load_state_dict(one.engine.accountant.state_dict())
     then, last = Made(linear(), DATA, batch_size=50, engine=two), private()
-    two.save_checkpoint(path=tmp_path / "a.pt", module=then.model)
-    last.engine.load_checkpoint(path=tmp_path / "a.pt", module=last.model)
+    then.save(tmp_path / "a.pt")
+    last.load(tmp_path / "a.pt")
     assert last.engine.get_epsilon(1e-5) == one.engine.get_epsilon(1e-5)
     last.engine.accountant.load_state_dict(torch.load(tmp_path / "a.pt")["privacy_accountant_state_dict"])
     assert last.engine.accountant.history == two.accountant.history
