@@ -30,8 +30,6 @@ EXPERIMENT = experiment_of(
     rounds=1,
     figures=("coverage", "coverage_reasons"),
     table=Excerpt(
-        figure="coverage",
-        rows=("Library", "Task"),
-        cells=("Models", "Built", "Exact", "Refused", "Wrong", "Crashed"),
+        figure="coverage", rows=("Library", "Task"), cells=("Models", "Built", "Exact", "Refused", "Wrong", "Crashed")
     ),
 )

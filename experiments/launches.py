@@ -23,11 +23,9 @@ MODELS = (
 
 def cells(device: str) -> list[LaunchesTrial]:
     return [
-        LaunchesTrial(
-            model=model, backends=BACKENDS, batch_size=batch, image_size=size, num_classes=classes, dtype=dtype
-        )
+        LaunchesTrial(model=model, backends=BACKENDS, batch_size=b, image_size=size, num_classes=k, dtype=dtype)
         for dtype in DTYPES
-        for model, batch, size, classes in MODELS
+        for model, b, size, k in MODELS
     ]
 
 

@@ -13,18 +13,8 @@ BATCHES = {32: ["cnn"], 8: ["vgg11", "resnet18"], 4: ["resnet50", "wide_resnet",
 
 
 def cells(device: str) -> list[PeakTrial]:
-    return [
-        trial
-        for batch_size, models in BATCHES.items()
-        for trial in grid(
-            PeakTrial,
-            model=models,
-            backend=[*OURS, *PEERS],
-            simulated=[True, False],
-            batch_size=batch_size,
-            device=device,
-        )
-    ]
+    same = {"backend": [*OURS, *PEERS], "simulated": [True, False], "device": device}
+    return [t for size, models in BATCHES.items() for t in grid(PeakTrial, model=models, batch_size=size, **same)]
 
 
 def smoke(device: str) -> list[PeakTrial]:

@@ -17,16 +17,11 @@ RUN: dict[str, Any] = {"sample_rate": BATCH / RECORDS, "steps": 60 * (RECORDS //
 SIGMA, SIGMAS = 1.1, [0.6, 0.75, 0.9, 1.1, 1.4, 1.8, 2.4, 3.2, 4.5, 6.0, 8.0]
 #: The mean of a Poisson sample's size is 256, its standard deviation 16.
 CAPS = {"truncated at the mean": 256, "truncated at +2 sd": 288, "truncated at +6 sd": 352}
-
-
-def _truncated(cap: int) -> dict[str, Any]:
-    return {"sampling": "truncated_poisson", "dataset_size": RECORDS, "max_batch_size": cap}
-
-
+_TRUNCATED = {"sampling": "truncated_poisson", "dataset_size": RECORDS}
 #: Name in the figure -> how batches are drawn.
 SCHEMES: dict[str, dict[str, Any]] = {
     "Poisson": {"sampling": "poisson"},
-    **{name: _truncated(cap) for name, cap in CAPS.items()},
+    **{name: _TRUNCATED | {"max_batch_size": cap} for name, cap in CAPS.items()},
     "without replacement": {"sampling": "without_replacement"},
     "shuffled": {"sampling": "shuffled"},
     "one pass": {"sampling": "one_pass"},

@@ -1,7 +1,6 @@
 """``dpbench calibrate``: noise, steps, epochs or sample rate for a target ε, by each accountant."""
 
 import argparse
-from typing import Any
 
 from accounting import Accountant, calibrate
 from accounting.calibration import UNKNOWNS
@@ -55,7 +54,15 @@ def run(args: argparse.Namespace) -> int:
 
     known = {name: given.get(name) for name in ("noise_multiplier", "sample_rate", "steps", "epochs")}
     rows = privacy.rows(names, args, answer, **known)
-    table = _table(rows, unknown, words, delta, given, scheme, privacy.more(args))
+    what = UNKNOWNS[unknown][2] if unknown != "epochs" else "number of epochs"
+    size = "smallest" if unknown == "noise_multiplier" else "largest"
+    settings = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in given.items())
+    heading = [f"{size} {what} with {words} at δ = {delta:g}, {settings}"]
+    heading += [privacy.under(scheme["sampling"], scheme["adjacency"]), *privacy.more(args)]
+    found = [row[unknown] for row in rows]
+    whole = unknown == "steps"
+    values = [f"{each:,}" if whole and each is not None else privacy.rounded(each, _KINDS[unknown]) for each in found]
+    table = privacy.table(heading, rows, unknown.replace("_", " "), values)
     print(to_json(rows) if args.format == "json" else table)
     return int(all(row["epsilon"] is None for row in rows))
 
@@ -90,26 +97,3 @@ def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
             what = "" if text is None else "no "
             raise UsageError(f"{what}{option} when solving for {unknown.replace('_', '-')}", text or "none")
     return {name: number(name, texts[name]) for name in needed}
-
-
-def _table(
-    rows: list[Row],
-    unknown: str,
-    target: str,
-    delta: float,
-    given: dict[str, float],
-    scheme: dict[str, Any],
-    more: list[str],
-) -> str:
-    words = UNKNOWNS[unknown][2] if unknown != "epochs" else "number of epochs"
-    size = "smallest" if unknown == "noise_multiplier" else "largest"
-    settings = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in given.items())
-    heading = [
-        f"{size} {words} with {target} at δ = {delta:g}, {settings}",
-        privacy.under(scheme["sampling"], scheme["adjacency"]),
-        *more,
-    ]
-    found = [row[unknown] for row in rows]
-    whole = unknown == "steps"
-    values = [f"{each:,}" if whole and each is not None else privacy.rounded(each, _KINDS[unknown]) for each in found]
-    return privacy.table(heading, rows, unknown.replace("_", " "), values)

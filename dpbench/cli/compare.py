@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dpbench.cli import streams
 from dpbench.cli.columns import aligned
@@ -85,8 +86,6 @@ def run(args: argparse.Namespace) -> int:
         told += [f"{name} pools runs that differ in {fact}: {values}" for fact, values in pooled(side)]
         told += [f"{name}: {sentence}" for sentence in warnings(side)]
     failed = [row for row in rows if _fails(row, limits)]
-    for line in _said(differ, told, only_a, only_b, left_out):
-        streams.say(line)
     answer = {
         "a": str(paths[0]),
         "b": str(paths[1]),
@@ -98,25 +97,21 @@ def run(args: argparse.Namespace) -> int:
         "left_out": {reason: count for reason, count in left_out.items() if count},
         "failed": len(failed),
     }
+    for line in _said(answer):
+        streams.say(line)
     print(to_json(answer) if args.format == "json" else "\n".join(_table(rows, paths, failed)))
     return 1 if failed else 0
 
 
-def _said(
-    differ: Sequence[tuple[str, str, str]],
-    told: Sequence[str],
-    only_a: Sequence[str],
-    only_b: Sequence[str],
-    left_out: dict[str, int],
-) -> list[str]:
+def _said(answer: Mapping[str, Any]) -> list[str]:
     """Notes on the numbers, for standard error."""
-    lines = [f"the environments differ in {name}: A {a}; B {b}" for name, a, b in differ]
-    lines += told
-    for side, names in (("A", only_a), ("B", only_b)):
+    lines = ["the environments differ in {fact}: A {a}; B {b}".format(**each) for each in answer["differences"]]
+    lines += answer["warnings"]
+    for side, names in (("A", answer["only_in_a"]), ("B", answer["only_in_b"])):
         if names:
             more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             lines.append(f"only in {side}, and so not compared: {', '.join(names[:_SHOWN])}{more}")
-    left = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()) if count)
+    left = ", ".join(f"{count} {reason}" for reason, count in sorted(answer["left_out"].items()))
     return [*lines, *([f"records that enter no verdict: {left}"] if left else [])]
 
 
@@ -181,19 +176,9 @@ def _cells(row: Row, differing: Sequence[str]) -> tuple[str, ...]:
             what += f", {name}" if value else ""
         elif value is not None and name != "memory":
             what += f", {value}" if isinstance(value, str) else f", {name.replace('_', ' ')} {value}"
-    return (
-        row.model,
-        row.backend,
-        str(row.batch_size),
-        what,
-        _value(row, row.a),
-        _value(row, row.b),
-        ratio,
-        interval,
-        row.verdict,
-        "/".join(map(str, row.rounds)) if any(row.rounds) else "",
-        "/".join(map(str, row.outliers)) if any(row.outliers) else "",
-    )
+    counted = ("/".join(map(str, each)) if any(each) else "" for each in (row.rounds, row.outliers))
+    values = _value(row, row.a), _value(row, row.b), ratio, interval
+    return row.model, row.backend, str(row.batch_size), what, *values, row.verdict, *counted
 
 
 def _value(row: Row, value: float | str) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from accounting import ACCOUNTANTS
 from clipping import BACKENDS
@@ -28,7 +27,6 @@ def script(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
 
     Args:
         words: typed after --print-completion.
-        parser: of every command.
     """
     shell = one_of("a shell after --print-completion", words[0] if words else "", SHELLS)
     if is_missing("shtab"):
@@ -37,12 +35,8 @@ def script(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
 
     for command in parser._subparsers._group_actions[0].choices.values():  # type: ignore[union-attr]
         for action in command._actions:
-            _completed(action, shtab)
+            if action.dest in NAMES:
+                action.choices = NAMES[action.dest]()
+            elif action.dest in (*_FOLDERS, *_FILES):
+                action.complete = shtab.DIRECTORY if action.dest in _FOLDERS else shtab.FILE
     return str(shtab.complete(parser, shell=shell))
-
-
-def _completed(action: Any, shtab: Any) -> None:
-    if action.dest in NAMES:
-        action.choices = NAMES[action.dest]()
-    elif action.dest in (*_FOLDERS, *_FILES):
-        action.complete = shtab.DIRECTORY if action.dest in _FOLDERS else shtab.FILE

@@ -110,6 +110,7 @@ def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]
 
 
 def _cells(row: Row, reasons: list[str], measured: bool) -> tuple[str, ...]:
+    planned = (row["plan"] or "").replace(",", " ").partition(" ")[0]
     op = row["op"] if (row["groups"] or 1) == 1 else f"{row['op']}, {row['groups']} groups"
     return (
         row["parameter"],
@@ -121,16 +122,10 @@ def _cells(row: Row, reasons: list[str], measured: bool) -> tuple[str, ...]:
         *(_bytes(row["bytes"][route]) for route in ("ghost", "instantiate")),
         *(_short(row["flops"][route]) for route in ("ghost", "instantiate")),
         row["plan"] or "-",
-        _seconds(_of_plan(row)),
+        _seconds((row["predicted_seconds"] or {}).get(planned)),
         *(_seconds((row["measured_seconds"] or {}).get(route)) for route in _ROUTES if measured),
         f"[{reasons.index(row['reason']) + 1}]" if row["reason"] else "",
     )
-
-
-def _of_plan(row: Row) -> float | None:
-    """Predicted seconds of the planned route, named by its first word."""
-    words = (row["plan"] or "").replace(",", " ").split()
-    return (row["predicted_seconds"] or {}).get(words[0]) if words else None
 
 
 def _totals(summary: dict[str, Any]) -> list[str]:

@@ -131,11 +131,8 @@ def _survey(plan: Plan) -> list[_Row]:
 
 def _name(trial: Trial) -> tuple[str, ...]:
     several = f"{len(trial.backends)} of them" if isinstance(trial, OverheadTrial) else "-"
-    return (
-        trial.kind,
-        str(getattr(trial, "model", "-")),
-        str(getattr(trial, "backend", getattr(trial, "accountant", several))),
-    )
+    backend = getattr(trial, "backend", getattr(trial, "accountant", several))
+    return trial.kind, str(getattr(trial, "model", "-")), str(backend)
 
 
 def _table(rows: Sequence[_Row]) -> list[str]:

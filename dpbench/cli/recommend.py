@@ -32,7 +32,7 @@ from dpbench.records.environment import DEVICES, device_name, resolve_device
 from dpbench.trials.json_text import to_json
 from dpbench.trials.precision import PROFILES
 
-#: Default number of samples: (images of 32 pixels, larger ones and text); multiplied on CUDA.
+#: Samples whose steps take about a second on two CPU cores: (images of 32 pixels, larger ones and text); on CUDA more.
 BATCH_SIZES = (32, 8)
 ON_CUDA = 8
 SECONDS = 60.0
@@ -96,10 +96,12 @@ def _question_from(args: argparse.Namespace) -> Question:
     device = resolve_device(args.device)
     if PROFILES[args.precision].tf32 and device != "cuda":
         raise UsageError(f"a precision that {device} has, as float32", args.precision)
-    batch_size = args.batch_size or _default_batch_size(args.model, args.image_size, device)
+    size = args.image_size
+    small = split_reference(args.model)[0] in ("builtin", "file") if size is None else size <= 64
+    usual = BATCH_SIZES[not small] * (ON_CUDA if device == "cuda" else 1)
     return Question(
         model=args.model,
-        batch_size=batch_size,
+        batch_size=args.batch_size or usual,
         memory_budget=parse_size(args.memory),
         device=device,
         precision=args.precision,
@@ -108,12 +110,6 @@ def _question_from(args: argparse.Namespace) -> Question:
         seconds=args.seconds,
         workers=max(1, min(available_cpus(), _MOST_AT_ONCE)),
     )
-
-
-def _default_batch_size(model: str, image_size: int | None, device: str) -> int:
-    """A batch size with steps of about a second on two CPU cores, for models of the usual sizes."""
-    small = split_reference(model)[0] in ("builtin", "file") if image_size is None else image_size <= 64
-    return BATCH_SIZES[not small] * (ON_CUDA if device == "cuda" else 1)
 
 
 def parse_size(text: str) -> int:

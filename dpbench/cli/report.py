@@ -16,12 +16,8 @@ RESULTS = Path("results")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `report`."""
-    parser.add_argument(
-        "source",
-        nargs="?",
-        metavar="EXPERIMENT|DIR",
-        help="an experiment, whose records lie in ./results/EXPERIMENT, or any folder with records in it",
-    )
+    what = "an experiment, whose records lie in ./results/EXPERIMENT, or any folder with records in it"
+    parser.add_argument("source", nargs="?", metavar="EXPERIMENT|DIR", help=what)
     parser.add_argument(
         "--output",
         type=folder,
@@ -29,11 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the figures (default: that of the records); after `run --output DIR`, the same DIR finds its "
         "records",
     )
-    parser.add_argument(
-        "--readme",
-        action="store_true",
-        help="write the numbers of ./README.md and ./results/README.md from the records in ./results",
-    )
+    readme = "write the numbers of ./README.md and ./results/README.md from the records in ./results"
+    parser.add_argument("--readme", action="store_true", help=readme)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,30 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping import (
-    Agreement,
-    Automatic,
-    Backend,
-    ClipFunction,
-    Flat,
-    GlobalBound,
-    PerLayer,
-    UnsupportedModel,
-)
+from clipping import Agreement, Automatic, Backend, ClipFunction, Flat, GlobalBound, PerLayer, UnsupportedModel
 from clipping.numerics.products import full_precision
 from dpbench.conformance.cases import Setup, cross_entropy, images
-from dpbench.conformance.judging import (
-    NONE,
-    TOLERANCE,
-    Check,
-    Measured,
-    Wrong,
-    answered,
-    hold,
-    oracle,
-    placed,
-    worse,
-)
+from dpbench.conformance.judging import NONE, TOLERANCE, Check, Measured, Wrong, answered, hold, oracle, placed, worse
 from dpbench.conformance.modules import Skipping
 
 CLIPPING: dict[str, ClipFunction] = {

@@ -70,11 +70,8 @@ class CoverageTrial(Trial):
     timeout: float = 300.0
 
     def modules(self) -> tuple[str, ...]:
-        return (
-            "torch",
-            *required_modules(self.model),
-            *modules_of_backends([b.removesuffix(COMPILED) for b in self.backends]),
-        )
+        backends = [name.removesuffix(COMPILED) for name in self.backends]
+        return ("torch", *required_modules(self.model), *modules_of_backends(backends))
 
 
 def models() -> list[tuple[str, str]]:
@@ -144,8 +141,5 @@ def _literals(path: str, names: set[str]) -> dict[str, Sequence[tuple[str, Any]]
 def _sources(package: str, pattern: str) -> list[Path]:
     """The files of an installed package; [] if it is not installed."""
     spec = importlib.util.find_spec(package)
-    return (
-        sorted(Path(spec.submodule_search_locations[0]).glob(pattern))
-        if spec and spec.submodule_search_locations
-        else []
-    )
+    folders = spec.submodule_search_locations if spec else None
+    return sorted(Path(folders[0]).glob(pattern)) if folders else []

@@ -71,7 +71,6 @@ def judge(name: str, check: Check, backend: type[Backend], device: str = "cpu", 
     Args:
         name: of the case.
         check: to run on the backend.
-        seed: of weights and batch.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -15,7 +15,6 @@ def as_row(backend: str, verdict: Row) -> dict[str, Any]:
     """The fields of a `Verdict` as a row of `dpbench check`: `model` is the name of the case.
 
     Args:
-        backend: its name.
         verdict: of one case.
     """
     return {

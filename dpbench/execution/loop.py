@@ -45,7 +45,7 @@ class Executor(Protocol):
 
 
 @dataclass
-class Here:
+class Here(Executor):
     """Runs trials in processes of this machine, and ends them all at `until`, by `time.monotonic`."""
 
     isolation: Isolation
@@ -54,11 +54,9 @@ class Here:
     blocks: int = 1
 
     def submit(self, trial: Trial, block: Block) -> int:
-        """Run a trial on this machine."""
         return self.isolation.submit(trial, self.until)
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that come within `timeout` seconds."""
         return self.isolation.wait(timeout)
 
     def release(self, block: Block) -> None:

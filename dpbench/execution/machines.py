@@ -133,7 +133,6 @@ def begin_sweep(name: str, cluster: str, trials: Iterable[Trial]) -> dict[str, A
     """What the runs of a sweep that this machine drives share, as recorded in their environments (`executor`).
 
     Args:
-        name: of the executor.
         cluster: its kind and address, in words.
     """
     return {"name": name, "cluster": cluster, "driver": host_name(), "versions": _versions(trials)}

@@ -43,7 +43,6 @@ def load(source: Source, *, results: str | os.PathLike[str] = "results", superse
 
     Args:
         source: the name of an experiment or an `Experiment`, with records in `results`; or a folder or file.
-        results: the folder of all results.
         superseded: include records that a newer one of the same trial and round has replaced.
 
     Returns:

@@ -64,9 +64,8 @@ class Progress:
         self._started.pop(run, None)
         self._state = done, left, seconds
         remaining = f"; {_about(seconds)}" if left else ""
-        line = (
-            f"[{done}/{round(done + left)}] {_words(run)}: {record['outcome']} in {record['seconds']:.1f} s{remaining}"
-        )
+        line = f"[{done}/{round(done + left)}] {_words(run)}: "
+        line += f"{record['outcome']} in {record['seconds']:.1f} s{remaining}"
         if record["evidence"]:
             line += f"\n    {telling_line(record['outcome'], record['evidence'])[:600]}"
         self.say(line)

@@ -33,7 +33,6 @@ def open_workload(
     TF32 is a switch of the whole process: see `dpbench.measure.precision.arithmetic`.
 
     Args:
-        trial: any trial of one model.
         device: "cpu" or "cuda"; None for the trial's own.
     """
     wanted = ("image_size", "num_classes", "data", "dtype", "seed")

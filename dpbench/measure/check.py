@@ -55,11 +55,7 @@ class Case:
 
 
 def cases(norms: list[float]) -> list[Case]:
-    """The batches of the module's table, from the norms of the samples 0 .. B-1, B ≥ 2.
-
-    Args:
-        norms: ‖g_i‖ of the samples.
-    """
+    """The batches of the module's table, from the norms of the samples 0 .. B-1, B ≥ 2."""
     everyone = list(range(len(norms)))
     return [
         Case("random", everyone, [1.0] * len(norms), between(norms)),
@@ -161,7 +157,6 @@ def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: i
     """The expected result by definition, from the gradients of single samples with weight 1.
 
     Args:
-        clip: norms [B] -> factors [B].
         together: how many samples are averaged before clipping.
     """
     chosen = zip(case.weights, (samples[i] for i in case.samples), strict=True)

@@ -68,11 +68,7 @@ def calibrate(trial: CalibrationTrial) -> dict[str, Any]:
         **{name: value for name, value in given.items() if value is not None},
         **_scheme(trial),
     )
-    return _told(answer.guarantee) | {
-        "value": answer.value,
-        "steps": answer.steps,
-        "evaluations": answer.evaluations,
-    }
+    return _told(answer.guarantee) | {"value": answer.value, "steps": answer.steps, "evaluations": answer.evaluations}
 
 
 def _scheme(trial: EpsilonTrial | CalibrationTrial) -> dict[str, Any]:

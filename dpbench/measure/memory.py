@@ -58,9 +58,7 @@ def measured_peak(
     On CUDA `holds` only gives the baseline; the peak is the allocator's, and includes all other live tensors.
 
     Args:
-        step: runs one step.
         holds: tensors that live before and after it.
-        device: of these tensors.
         phases: reports the parts of the step; None for no peaks of parts.
     """
     baseline = storage_bytes(holds)

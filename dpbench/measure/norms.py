@@ -286,9 +286,4 @@ def _normalisations(small: bool) -> list[_Case]:
 
 
 #: Family -> its cases; the same operations in small sizes.
-_CASES = {
-    "linear": _linear,
-    "convolution": _convolutions,
-    "embedding": _embeddings,
-    "normalisation": _normalisations,
-}
+_CASES = {"linear": _linear, "convolution": _convolutions, "embedding": _embeddings, "normalisation": _normalisations}

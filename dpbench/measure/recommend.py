@@ -32,7 +32,7 @@ from dpbench.measure.explain import sizes
 from dpbench.measure.overhead import Entry, allocations_that_fail
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.race import KEPT, KNOWN, TURNS, Race, doubtful, finalists
-from dpbench.measure.timing import Stopwatch, cpu_stopwatch, stopwatch_for
+from dpbench.measure.timing import cpu_stopwatch, stopwatch_for
 from dpbench.models.workload import ModelError, Workload
 from dpbench.process.linux import available_cpus, busy_cpus
 from dpbench.trials import RecommendTrial
@@ -327,13 +327,8 @@ class _Contestant(Entry):
             return []
         begin, taken = time.perf_counter(), list[float]()
         with self._guarded():
-            taken = _clock_of(self.device)(self._step, count, math.inf)
+            alone = self.device.type == "cpu" and torch.get_num_threads() == 1  # then CPU time is its time
+            clock = partial(cpu_stopwatch, now=time.process_time) if alone else stopwatch_for(self.device)
+            taken = clock(self._step, count, math.inf)
             self.seconds, self.latest = (time.perf_counter() - begin) / count, taken[-1]
         return taken if self._step is not None else []
-
-
-def _clock_of(device: torch.device) -> Stopwatch:
-    """Times each of several steps: by CPU time for a single thread on a CPU, else by wall time."""
-    if device.type == "cpu" and torch.get_num_threads() == 1:
-        return partial(cpu_stopwatch, now=time.process_time)
-    return stopwatch_for(device)

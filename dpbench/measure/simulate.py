@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from clipping.core.batches import tensors_of
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import InTurn, Parts, taken_by
 from clipping.numerics.convolution_memory import Convolution
@@ -76,12 +77,8 @@ class StorageLifetimes(TorchDispatchMode):
             return result
         if self._temporaries:
             self.peak = max(self.peak, before + _at_once(func, args, result))
-        if isinstance(result, Tensor):
-            self.watch(result)
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                if isinstance(part, Tensor):
-                    self.watch(part)
+        for part in tensors_of(result):
+            self.watch(part)
         return result
 
     def watch(self, tensor: Tensor) -> None:
@@ -148,10 +145,8 @@ class StorageLifetimes(TorchDispatchMode):
         peak = self.peak
         self.watch(new)
         if old.shape == new.shape and old.is_contiguous():
-            self.peak, self._replaced = (
-                max(peak, self.alive - new.untyped_storage().nbytes()),
-                id(old.untyped_storage()),
-            )
+            self.peak = max(peak, self.alive - new.untyped_storage().nbytes())
+            self._replaced = id(old.untyped_storage())
 
     def _settle(self) -> None:
         """Another event came before the old gradient's death: others hold it, and the sum is a separate tensor."""

@@ -95,7 +95,6 @@ def to_fake(model: nn.Module, mode: object) -> nn.Module:
     (`torch.linspace(...).tolist()`), which fake tensors lack.
 
     Args:
-        model: of real tensors.
         mode: the fake mode suspended for building, or None.
     """
     if isinstance(mode, FakeTensorMode):
@@ -105,12 +104,7 @@ def to_fake(model: nn.Module, mode: object) -> nn.Module:
 
 
 def place(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
-    """model.to(device, dtype) that also works for fake tensors (torch's own cannot change their device).
-
-    Args:
-        model: of real or of fake tensors.
-        dtype: of all parameters and floating-point buffers.
-    """
+    """model.to(device, dtype) that also works for fake tensors (torch's own cannot change their device)."""
     if not any(isinstance(p, FakeTensor) for p in model.parameters()):
         return model.to(device, dtype)
     _exchange(model, lambda x: moved(x, device, dtype))

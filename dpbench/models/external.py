@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,13 +79,8 @@ def torchvision_model(name: str, options: dict[str, Any], *, num_classes: int, i
     elif name in ("googlenet", "inception_v3"):
         ours |= {"aux_logits": False, "init_weights": False}  # one output, as for all models; their own init is slow
     refuse_taken(f"torchvision:{name}", options, ours)
-    return classifier(
-        f"torchvision:{name}",
-        lambda: models.get_model(name, **ours, **options),
-        options,
-        num_classes=num_classes,
-        image_size=image_size,
-    )
+    make = partial(models.get_model, name, **ours, **options)
+    return classifier(f"torchvision:{name}", make, options, num_classes=num_classes, image_size=image_size)
 
 
 def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | Workload:
@@ -141,7 +137,6 @@ def classifier(
     """Build a model, adapt it, and try it on one image.
 
     Args:
-        ref: the reference, for errors.
         make: builds the model; runs on real tensors even under FakeTensorMode.
         options: names of the reference's options.
 

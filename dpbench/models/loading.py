@@ -44,12 +44,9 @@ def load_workload(
     Args:
         ref: see `dpbench.models`.
         image_size: height and width of the images, passed to constructors that take it.
-        num_classes: labels are 0 .. num_classes-1.
         data: see `dpbench.models.data`. Text models always read seeded random tokens; explicit images are an error.
-        device: of the model and the batches.
         dtype: "float32", "float64", "bfloat16" or "float16", of the parameters and floating inputs; tokens and labels
             stay int64.
-        seed: of the weights, of the order of the samples, and of synthetic values.
 
     Raises:
         UsageError: an unknown name, a missing or truncated data set, an unknown dtype.

@@ -76,10 +76,7 @@ class ResNet(nn.Module):
     """
 
     def __init__(
-        self,
-        block: Callable[[int, int, int], BasicBlock | Bottleneck],
-        stages: list[tuple[int, int]],
-        num_classes: int,
+        self, block: Callable[[int, int, int], BasicBlock | Bottleneck], stages: list[tuple[int, int]], num_classes: int
     ) -> None:
         super().__init__()
         self.stem = nn.Sequential(_conv(3, 64, 3), group_norm(64), nn.ReLU(inplace=True))

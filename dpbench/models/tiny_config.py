@@ -108,7 +108,7 @@ NEEDED = ("vocab_size", "num_experts_per_tok", "n_routed_experts", "n_shared_exp
 """Fields that are set even if the default is None, since no model builds from None."""
 
 #: Lists with a number for each stage.
-WIDTHS = [
+WIDTHS = {
     "hidden_sizes",
     "conv_dim",
     "embed_dims",
@@ -116,8 +116,8 @@ WIDTHS = [
     "stem_channels",
     "neck_hidden_sizes",
     "sscp_conv_channel_size",
-]
-DEPTHS = [
+}
+DEPTHS = {
     "depths",
     "num_block_repeats",
     "depth",
@@ -125,32 +125,25 @@ DEPTHS = [
     "stage_num_blocks",
     "stage_numb_of_layers",
     "block_repeats",
-]
+}
 
 WINDOWS = {"depths": [2, 2], "num_heads": [3, 6], "window_size": 4}
 HYBRID = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]}
 HYBRID |= {"attention_head_dim": 16, "attention_hidden_size": 64}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+HASHED: dict[str, Any] = {"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 #: Type -> fields that depend on each other, or lists of another kind.
 FITTING: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "bit": {"num_groups": 4},
-    "cohere_compass_text": {
-        "layer_types": ["full_attention", "full_attention"],
-        "rope_parameters": {"full_attention": ROPE},
-    },
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 2, "rope_parameters": {"full_attention": ROPE}},
     "cvt": {"depth": [1, 2, 3]},
     "donut-swin": WINDOWS,
     "efficientnet": {"hidden_dim": 320, "width_coefficient": 0.25, "depth_coefficient": 0.25},
     "flint": {"mlp_only_layers": []},
     "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1], "num_decoder_layers": 1},
-    "gemma4_text": {
-        "num_kv_shared_layers": 0,
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 64,
-    },
+    "gemma4_text": EXPERTS | {"num_kv_shared_layers": 0, "enable_moe_block": True},
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "hgnet_v2": {"hidden_sizes": (128, 512, 1024, 2048)},
@@ -162,14 +155,7 @@ FITTING: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": [4, 4]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
-    "reformer": {
-        "attn_layers": ["local", "lsh"],
-        "axial_pos_shape": [4, 4],
-        "axial_pos_embds_dim": [16, 16],
-        "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4,
-        "num_buckets": 2,
-    },
+    "reformer": HASHED | {"attn_layers": ["local", "lsh"], "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16]},
     "ministral": {"head_dim": 8},
     "mistral4": {"head_dim": 16},
     "neomme": {"head_dim": 16},

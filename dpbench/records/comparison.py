@@ -97,7 +97,6 @@ def compare_records(
     """(rows of the common cells, names of cells only in a, and only in b).
 
     Args:
-        a, b: records of both sides.
         across: each side is of one machine, and only ratios to ordinary training are compared.
     """
     sides = [_cells_of(records, left_out, across) for records in (a, b)]

@@ -158,12 +158,7 @@ def _round_warnings(timed: Sequence[Record]) -> list[str]:
 
 def _turn_warnings(timed: Sequence[Record]) -> list[str]:
     """A sentence if successive steps grew or shrank."""
-    turns = [
-        (trend(seconds), r.run, number)
-        for r in timed
-        for cell in _series_of(r).values()
-        for number, seconds in cell.items()
-    ]
+    turns = [(trend(s), r.run, n) for r in timed for cell in _series_of(r).values() for n, s in cell.items()]
     unsteady = [turn for turn in turns if abs(turn[0]) > MUCH_DRIFT]
     if not unsteady:
         return []

@@ -116,7 +116,6 @@ def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str,
     Args:
         line: a trial's, of today's schema.
         run: the name of its file.
-        path: of its file, if known.
     """
     return Record(
         device=device_label(environment),
@@ -143,7 +142,6 @@ def locate(text: str, results: Path = Path("results")) -> Path:
     """The path of the named records: an experiment in `results`, or a folder or file of records.
 
     Args:
-        text: as typed.
         results: the folder of experiments.
 
     Raises:

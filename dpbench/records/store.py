@@ -212,11 +212,9 @@ def _write_synced(file: int, data: bytes) -> None:
 
 
 def write_file(path: Path, data: bytes, flags: int = 0) -> None:
-    """Write the content of a file to the disk; its name is there once its folder is synced.
+    """Write a file, or replace it, to the disk; its name is there once its folder is synced.
 
     Args:
-        path: of the file; replaced if it exists.
-        data: its content.
         flags: for `os.open`, in addition to those for writing.
 
     Raises:

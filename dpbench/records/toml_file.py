@@ -12,7 +12,6 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     """The content of a TOML file.
 
     Args:
-        path: of an ordinary file.
         what: the file is, for the error.
 
     Raises:

@@ -18,9 +18,6 @@ def whole(said: Sequence[str], records: Sequence[Record], left_out: LeftOut, set
     """A caption: a paragraph of its own sentences, and those of every figure. Each warning is a line.
 
     Args:
-        said: its own sentences, and warnings.
-        records: of one device.
-        left_out: by reason.
         setting: whether torch, threads and precision matter to the numbers.
     """
     own = [words for words in said if not words.startswith("Warning:")]

@@ -26,7 +26,6 @@ def unlike(names: Iterable[str], mark: str = " ") -> list[str]:
     """The names, each unlike those before it: a second "loss" becomes "loss 2".
 
     Args:
-        names: in order.
         mark: before the number.
     """
     found: dict[str, None] = {}

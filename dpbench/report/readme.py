@@ -129,7 +129,6 @@ def table(parts: Sequence[Part], excerpt: Excerpt) -> pd.DataFrame:
     """The excerpt of one machine's figures, as texts; a setting that tells figures apart is a column.
 
     Args:
-        parts: of one device.
         excerpt: of one of the figures.
 
     Raises:

@@ -199,7 +199,6 @@ def shortened(words: str, longest: int) -> str:
     """A long name with its middle left out.
 
     Args:
-        words: any.
         longest: number of characters.
     """
     end = longest // 2

@@ -63,22 +63,10 @@ ENVIRONMENT: Shape = {
     "gpu_processes?": optional([TEXT]),
 }
 _RUN: Shape = {"id": TEXT, "round": COUNT, "fingerprint": TEXT, "trial": {"kind": TEXT}, "seconds": SECONDS, "utc": UTC}
-LINES: Mapping[str, Any] = {
-    "environment": check({"environment": ENVIRONMENT}),
-    "trial": check(
-        _RUN
-        | {
-            "experiment": TEXT,
-            "version?": _TEXT,
-            "outcome": OUTCOME,
-            "evidence?": _TEXT,
-            "load?": optional(SECONDS),
-            "stolen?": optional(SECONDS),
-            "result": optional(every(ANY)),
-        }
-    ),
-    "cut": check(_RUN),
-}
+_TRIAL: Shape = _RUN | {"experiment": TEXT, "outcome": OUTCOME, "result": optional(every(ANY))}
+_TRIAL |= {"version?": _TEXT, "evidence?": _TEXT, "load?": optional(SECONDS), "stolen?": optional(SECONDS)}
+_ENVIRONMENT = check({"environment": ENVIRONMENT})
+LINES: Mapping[str, Any] = {"environment": _ENVIRONMENT, "trial": check(_TRIAL), "cut": check(_RUN)}
 
 #: A trial's answer.
 ANSWER = check({"outcome": OUTCOME, "evidence": _TEXT, "result": optional(every(ANY))})
@@ -90,9 +78,8 @@ _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("dtype", "optimizer", "distribution", "way"), TEXT),
     **dict.fromkeys(("seed", "canaries", "public_epochs"), WHOLE),
     **dict.fromkeys(("batch_size", "epochs", "processes", "rounds", "runs", "records", "public_records"), POSITIVE),
-    **dict.fromkeys(("steps", "threads", "memory_budget"), _WHOLE),
+    **dict.fromkeys(("steps", "threads", "memory_budget", "dataset_size", "max_batch_size"), _WHOLE),
     **dict.fromkeys(("image_size", "num_classes"), optional(POSITIVE)),
-    **dict.fromkeys(("dataset_size", "max_batch_size"), _WHOLE),
     **dict.fromkeys(("sample_rate", "delta", "max_grad_norm", "lr", "max_seconds", "timeout"), FINITE),
     "noise": NOISE,
     "noise_multiplier": optional(FINITE),
@@ -100,12 +87,8 @@ _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("simulated", "measure", "small", "compiled"), FLAG),
     "backends": [TEXT],
 }
-_OF_ANY_KIND = check(
-    {
-        f"{name}?": _FIELDS[name]
-        for name in ("model", "backend", "backends", "batch_size", "accountant", "device", "precision", "threads")
-    }
-)
+_EVERYWHERE = ("model", "backend", "backends", "batch_size", "accountant", "device", "precision", "threads")
+_OF_ANY_KIND = check({f"{name}?": _FIELDS[name] for name in _EVERYWHERE})
 _STEP = "model backend batch_size device precision image_size num_classes"
 _TURNS = "model backends batch_size device precision image_size num_classes"
 _EPSILON = "accountant sample_rate delta"
@@ -150,12 +133,7 @@ _MEMORY: Shape = {
 }
 _VERIFICATION: Shape = {"max_norm_error": NUMBER, "max_grad_error": NUMBER, "tolerance": NUMBER}
 _COVERAGE = every(FINITE)
-_TURN: Shape = {
-    "round": COUNT,
-    "position?": COUNT,
-    "step_seconds": some(ABOVE_0),
-    "joules_per_step?": optional(FINITE),
-}
+_TURN: Shape = {"round": COUNT, "position?": COUNT, "step_seconds": some(ABOVE_0), "joules_per_step?": optional(FINITE)}
 _ENTRY: Shape = {
     "evidence?": _TEXT,
     "memory?": _MEMORY,
@@ -195,11 +173,14 @@ _COUNTS: Shape = {"ghost": _WHOLE, "instantiate": _WHOLE}
 _USE: Shape = {
     "parameter": TEXT,
     "op": TEXT,
-    **dict.fromkeys(("T", "d", "p"), _WHOLE),
-    **dict.fromkeys(("two_T_squared", "p_times_d"), _WHOLE),
+    **dict.fromkeys(("T", "d", "p", "two_T_squared", "p_times_d"), _WHOLE),
     **dict.fromkeys(("plan", "paper_choice"), _TEXT),
     **dict.fromkeys(("bytes", "flops"), _COUNTS),
 }
+_MOVE: Shape = {"case": TEXT, "outcome": TEXT, **dict.fromkeys(("excess", "limit"), optional(FINITE))}
+_MOVE |= {"batch_size?": _WHOLE, "counts?": optional(every(COUNT)), "record?": _TEXT, "reason?": _TEXT}
+_NORM: Shape = dict.fromkeys(("operation", "sizes", "parameter", "route", "way"), TEXT)
+_NORM |= {"error": _NUMBER, "limit": _NUMBER, "outcome": OUTCOME, "evidence": _TEXT}
 _BOUNDS = (
     *("claimed_mu", "claimed_step_epsilon", "mu_lower_bound", "step_epsilon_lower_bound"),
     *("delta", "level", "noise_multiplier", "sensitivity", "sigma_hat"),
@@ -240,17 +221,7 @@ _RESULTS: Mapping[str, Shape] = {
     "explain": {"rows": [_USE], "summary": {"batch_size": WHOLE, "inputs": some(some(WHOLE))}},
     "coverage": _ROWS | {"built": FLAG},
     "conformance": {"rows": [_ERRORS | {"case": TEXT, "result": one_of("exact", "refuses", "wrong"), "raised": FLAG}]},
-    "sensitivity": {
-        "rows": [
-            {
-                **dict.fromkeys(("case", "outcome"), TEXT),
-                **dict.fromkeys(("excess", "limit"), optional(FINITE)),
-                "batch_size?": _WHOLE,
-                "counts?": optional(every(COUNT)),
-                **dict.fromkeys(("record?", "reason?"), _TEXT),
-            }
-        ]
-    },
+    "sensitivity": {"rows": [_MOVE]},
     "device": {
         "facts": every(ANY),
         "versions": every(ANY),
@@ -258,16 +229,7 @@ _RESULTS: Mapping[str, Shape] = {
         "products": [{"size": POSITIVE, "precision": TEXT, "flops_per_second": FINITE}],
         "latency": [{"what": TEXT, "seconds": SECONDS}],
     },
-    "norms": {
-        "rows": [
-            {
-                **dict.fromkeys(("operation", "sizes", "parameter", "route", "way"), TEXT),
-                **dict.fromkeys(("error", "limit"), _NUMBER),
-                "outcome": OUTCOME,
-                "evidence": _TEXT,
-            }
-        ]
-    },
+    "norms": {"rows": [_NORM]},
     "parts": {
         "tensors": COUNT,
         "counted": TEXT,
@@ -357,11 +319,7 @@ def _flaw_of_whole(kind: str, result: Any) -> str | None:
 
 
 def result_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The result of a trial's line; of one that failed only if it is whole, so that readers may use all of its fields.
-
-    Args:
-        line: of today's schema.
-    """
+    """The result of a trial's line; of one that failed only if it is whole, so that all of its fields are there."""
     result = line.get("result") or {}
     whole = line["outcome"] == Outcome.OK or _flaw_of_whole(line["trial"]["kind"], result) is None
     return result if whole else {}

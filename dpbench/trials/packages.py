@@ -22,17 +22,8 @@ SCHEMES: dict[str, tuple[str, ...]] = {
 
 
 #: Package -> this project's extra that includes it; others are installed by name.
-EXTRAS = {
-    "timm": "models",
-    "transformers": "models",
-    "accelerate": "integrations",
-    "lightning": "integrations",
-    "peft": "integrations",
-    "ray": "ray",
-    "submitit": "slurm",
-    "jax": "jax",
-    "jax_privacy": "jax",
-}
+EXTRAS = {"timm": "models", "transformers": "models", "ray": "ray", "submitit": "slurm", "jax": "jax"}
+EXTRAS |= {"jax_privacy": "jax"} | dict.fromkeys(("accelerate", "lightning", "peft"), "integrations")
 
 
 def to_be_installed(package: str) -> str:
@@ -55,7 +46,6 @@ def needed(package: str, module: str) -> Iterator[None]:
     """Wrap the imports of an optional package: an error says in one line how to install it.
 
     Args:
-        package: its name to import.
         module: `__name__` of the importing module; a program run by a person exits with code 2.
 
     Raises:

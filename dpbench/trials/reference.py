@@ -74,7 +74,6 @@ def split_file(ref: str, expected: str) -> tuple[Path, str]:
     """(path, name) of ``path/file.py:name``.
 
     Args:
-        ref: as typed.
         expected: the expected form, for the error, such as "path/file.py:Class".
 
     Raises:

@@ -39,9 +39,7 @@ def test_the_published_setting():
     assert alone.true_positives(0.01) == pytest.approx(1e-5 + 0.01 * math.exp(2.38))
 
 
-@pytest.mark.parametrize(
-    ("sigma", "q", "steps"), [(0.8, 0.05, 30), pytest.param(2.5, 0.3, 200, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("sigma, q, steps", [(0.8, 0.05, 30), pytest.param(2.5, 0.3, 200, marks=pytest.mark.slow)])
 def test_it_encloses_what_dp_accounting_says(sigma, q, steps):
     from dp_accounting.pld import privacy_loss_distribution as pld
 

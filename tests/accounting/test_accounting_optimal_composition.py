@@ -22,9 +22,8 @@ def test_at_the_points_of_the_theorem(each, steps):
     with mpmath.workdps(60):
         for i in range(1, steps // 2):
             log_slack = float(mpmath.log(theorem(each, steps, i)))
-            assert composed_epsilon(each, steps, log_slack) == pytest.approx(
-                (steps - 2 * i) * each, rel=1e-9, abs=1e-11
-            )
+            found = composed_epsilon(each, steps, log_slack)
+            assert found == pytest.approx((steps - 2 * i) * each, rel=1e-9, abs=1e-11)
 
 
 @pytest.mark.parametrize("log_slack", [-2.0, -12.0, -500.0])

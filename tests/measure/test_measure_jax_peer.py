@@ -80,11 +80,7 @@ def process_of(answers: list[object], tmp_path, monkeypatch) -> handed.Process:
 
 
 def test_errors_of_the_process_are_told_apart(tmp_path, monkeypatch):
-    answers = [
-        {"jax": "1"},
-        ("XlaRuntimeError", "RESOURCE_EXHAUSTED: Out of memory"),
-        ("KeyError", "no such thing"),
-    ]
+    answers = [{"jax": "1"}, ("XlaRuntimeError", "RESOURCE_EXHAUSTED: Out of memory"), ("KeyError", "no such thing")]
     with process_of(answers, tmp_path, monkeypatch) as process:
         assert process.versions == {"jax": "1"}
         with pytest.raises(MemoryError, match="Out of memory"):

@@ -94,8 +94,7 @@ def test_max_batch_is_the_search_s_bracket(run, fits, fails, largest, note, repo
 
 
 @pytest.mark.parametrize(
-    ("outcome", "words"),
-    [("oom", "out of memory at B=1"), ("unsupported", "unsupported"), ("crash", "crashed at B=1")],
+    ("outcome", "words"), [("oom", "out of memory at B=1"), ("unsupported", "unsupported"), ("crash", "crashed at B=1")]
 )
 def test_a_cell_without_a_number_has_a_word_for_it(run, outcome, words, report):
     fields = {"model": "resnet18", "backend": "vmap", "batch_size": 1}

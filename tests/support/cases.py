@@ -59,10 +59,7 @@ WRONG_HOOKS = not_for((), wrong=(*PADDING_MODE, *PADDING_IDX, "bags of different
 NO_FORMULA = ("conv_transpose2d", "self attention", "prelu by the fallback", "windows")
 
 NOT_FOR: dict[str, dict[str, str]] = {
-    **dict.fromkeys(
-        ("vmap", "opake"),
-        not_for(("lstm", "gru", "rnn", "bags of different sizes", *CUSTOM, TWICE)),
-    ),
+    **dict.fromkeys(("vmap", "opake"), not_for(("lstm", "gru", "rnn", "bags of different sizes", *CUSTOM, TWICE))),
     **dict.fromkeys(TAPE, not_for((TWICE, *MIXING[:-1]))),  # rows are followed
     "opacus_hooks": HOOKS | WRONG_HOOKS,
     "opacus_functorch": HOOKS,

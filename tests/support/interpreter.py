@@ -37,6 +37,7 @@ def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
 def interpreted(checks: dict[str, Callable[[str], None]]) -> dict[str, str | None]:
     """Run each check on the CPU and return its outcome."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "expected TRITON_INTERPRET=1"
+    os.environ["DPBENCH_CACHE"] = "off"  # no kernels in C: their reach has only an upper bound of R²
     mend()
     return {name: outcome(check, "cpu") for name, check in checks.items()}
 
@@ -55,7 +56,7 @@ def main(checks: dict[str, Callable[[str], None]], compilations: dict[str, Calla
 def compiled(
     function: Any,
     capability: int,
-    kinds: dict[str, str],
+    kinds: dict[str, str | tuple[str, ...]],
     constants: dict[str, Any],
     *,
     aligned: tuple[str, ...] = (),
@@ -67,18 +68,20 @@ def compiled(
 
     No copy into shared memory overwrites an operand of a product that is still computed.
 
-    `kinds` has the types of arguments that are neither int32 nor, named of_*, float32; pointers are aligned, and so are
-    arguments that begin with `aligned`. `shared` is in KiB; by default the GPU's.
+    `kinds` has the types of arguments that are neither int32 nor, named of_*, float32, or those of a tuple's pointers.
+    Pointers are aligned, and so are arguments that begin with `aligned`. `shared` is in KiB; by default the GPU's.
     """
     import triton  # may be missing where nothing is compiled
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, known, attributes = {}, {}, {}
+    signature, known, attributes = {}, {}, dict[tuple[int, ...], Any]()
     for position, name in enumerate(function.arg_names):
         kind = kinds.get(name, "fp32" if name.startswith("of_") else "i32")
         if name in constants:
             kind, known[(position,)] = "constexpr", constants[name]
+        elif isinstance(kind, tuple):
+            attributes |= {(position, i): [["tt.divisibility", 16]] for i in range(len(kind))}
         elif kind.startswith("*") or name.startswith(aligned):
             attributes[(position,)] = [["tt.divisibility", 16]]
         signature[name] = kind

@@ -178,14 +178,15 @@ def test_steps_of_two_turns_are_found(form, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_found_in_five_of_five(fault):
-    assert all(attack(fault, form="padded", seed=seed)["refuted_by"] for seed in range(100, 105))
+def test_every_fault_is_found_each_time(fault):
+    """In two runs; the experiment `audit` measures five."""
+    assert all(attack(fault, form="padded", seed=seed)["refuted_by"] for seed in (100, 101))
 
 
 @pytest.mark.slow
-def test_the_engine_is_refuted_in_none_of_fifty():
+def test_the_engine_is_refuted_in_none_of_twenty():
     forms = list(FORMS)
-    assert all(not attack(form=forms[seed % len(forms)], seed=100 + seed)["refuted_by"] for seed in range(50))
+    assert all(not attack(form=forms[seed % len(forms)], seed=100 + seed)["refuted_by"] for seed in range(20))
 
 
 def record(fault, seed, by=None, backend="bk_mixed", form="whole"):

@@ -265,9 +265,7 @@ RECORDS = [
     ),
     HardRecord("cancels between uses", "two uses of one weight have opposite gradients", _over_uses),
     HardRecord(
-        "cancels within one id",
-        "positions of one id cancel",
-        partial(_of_one_id, lambda: nn.Embedding(IDS, 16), 16),
+        "cancels within one id", "positions of one id cancel", partial(_of_one_id, lambda: nn.Embedding(IDS, 16), 16)
     ),
     HardRecord(
         "cancels in a tied table",

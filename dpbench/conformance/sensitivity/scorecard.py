@@ -19,7 +19,6 @@ def as_row(backend: str, dtype: str, found: Mapping[str, Any]) -> dict[str, Any]
     """One case's fields (`dpbench.measure.sensitivity.Found`), with the backend and the dtype.
 
     Args:
-        backend: its name.
         dtype: one of `DTYPES`.
         found: of the case.
     """

@@ -23,7 +23,7 @@ from dpbench.errors import RunEnded, UsageError, last_line, one_of
 from dpbench.execution.executors import Cluster
 from dpbench.execution.executors.worker import Job, run_trial
 from dpbench.execution.lock import held
-from dpbench.execution.loop import Loop, Report
+from dpbench.execution.loop import Executor, Loop, Report
 from dpbench.execution.machines import begin_sweep
 from dpbench.execution.progress import Progress
 from dpbench.execution.runner import Plan, Request, make_plan, trials_of
@@ -73,10 +73,7 @@ def run(request: Request, progress: Progress) -> Report:
         stack.callback(executor.close)
         here = {"libraries": sweep["versions"], "executor": sweep}
         shards = Shards(
-            request.folder,
-            progress.say,
-            here=lambda: environment.host_facts(device) | here,
-            appeared=plan.machines.add,
+            request.folder, progress.say, here=lambda: environment.host_facts(device) | here, appeared=plan.machines.add
         )
         plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
         fingerprint = plan.machines.fingerprint
@@ -95,7 +92,7 @@ class _Flight:
     losses: int = 0
 
 
-class _OnRay:
+class _OnRay(Executor):
     """An executor whose trials are Ray tasks, until it is closed."""
 
     def __init__(self, plan: Plan, cluster: Cluster, cpus: int, sweep: Mapping[str, Any], blocks: int) -> None:
@@ -176,7 +173,6 @@ class _OnRay:
         return asked
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that come within `timeout`."""
         if not self._flying:
             return []
         with self._alive():
@@ -205,7 +201,6 @@ class _OnRay:
         return replace(answer, key=flight.key)
 
     def release(self, block: Block) -> None:
-        """Release the block's node."""
         group = self._groups.pop(block.key, None)
         if group is not None:
             self._ray.util.remove_placement_group(group)

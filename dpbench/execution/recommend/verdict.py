@@ -37,7 +37,8 @@ def verdict(
         budget: in words, such as "16 GiB".
         slow: an ordinary step that was too slow for any comparison (`dpbench.measure.recommend.run`), or None.
     """
-    exact = _fastest_first(findings)
+    timed = (f for f in findings if f.candidate)  # by median; those of fewer samples or rounds come later
+    exact = sorted(timed, key=lambda f: (f.smaller is not None, f.interval() is None, _time(f)))
     if not exact:
         return Verdict(None, _too_slow(slow, batch_size) if slow else _nothing(findings))
     fitting = [f for f in exact if not f.too_large(batch_size)]
@@ -67,12 +68,6 @@ def verdict(
     if chosen.smaller is not None:
         said.append(f"these times are of {chosen.smaller} samples: for {batch_size}, ask with more --seconds")
     return Verdict(chosen.backend, "; ".join(filter(None, said)))
-
-
-def _fastest_first(findings: Collection[Finding]) -> list[Finding]:
-    """The exact and timed backends by median; those timed with fewer samples or rounds come later."""
-    timed = (f for f in findings if f.candidate)
-    return sorted(timed, key=lambda f: (f.smaller is not None, f.interval() is None, _time(f)))
 
 
 def _indistinguishable(a: Finding, b: Finding) -> bool:

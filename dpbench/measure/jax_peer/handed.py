@@ -99,10 +99,6 @@ def arrays_of(workload: Workload, inputs: Tensor, targets: Tensor) -> dict[str, 
     """Trainable parameters, as ``p/NAME``, and the batch as numpy arrays in PyTorch's layouts.
 
     Tokens and labels become int32, jax's integers.
-
-    Args:
-        workload: with the model.
-        inputs, targets: the batch.
     """
     tensors: dict[str, Tensor] = {f"p/{name}": p for name, p in workload.model.named_parameters() if p.requires_grad}
     tensors |= {"inputs": inputs, "targets": targets}

@@ -37,11 +37,7 @@ class Numbers(NamedTuple):
     largest: Sequence[Any]
 
     def column(self, backend: str, name: str, where: Callable[[Any], bool] = lambda row: True) -> list[Any]:
-        """Rows of `paired` with a number in this column.
-
-        Args:
-            name: of the column.
-        """
+        """Rows of `paired` with a number in this column."""
         return [row for row in self.paired if row.backend == backend and not missing(getattr(row, name)) and where(row)]
 
     def beside(self, lines: Sequence[Any], backend: str) -> list[tuple[Any, float]]:
@@ -54,11 +50,7 @@ class Numbers(NamedTuple):
         return [(line, others[_cell(line)]) for line in lines if _cell(line) in others]
 
     def batches(self, model: str, *backends: str) -> list[Any]:
-        """The rows of the largest batches in about 16 GB; [] if a search is missing.
-
-        Args:
-            model: of the searches.
-        """
+        """The rows of the largest batches in about 16 GB; [] if a search is missing."""
         near = [r for r in self.largest if r.model == model and abs(r.budget_bytes / _PAPER_BUDGET - 1) < 0.08]
         known = {row.backend: row for row in reversed(near)}
         return [known[name] for name in backends] if known.keys() >= set(backends) else []

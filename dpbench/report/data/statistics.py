@@ -111,9 +111,7 @@ def over_seeds(
     """A row for each setting: the number of seeds, median, least and greatest value, and other columns.
 
     Args:
-        rows: of a seed each.
         same: columns that define a setting.
-        value: the main column.
         medians, most: other numeric columns, of which the median or the greatest counts.
     """
     of = {"seeds": (value, "size"), value: (value, "median"), "least": (value, "min"), "greatest": (value, "max")}

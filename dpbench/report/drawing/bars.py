@@ -128,7 +128,6 @@ def bars(
     """Panels of horizontal bars side by side over the same rows, with a legend of the signs used and a caption.
 
     Args:
-        rows: from the top down.
         panels: from the left.
         ranges: what the whiskers are the range of.
         below: blocks of further rows and panels beneath these.

@@ -113,7 +113,6 @@ def beside(axes: Axes, x: float, y: float, points: float, words: str, **looks: A
         x: 0 for the left edge of the axes, 1 for the right one.
         y: in data.
         points: to the right of the edge.
-        words: may be empty.
     """
     if words:
         offset = ScaledTranslation(points / 72, -0.5 / 72, axes.figure.dpi_scale_trans)
@@ -149,7 +148,6 @@ def spread(axes: Axes, x: Any, part: Any, value: str, **looks: Any) -> None:
     Args:
         x: of each row.
         part: a table with columns `value`, "least" and "greatest".
-        value: column of the medians.
     """
     axes.errorbar(x, part[value], [part[value] - part.least, part.greatest - part[value]], capsize=2, **looks)
 

@@ -212,7 +212,7 @@ def _profile_caption(records: Sequence[Record], frame: pd.DataFrame) -> list[str
     counted = Counter(frame.counted)
     said = [
         f"Where the time of one step goes, by torch.profiler: {', '.join(sorted(counted)) or 'nothing was seen'}. The "
-        "profiler slows a step down: shares and counts are to be read here, and times beside each other.",
+        "profiler slows a step down: shares and counts are to be read here, and times beside each other."
     ]
     if frame.trace.notna().any():
         said.append("The traces lie beside the records, for chrome://tracing or ui.perfetto.dev.")

@@ -186,12 +186,5 @@ def _cases(part: pd.DataFrame, name: str) -> int:
 
 
 FIGURE = FigureKind(
-    kinds=("sensitivity",),
-    cell=lambda record: (record.trial["backend"], record.trial["dtype"]),
-    by=(),
-    table=table,
-    text=text,
-    caption=_caption,
-    plot=plot,
-    finding=_finding,
+    ("sensitivity",), table, text, _caption, plot, _finding, lambda r: (r.trial["backend"], r.trial["dtype"]), by=()
 )

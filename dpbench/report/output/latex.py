@@ -36,7 +36,6 @@ def table(frame: pd.DataFrame, caption: str, label: str) -> str:
 
     Args:
         frame: the table as texts; ``**bold**`` is bold.
-        caption: paragraphs, one a line.
         label: ``\\ref{tab:LABEL}`` names it.
     """
     rows = [[_cell(str(cell)) for cell in row] for row in frame.itertuples(index=False)]

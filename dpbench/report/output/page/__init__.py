@@ -60,12 +60,6 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     """Write the page, which describes the records of its figures, without superseded ones.
 
     Its summary and its open sections are of the latest device with a finding; other devices follow in closed sections.
-
-    Args:
-        path: of the page; it links to the files of `parts`, which are below its folder.
-        parts: the figures, drawn under the current style.
-        again: the command that makes this page.
-        source: the folder of the records.
     """
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)
