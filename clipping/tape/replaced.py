@@ -15,9 +15,12 @@ from clipping.rules.base import Refused
 
 _OWNERS = torch, F, Tensor, torch._C.TensorBase
 _KINDS = FunctionType, BuiltinFunctionType, MethodDescriptorType
-_NAMES = {x: (of, name) for of in _OWNERS for name, x in vars(of).items() if type(x) in _KINDS}
-KNOWN = {x for x in _NAMES if type(x) is not FunctionType or x.__module__.partition(".")[0] == "torch"}
+_PLACES = [(owner, name, x) for owner in _OWNERS for name, x in vars(owner).items() if type(x) in _KINDS]
+KNOWN = {x for *_, x in _PLACES if type(x) is not FunctionType or x.__module__.partition(".")[0] == "torch"}
 """Functions that nobody has put into torch."""
+_NAMES: dict[int, list[tuple[Any, str]]] = {}
+for _owner, _name, _x in _PLACES:
+    _NAMES.setdefault(id(_x), []).append((_owner, _name))
 
 
 def require_own(func: Any) -> None:
@@ -26,9 +29,8 @@ def require_own(func: Any) -> None:
     Raises:
         Refused: it is not.
     """
-    if func in KNOWN:
-        owner, name = _NAMES[func]
-        places = [] if vars(owner)[name] is func else [(owner, name)]
+    if func in KNOWN:  # by identity: `torch.mm` equals `torch.spmm`
+        places = [(owner, name) for owner, name in _NAMES.get(id(func), ()) if vars(owner)[name] is not func]
     else:
         places = [(owner, name) for owner in _OWNERS for name, x in vars(owner).items() if x is func]
     for owner, name in places[:1]:

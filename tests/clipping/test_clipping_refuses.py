@@ -3,6 +3,7 @@
 import ast
 import inspect
 import math
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from clipping.backends import tape
 from clipping.rules.handlers import COMPOSITES, HANDLERS, PER_SAMPLE
 from clipping.rules.recurrent import RECURRENT
 from clipping.tape.compiled import compiled_modules, explained
+from clipping.tape.replaced import require_own
 from dpbench.conformance.cases import cross_entropy
 from dpbench.conformance.modules import Net
 
@@ -81,6 +83,21 @@ def test_a_function_that_was_put_into_torch_is_refused(backend: str, owner: Any,
         monkeypatch.setattr(owner, name, lambda *args, **kwargs: own(*args, **kwargs) * 2)
         with pytest.raises(UnsupportedModel, match=f"{name} is not torch's own"):
             b(X, Y)
+
+
+def test_no_function_of_torch_is_taken_for_another():
+    """`torch.mm` and `torch.spmm` are equal."""
+    for owner in (torch, F, Tensor, torch._C._VariableFunctions):
+        for func in (getattr(owner, name) for name in dir(owner)):
+            if isinstance(func, (FunctionType, BuiltinFunctionType)) and func.__module__ != "typing":
+                require_own(func)
+
+
+@pytest.mark.parametrize("backend", TAPE)
+def test_a_parameter_is_multiplied_by_any_product_of_torch(backend: str):
+    model = Net(lambda m, x: torch.spmm(torch.mm(x, m.a), m.b), a=torch.randn(6, 5), b=torch.randn(5, 3))
+    with load_backend(backend)(model, cross_entropy) as b:
+        b(X, Y)
 
 
 def reversible(m, x):
