@@ -22,6 +22,7 @@ import torch
 from clipping import BACKENDS, load_backend
 from clipping.native import library
 from clipping.planning import costs
+from clipping.program import graphs
 
 # A slow machine must not fail a test.
 settings.register_profile("dpbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -30,6 +31,7 @@ settings.load_profile("dpbench")
 LIBRARIES = tempfile.TemporaryDirectory(prefix="dpbench-tests-")
 library._folder = lambda: Path(LIBRARIES.name)  # type: ignore[assignment]  # each test process compiles once
 costs.CACHES, costs.TURNS = 2**16, 1  # routes are timed, but by how much one is faster is no matter here
+graphs.WARM_UP = 0.0  # short tests run programs, too
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,11 +24,15 @@ dropout. The caller's Python may depend on things that TorchDynamo does not guar
 in the graph's second step, and when attributes or keys have come or gone in an object that captured code has opened;
 losses and gradients are compared. In one of 200 later steps it runs, too, and only losses are compared. One step of 400
 runs eagerly and checks that samples do not mix, but not beside a CUDA graph, whose memory may leave no room for it.
+
+Capturing, tracing and comparing take some seconds, which a short training on a CPU does not win back. There "auto"
+begins when the training has run for `WARM_UP`.
 """
 
 import logging
 import random
 import threading
+import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -59,6 +63,8 @@ GLOBAL_HOOKS = (
 """Hooks of all modules, which Dynamo does not guard."""
 BEFORE, MOST = 2, 12
 """Number of eager steps before a graph, in which routes are planned and timed; largest number of graphs."""
+WARM_UP = 20.0
+"""Seconds that a training runs eagerly on a CPU, unless each step has to be a graph."""
 TOO_MANY = "there are more than {} graphs"
 RATE = 1 / 200
 """Share of a graph's steps, besides its second one, in which the caller's code also computes the losses."""
@@ -84,7 +90,8 @@ class Graphs:
         version: returns another value if decisions of `step` may have changed; graphs are then traced again.
         timing: take the fastest way; else `replayed` on a CUDA device and `traced` on a CPU, so that results do not
             depend on timings.
-        strict: refuse a step that has no graph; else run it eagerly, and do not compile on a CPU, which takes a minute.
+        strict: refuse a step that has no graph; else run it eagerly, begin later on a CPU (see `WARM_UP`), and do not
+            compile there, which takes a minute.
         lends: the next step may overwrite the sums that a step returns, as the caller copies them anyway.
 
     Attributes:
@@ -113,6 +120,7 @@ class Graphs:
         self._graphs: list[Graph] = []
         self._resumed: dict[str, Way] = {}
         self._why = ""  # why steps run eagerly
+        self._begin: float | None = None  # when steps become graphs
         self._warned, self._missed = False, 0
         self._pool = Pool(lends=lends)
         self._random, self._looks, self._was_used = random.Random(0), random.Random(2), False
@@ -124,13 +132,15 @@ class Graphs:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or a pickle, without programs: those refer to the tensors of this model."""
         left: dict[str, Any] = {"_capture": None, "_unguarded": None, "_graphs": [], "_batch": None, "_found": None}
+        left["_begin"] = None
         return {**vars(self), **left, "_pool": Pool(lends=self._pool.lends)}
 
     @property
     def ways(self) -> dict[str, str]:
         """How each shape runs: shapes of its batch -> a way, or "eager" and why."""
         ways: dict[str, str] = {graph.shapes: f"{graph.way}{graph.said}" for graph in self._graphs}
-        why = self._why or (self._warned and TOO_MANY.format(MOST))
+        at_first = self._waits() and f"the first {WARM_UP:g} s"
+        why = self._why or (self._warned and TOO_MANY.format(MOST)) or at_first
         return {**ways, "others": f"eager: {why}"} if why else ways
 
     @property
@@ -167,8 +177,11 @@ class Graphs:
 
     def _result(self, batch: Batch) -> ClippedGradient | None:
         self.is_new, self._was_used, self._found, self._batch = False, False, None, batch
+        if self._begin is None:
+            waits = self._timing and not self._strict and all(p.is_cpu for p in batch.parameters.values())
+            self._begin = time.monotonic() + waits * WARM_UP
         # Dynamo captures nothing under a dispatch mode; anomaly mode is for the caller's own operations
-        if self._why or torch._C._len_torch_dispatch_stack() or torch.is_anomaly_enabled():
+        if self._why or self._waits() or torch._C._len_torch_dispatch_stack() or torch.is_anomaly_enabled():
             return None
         unguarded = self._read_unguarded()
         if self._capture is None or unguarded != self._unguarded:
@@ -193,6 +206,10 @@ class Graphs:
         finally:
             self._batch = None
         return self._found
+
+    def _waits(self) -> bool:
+        """Whether a CPU's graphs are still to begin."""
+        return self._begin is not None and time.monotonic() < self._begin
 
     def _refuse(self, error: Exception, batch: Batch) -> None:
         if not self._strict and not self._was_used:

@@ -91,9 +91,9 @@ for images, targets in engine.data_loader(data):
 ```
 
 Here the engine also sees the loss function, and refuses a loss that mixes records. From the third or fourth batch of a
-shape, a step runs as one program if it can be captured and that is faster. Small models gain most: Python between the
-operations dominates their time. `compile=False` runs every step eagerly; `compile=True` refuses a step that cannot be
-captured.
+shape, a step runs as one program if it can be captured and that is faster; on a CPU after 20 s, as capture takes some
+seconds. Small models gain most: Python between the operations dominates their time. `compile=False` runs every step
+eagerly; `compile=True` captures at once, and refuses a step that cannot be captured.
 
 ## Checkpoints, several processes, schedulers
 

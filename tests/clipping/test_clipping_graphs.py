@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import shutil
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -245,6 +246,22 @@ def test_a_number_that_changes_in_each_step_is_not_asked_about_for_ever(monkeypa
             b(x, y)
         assert b.graphs._missed == 3 and b.ways == {"others": "eager: there are more than 2 graphs"}
     assert not said
+
+
+@pytest.mark.filterwarnings("ignore:expected the step to run:RuntimeWarning")
+def test_on_a_cpu_a_training_warms_up_before_its_steps_are_graphs(monkeypatch):
+    """Unless its results may not depend on timings, or each step has to be a graph."""
+    not_compiled(monkeypatch)
+    monkeypatch.setattr(clipping.program.graphs, "WARM_UP", 20.0)
+    x, y = batch()
+    for options, waits in (({}, True), ({"timing": False}, False), ({"compile": True}, False)):
+        with load_backend("bk_mixed")(small(), cross_entropy, **{"compile": "auto", **options}) as b:
+            monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+            steps(b, x, y)
+            assert (b.ways == {"others": "eager: the first 20 s"}) is waits
+            monkeypatch.setattr(time, "monotonic", lambda: 20.0)
+            steps(b, x, y)
+            assert "others" not in b.ways and ways(b) in (["traced"], ["eager"])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.autograd.detect_anomaly])
