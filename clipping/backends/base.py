@@ -223,7 +223,8 @@ class Backend(ABC):
                 return numbers(bare._clipped(parameters, *few, len(change.take)))
 
         tolerance = coarsest([result.losses, *parameters.values()], TOLERANCE)
-        sample = mixed(self.model, run, numbers(result), changes, tolerance)
+        with self.moving.checking():
+            sample = mixed(self.model, run, numbers(result), changes, tolerance)
         if sample is not None:
             raise UnsupportedModel(self.name, [mixing(sample, "loss or the norm of the gradient")])
         if self.occasions is not None:

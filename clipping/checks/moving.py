@@ -75,17 +75,19 @@ class Moving:
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._model, self.loss_fn, self.has_moved = model, loss_fn, False
+        self._check: list[State] | None = None  # within `checking`: the present state, once it was found
         self._written: set[nn.Parameter] = set()
         self._marks = marks(p for p in model.parameters() if not p.requires_grad)
 
-    def state(self, also: Iterable[Tensor] = ()) -> State:
+    def state(self, also: Iterable[Tensor] = (), last: State | None = None) -> State:
         """The present state; tensors are copied.
 
         Args:
             also: other tensors of it.
+            last: a state that was restored; it is the present one unless modules have other members.
         """
-        found, modules = _state_of(self._model, self.loss_fn)
-        every = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
+        found = _state_of(self._model, self.loss_fn) if last is None or last.members_have_changed() else last
+        every = dict.fromkeys(p for module, _ in found.modules for p in module._parameters.values() if p is not None)
         copied = dict.fromkeys(also)
         self._note_frozen(every, copied.keys())
         more = {*self._written.intersection(every), *copied}.difference(x for x, _ in found.kept)
@@ -98,7 +100,7 @@ class Moving:
             hooks: of activations, by number.
         """
         modules = (x for x in self._model.modules() if x._backward_hooks or x._backward_pre_hooks)
-        return _state_of(*modules, *hooks, *(hook for of in hooks for hook in of.values()))[0]
+        return _state_of(*modules, *hooks, *(hook for of in hooks for hook in of.values()))
 
     def marks(self) -> Marks:
         """The marks of the trainable parameters, for `saw`."""
@@ -131,6 +133,15 @@ class Moving:
         self._written = {p for p in every if p in self._written or (p in now and self._marks[p] != now[p])}
 
     @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Context in which the caller's code runs within `repeated` alone, so that its state is searched for once."""
+        outer, self._check = self._check, []
+        try:
+            yield
+        finally:
+            self._check = outer
+
+    @contextmanager
     def repeated(self, draws: Draws, begin: State | None = None, also: Iterable[Tensor] = ()) -> Iterator[State]:
         """Draw the random numbers that followed `draws`, and restore the model on exit. Yields the present state.
 
@@ -139,7 +150,8 @@ class Moving:
             begin: the state of the model to begin from; None for the present one.
             also: other tensors of the state.
         """
-        present = self.state(also if begin is None else (x for x, _ in begin.kept))
+        check, self._check = self._check, None
+        present = self.state(also if begin is None else (x for x, _ in begin.kept), *check or ())
         try:
             with draws.again():
                 if begin is not None:
@@ -150,6 +162,9 @@ class Moving:
                 yield present
         finally:
             self.has_moved |= present.restore()
+            if check is not None:
+                check[:] = [present]
+            self._check = check
 
 
 class State(NamedTuple):
@@ -159,18 +174,23 @@ class State(NamedTuple):
         held: (container, its entries): attributes of a module or of an object, or a list, set or dict among them.
         kept: as for `put_back`.
         generators: random generators that the model or the loss holds.
+        modules: (module, its mode, parameters, buffers and submodules).
     """
 
     held: list[tuple[Any, list[Any]]]
     kept: list[tuple[Tensor, Tensor]]
     generators: list[OwnGenerator]
+    modules: list[tuple[nn.Module, list[Any]]]
+
+    def members_have_changed(self) -> bool:
+        """Whether a module has another mode, parameter, buffer or submodule."""
+        return any(_differ(_members(module), before) for module, before in self.modules)
 
     def restore(self) -> bool:
         """Restore the state, and return whether anything but random generators had changed."""
         moved = False
         for of, before in self.held:
-            now = _entries(of)
-            if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+            if _differ(_entries(of), before):
                 moved = True
                 _refill(of, before)
         self.restore_generators()
@@ -182,8 +202,8 @@ class State(NamedTuple):
             generator.restore()
 
 
-def _state_of(*values: Any) -> tuple[State, list[nn.Module]]:
-    """The present state of what the values hold, without parameters, and the modules among it."""
+def _state_of(*values: Any) -> State:
+    """The present state of what the values hold, without parameters."""
     opened, containers = dict[int, Any](), dict[int, Any]()
     of_level: Iterable[Any] = values
     for level in range(LEVELS):
@@ -193,15 +213,24 @@ def _state_of(*values: Any) -> tuple[State, list[nn.Module]]:
                 containers[id(of)] = of
                 inner += entries if len(entries) <= MANY else ()
         of_level = inner
-    modules = [x for x in opened.values() if isinstance(x, nn.Module)]
+    modules = [(x, _members(x)) for x in opened.values() if isinstance(x, nn.Module)]
     held = [(of, _entries(of)) for of in containers.values()]
-    of_modules = {id(x) for module in modules for of in (vars(module), module._buffers) for x in of.values()}
+    of_modules = {id(x) for module, _ in modules for of in (vars(module), module._buffers) for x in of.values()}
     flat = (x for _, entries in held if len(entries) <= MANY for x in _flat(entries))
     found = {id(x): x for x in flat if not isinstance(x, _WHOLE)}.values()  # many functions name the same globals
     tensors = [x for x in map(_as_tensor, found) if x is not None and not isinstance(x, nn.Parameter)]
     buffers = dict.fromkeys(x for x in tensors if id(x) in of_modules or _nbytes(x) <= LARGEST)
-    generators = [OwnGenerator(x) for x in found if OwnGenerator.is_of(x)]
-    return State(held, _copies(buffers), generators), modules
+    return State(held, _copies(buffers), [OwnGenerator(x) for x in found if OwnGenerator.is_of(x)], modules)
+
+
+def _members(module: nn.Module) -> list[Any]:
+    of = module._parameters, module._buffers, module._modules
+    return [module.training, *(x for members in of for x in members.values())]
+
+
+def _differ(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Whether these are other objects."""
+    return len(now) != len(before) or any(map(operator.is_not, now, before))
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -259,24 +259,25 @@ def _both(backend: Backend, inputs: Any, targets: Any) -> _Both:
         """The batch, for one run: the model or the loss may write to it."""
         return map_tensors(Tensor.clone, (inputs, targets))
 
-    with _the_same(backend, leading_dimension(inputs, targets)) as seeded:
-        result = backend(*copied())  # first, because its refusals give a reason
-        drew = seeded.used_outside_of_torch()
-    before = _written_gradients(backend.model)
-    reference = definition(
-        backend.model,
-        backend.loss_fn,
-        *copied(),
-        clip=clip,
-        together=backend.together,
-        bounds=result.bounds,
-        around=partial(_the_same, backend, 1),
-    )
-    if odd := _written_gradients(backend.model).items() - before.items():
-        raise UnsupportedModel(backend.name, [Problem(min(odd)[0], *BY_HAND)])
-    first, target = map_tensors(lambda x: x[:1], copied())
-    with _the_same(backend, 1), torch.enable_grad():
-        losses = backend.loss_fn(forward(backend.model, first), target)
+    with backend.moving.checking():
+        with _the_same(backend, leading_dimension(inputs, targets)) as seeded:
+            result = backend(*copied())  # first, because its refusals give a reason
+            drew = seeded.used_outside_of_torch()
+        before = _written_gradients(backend.model)
+        reference = definition(
+            backend.model,
+            backend.loss_fn,
+            *copied(),
+            clip=clip,
+            together=backend.together,
+            bounds=result.bounds,
+            around=partial(_the_same, backend, 1),
+        )
+        if odd := _written_gradients(backend.model).items() - before.items():
+            raise UnsupportedModel(backend.name, [Problem(min(odd)[0], *BY_HAND)])
+        first, target = map_tensors(lambda x: x[:1], copied())
+        with _the_same(backend, 1), torch.enable_grad():
+            losses = backend.loss_fn(forward(backend.model, first), target)
     return _Both(result, reference, clip, formats(losses, *reference.grads.values()), drew)
 
 

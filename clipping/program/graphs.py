@@ -303,6 +303,7 @@ class Graphs:
                 ways.append("compiled")
         if graph.is_conditional or graph.needs_host:  # its operations may read values, or not all be kernels
             ways = [way for way in ways if way in ("eager", "traced")] or ["traced"]
-        graph.take_fastest(ways, given, batch.parameters)
+        with self._moving.checking():
+            graph.take_fastest(ways, given, batch.parameters)
         self._graphs.append(graph)
         return graph

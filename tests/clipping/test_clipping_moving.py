@@ -166,3 +166,30 @@ def test_every_place_that_code_writes_to_is_restored():
                 runs.append(model(x))
         after = model(x)
     assert state.has_moved and runs[0] == runs[1] == after
+
+
+def test_a_check_searches_once_for_the_state_and_again_for_new_members(monkeypatch):
+    """A rerun may replace a module or be the first to write to a frozen parameter; the next one restores both."""
+    searches = []
+    monkeypatch.setattr(moving, "_state_of", lambda *of, real=moving._state_of: searches.append(1) or real(*of))
+    model = Net(lambda net, x: x, layer=nn.BatchNorm1d(2), frozen=torch.ones(()))
+    model.frozen.requires_grad_(False)
+    state = Moving(model)
+    with state.checking():
+        for _ in range(3):
+            with state.repeated(Draws()):
+                model.seen = [1]
+        assert len(searches) == 1 and state.has_moved and not hasattr(model, "seen")
+        with state.repeated(Draws()):
+            model.layer, model.frozen.data[...] = nn.BatchNorm1d(2), 5
+        for _ in range(2):
+            with state.repeated(Draws()):
+                model.layer(torch.randn(3, 2))
+                model.frozen.data.zero_()
+            assert int(model.layer.num_batches_tracked) == 0 and float(model.frozen) == 5
+        model.eval()
+        with state.repeated(Draws()):
+            model.train()
+        assert not model.training and len(searches) == 3
+    state.state()
+    assert len(searches) == 4
