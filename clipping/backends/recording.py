@@ -176,11 +176,15 @@ class Recording:
             tolerance = max(tolerance, TOLERANCE[torch.float16])
         limit = Limit(min(tolerance, limit_of(formats(losses)).norm), tolerance)
         assert result.norms is not None
-        few = min(2, self.batch_size)
+        few, hooks = min(2, self.batch_size), hooks_of(self.parameters.values())
         bounds = result.bounds
         some = None if bounds is None else bounds[:few]
         reference = one_by_one(losses[:few], self.parameters, clip, some, keep_graph=True, begin=begin)
         assert reference.norms is not None
+        if hooks:  # one may remove itself
+            again = one_by_one(losses[:few], self.parameters, clip, some, keep_graph=True, begin=begin)
+            if not (differs := compare(again, reference, clip)).within(limit):
+                raise WrongGradient(self.backend.name, differs, limit, hooks)
         grads = reference.grads if few == self.batch_size else result.grads
         if few < self.batch_size and not clip.per_layer:
             factors = clip.factors(result.norms if bounds is None else bounds).to(losses.dtype)
@@ -192,7 +196,7 @@ class Recording:
             whole = one_by_one(losses, self.parameters, clip, bounds, keep_graph=True, begin=begin)
             agreement = compare(result, whole, clip)
         if not agreement.within(limit):
-            raise WrongGradient(self.backend.name, agreement, limit, hooks_of(self.parameters.values()))
+            raise WrongGradient(self.backend.name, agreement, limit, hooks)
 
 
 def recordable(cls: type[Backend]) -> bool:

@@ -3,6 +3,7 @@
 rows    For a subset S of the samples, run a backward pass of Σ_{i∈S} ℓ_i. The gradient of each use's output must be
         exactly zero in the rows of all other samples; else samples mix, or rows are not in the order of the samples.
         It must also be zero in rows that belong to no sample, because norms by rows leave them out.
+again   The first of these passes runs twice, and must give the same gradients, as norms and sums may come from two.
 others  Run the step again with other records, or more or fewer of them, beside those of S. Losses and norms of S must
         not change (`clipping.checks.rerun`). This finds what no gradient shows (a detached mean of the batch).
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clipping.checks.rerun import REMEDY, Change, fewer, more, of_one, replaced
+from clipping.checks.rerun import REMEDY, Change, fewer, more, of_one, replaced, tolerance_of
 from clipping.checks.verification import WrongGradient
 from clipping.core.batches import tensors_of
 from clipping.core.types import Problem, UnsupportedModel
+from clipping.numerics.rng_replay import Draws
 
 if TYPE_CHECKING:
     from clipping.tape.record import Tape
@@ -37,6 +39,15 @@ if TYPE_CHECKING:
 NOBODYS = (
     "the losses depend on what it gives for rows that belong to no sample, such as a constant joined to the batch",
     "join as many rows for each sample, or give the constant to the layer in a call of its own",
+)
+"""Reason and remedy."""
+AGAIN = (
+    "the backward pass gives other gradients when it runs again, as with a hook that removes itself, a custom function "
+    "that writes to its ctx, or a checkpoint that draws other random numbers"
+)
+SAME = (
+    "let each backward pass do the same: call Tensor.register_hook in forward, write to ctx in a function's forward "
+    "only, and checkpoint with preserve_rng_state=True"
 )
 """Reason and remedy."""
 RATE = 1 / 400
@@ -180,16 +191,18 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None, *, owned
     awake: set[Use] = set()
     if occasions is None:
         return None
-    for half in occasions.rows(batch_size, tape.arrivals.graph):
+    sets = occasions.rows(batch_size, tape.arrivals.graph)
+    draws = Draws() if sets and tape.hooked else None
+    first: dict[Use, Tensor] = {}
+    for number, half in enumerate((*sets[:1], *sets)):
         inside = half.to(losses.device)
         allowed = torch.cat([inside, inside.new_tensor([not owned])])
-        largest: dict[Use, Tensor] = {}
-
-        def arrived(use: Use, g: Tensor, largest: dict[Use, Tensor] = largest) -> None:
-            found = use.largest(g, batch_size)
-            largest[use] = torch.maximum(largest[use], found) if use in largest else found
-
-        tape.arrivals.run(torch.where(inside, losses, torch.zeros_like(losses)), arrived)
+        largest, sketches = _pass(tape, torch.where(inside, losses, torch.zeros_like(losses)))
+        if number == 1 and (odd := _differing(first, sketches, losses.dtype)) is not None:
+            return Problem(", ".join(odd.names), f"{odd.operation}: {AGAIN}", SAME)
+        if draws is not None and draws.used():
+            return Problem("model", AGAIN, SAME)
+        first = sketches
         if not largest:
             continue
         uses = list(largest)
@@ -205,6 +218,42 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None, *, owned
             return Problem(names, f"{uses[at].operation}: {reason.format(row)}", remedy)
     occasions.rows_passed(tape.arrivals.graph, awake.issuperset(tape.arrivals.expected))
     return None
+
+
+def _pass(tape: Tape, losses: Tensor) -> tuple[dict[Use, Tensor], dict[Use, Tensor]]:
+    """Largest magnitudes [B + 1] and sketches of the gradients of Σ_i ℓ_i that arrive at uses."""
+    largest: dict[Use, Tensor] = {}
+    sketches: dict[Use, Tensor] = {}
+
+    def arrived(use: Use, g: Tensor) -> None:
+        found, few = use.largest(g, len(losses)), _sketch(g)
+        largest[use] = torch.maximum(largest[use], found) if use in largest else found
+        sketches[use] = sketches[use] + few if use in sketches else few
+
+    tape.arrivals.run(losses, arrived)
+    return largest, sketches
+
+
+def _sketch(g: Tensor) -> Tensor:
+    """[B·k + 1]: the products of a gradient [B·k, ...] with a vector along each other dimension, and last its norm."""
+    found, wide = g if g.dim() else g[None], torch.promote_types(g.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(g, dtype=wide).to(wide)
+    while found.dim() > 1:
+        found = found @ torch.arange(found.shape[-1], device=g.device).cos().to(found.dtype)
+    return torch.cat([found.to(wide), norm[None]])
+
+
+def _differing(first: Mapping[Use, Tensor], again: Mapping[Use, Tensor], dtype: torch.dtype) -> Use | None:
+    """A use whose sketches differ in two passes by more than rounding (a GPU adds in any order); None if there is none.
+
+    NaN and infinity are left to other checks.
+    """
+    for use in first.keys() ^ again.keys():
+        return use
+    tolerance = tolerance_of({dtype, *(use.output.dtype for use in first)})
+    differ = [((again[use] - x).abs() > tolerance * x[-1].abs()).any() for use, x in first.items()]
+    wrong = torch.stack([x.to(differ[0].device) for x in differ]).tolist() if differ else []
+    return next((use for use, is_wrong in zip(first, wrong, strict=True) if is_wrong), None)
 
 
 def _rough(shape: Any) -> Any:
