@@ -218,6 +218,7 @@ class PrivacyEngine:
             loss_fn: loss_fn(outputs, targets) -> [B].
             compile: run the step as a program where that is faster (`program.graphs`). True raises if it cannot be one;
                 "auto" then runs it eagerly, and does without TorchInductor on a CPU. A checkpoint keeps the choice.
+                `data_loader` then pads on a CUDA device; on a CPU pass `pad=True`, as only 12 shapes have programs.
         """
         return WholeStep(self, loss_fn, compile=compile)
 
@@ -260,8 +261,8 @@ class PrivacyEngine:
             max_physical_batch_size: split larger batches into pieces. `optimizer.step` moves the parameters at the last
                 piece alone (`engine.stepped` says so; step a scheduler then).
             pad: pad physical batches to one of a few sizes, each with a plan and a graph: the multiples of √b, where b
-                is `max_physical_batch_size` or `batch_size`; 1/(2√b) more work on average. None: pad if
-                `max_physical_batch_size` is given and the model is on a CUDA device or sharded by FSDP2, or there are
+                is `max_physical_batch_size` or `batch_size`; 1/(2√b) more work on average. None: pad on a CUDA device
+                if `make_step` runs programs, and with `max_physical_batch_size` on a CUDA device, under FSDP2 and in
                 several processes. Padding comes last and has weight 0, whatever its loss; `engine.mask` marks it, for
                 averages of your own.
             options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...

@@ -4,7 +4,8 @@ A logical batch of more than `max_physical_batch_size` samples comes in several 
 but the last one. The distribution of the logical batch does not change.
 
 Pieces may be padded to one of a few sizes, the multiples of √b, where b is the expected or the largest size of a piece.
-Nine sizes cover a Poisson sample within four deviations, at 1/(2√b) more work on average, 3 % at b = 256. Padding is
+Nine sizes cover a Poisson sample within four deviations, at 1/(2√b) more work on average, 3 % at b = 256: each has a
+program, where samples of any size had more shapes than there are programs (`clipping.program.graphs.MOST`). Padding is
 copies of the piece's first sample (of the data's first if the piece is empty), whose losses have weight 0. A copy
 is a valid input, as zeros may not be. Its gradient is never in the sum.
 
@@ -42,6 +43,8 @@ DRAWS = 16
 """
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative tolerance of a record's numbers, by dtype."""
+OF_ANY_SIZE = "poisson", "truncated_poisson", "balls_and_bins"
+"""The samplings whose batches vary in size, and may be empty."""
 Collate = Callable[[list[Any]], Any]
 
 
@@ -80,21 +83,18 @@ class PrivateLoader:
         if mine:
             raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
         collate_fn = options.pop("collate_fn", None) or default_collate
-        several = place()[1] > 1  # they run the same pieces, and a loop may communicate in each
-        large = most is not None and (several or is_on_gpu(engine.model) or bool(sharded_modules(engine.model)))
-        wanted = large if pad is None else pad
-        self._ordered = not wanted or collate_fn is default_collate or keeps_order(dataset, collate_fn)
-        pad = wanted and (self._ordered or pad is True)
+        self.dataset, self._engine, self._most, self._pad, self._collate_fn = dataset, engine, most, pad, collate_fn
+        self._ordered = True if collate_fn is default_collate else None  # None: not known yet
         if collate_fn is not default_collate:
             require_own_numbers(dataset, most or settings.batch_size, collate_fn)
         collate = _Collate(dataset, collate_fn)
-        if settings.mechanism.sampling in ("poisson", "truncated_poisson", "balls_and_bins") and not pad:
+        if settings.mechanism.sampling in OF_ANY_SIZE and not self._pads():
             collate.require_empty()
         self._seeds = None
         if options.get("generator") is None:  # else the loader would draw from the global one
             self._seeds = options["generator"] = torch.Generator()
         self.is_last = self.is_empty = False
-        self.dataset, self._engine, self._pieces = dataset, engine, _Pieces(engine, most, pad)
+        self._pieces = _Pieces(engine, most, self._pads)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._pieces, collate_fn=collate, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -104,6 +104,19 @@ class PrivateLoader:
                 "after engine.load_state_dict it goes on behind the last step"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _pads(self) -> bool:
+        """Whether to pad now; `make_step` may be called after the loader was made."""
+        engine, wanted = self._engine, self._pad
+        if wanted is None and self._most is None:
+            runs_programs = engine._recorder.backend.graphs is not None and is_on_gpu(engine.model)
+            wanted = runs_programs and engine.settings.mechanism.sampling in OF_ANY_SIZE
+        elif wanted is None:
+            several = place()[1] > 1  # they run the same pieces, and a loop may communicate in each
+            wanted = several or is_on_gpu(engine.model) or bool(sharded_modules(engine.model))
+        if wanted and self._ordered is None:
+            self._ordered = keeps_order(self.dataset, self._collate_fn)
+        return wanted and (bool(self._ordered) or self._pad is True)
 
     def __len__(self) -> int:
         """Physical batches in the current epoch of training; draws and counts them all if logical batches are split."""
@@ -146,10 +159,10 @@ def is_on_gpu(model: nn.Module) -> bool:
 class _Pieces:
     """Index lists for the DataLoader, and a queue of (logical batch's number, is its last piece, samples, size)."""
 
-    def __init__(self, engine: PrivacyEngine, most: int | None, pad: bool) -> None:
+    def __init__(self, engine: PrivacyEngine, most: int | None, pads: Callable[[], bool]) -> None:
         self._engine, self._sampler, self._most, self._shard = engine, engine._sampler, most, place()
         self.steps_per_epoch = engine.settings.steps_per_epoch
-        self._grain = math.isqrt(most or engine.settings.batch_size // self._shard[1]) or 1 if pad else None
+        self._pads, self._grain = pads, math.isqrt(most or engine.settings.batch_size // self._shard[1]) or 1
         self.end = 0
         self._counted: tuple[tuple[bytes, int], int, int] | None = None  # (key, epoch, physical batches)
         self.drawn: deque[tuple[int, bool, int, int]] = deque()
@@ -165,7 +178,7 @@ class _Pieces:
 
     def _generate(self, drawn: deque[tuple[int, bool, int, int]]) -> Iterator[list[int]]:
         rank, processes = self._shard
-        first = self.first
+        first, pads = self.first, self._pads()
         self.end = (first // self.steps_per_epoch + 1) * self.steps_per_epoch
         for step in range(first, self.end):
             sample = self._sampler.batch(step)
@@ -174,7 +187,7 @@ class _Pieces:
             size = self._most or longest
             for start in range(0, longest, size):
                 piece = batch[start : start + size]
-                wanted = self._padded(min(size, longest - start)) if self._grain else len(piece)
+                wanted = self._padded(min(size, longest - start)) if pads else len(piece)
                 drawn.append((step, start + size >= longest, len(piece), wanted))
                 yield piece + (piece or [0])[:1] * (wanted - len(piece))
 
@@ -196,7 +209,6 @@ class _Pieces:
 
     def _padded(self, samples: int) -> int:
         """The padded size of a piece from the samples of its largest shard; equal in all processes."""
-        assert self._grain is not None
         padded = max(1, -(-samples // self._grain)) * self._grain
         return min(self._most or padded, padded)
 

@@ -18,14 +18,14 @@ from clipping.core.types import ClippedGradient, LossFunction, Parameters, Unsup
 from clipping.program.graphs import Compile, Graphs
 from clipping.program.step import Batch
 from dpbench.engine.errors import Misuse
-from dpbench.engine.release import only_real
+from dpbench.engine.release import masked, only_real
 
 if TYPE_CHECKING:
     from dpbench.engine.engine import PrivacyEngine
 
 
 class WholeStep:
-    """step(inputs, targets) -> losses [B], detached; moves the parameters, or accumulates a piece.
+    """step(inputs, targets) -> losses [B], detached, 0 for padding; moves the parameters, or accumulates a piece.
 
     Args:
         engine: attached to an optimizer.
@@ -62,8 +62,9 @@ class WholeStep:
                 outputs = forward(engine.model, inputs)
                 with engine._recorder.of_loss(outputs, targets):
                     losses = self._loss_fn(outputs, targets)
+        ticket = engine._tickets.current
         step(loss=losses)
-        return losses.detach()
+        return losses.detach() if ticket is None else masked(losses.detach(), ticket.real, ticket.handed)
 
     def program(self, inputs: Any, targets: Any) -> Tensor | None:
         """Run a program, and return the losses [B] to step next; None if nothing ran and the step must run eagerly."""

@@ -86,14 +86,15 @@ def loss_fn(outputs, targets):
     return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 step = engine.make_step(loss_fn)
-for images, targets in engine.data_loader(data):
-    losses = step(images, targets)
+for images, targets in engine.data_loader(data, pad=True):
+    losses = step(images, targets)  # 0 for padding
 ```
 
 Here the engine also sees the loss function, and refuses a loss that mixes records. From the third or fourth batch of a
 shape, a step runs as one program if it can be captured and that is faster; on a CPU after 20 s, as capture takes some
 seconds. Small models gain most: Python between the operations dominates their time. `compile=False` runs every step
-eagerly; `compile=True` captures at once, and refuses a step that cannot be captured.
+eagerly; `compile=True` captures at once, and refuses a step that cannot be captured. Twelve shapes have programs. A
+Poisson sample has one of many sizes, and `pad=True` pads it to one of about nine, as is the default on a GPU.
 
 ## Checkpoints, several processes, schedulers
 

@@ -78,6 +78,34 @@ def test_on_a_gpu_batches_are_padded_unless_it_is_said_otherwise(on_gpu, monkeyp
         assert ({found for found, _ in shapes} == {2, 4}) == padded
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_on_a_gpu_whole_batches_are_padded_if_steps_are_programs(earlier, monkeypatch):
+    """Also by a loader that was made before the step: unpadded samples have more sizes than there are programs."""
+    on_gpu, sizes = True, set()
+    monkeypatch.setattr("dpbench.engine.loader.is_on_gpu", lambda model: on_gpu)
+    engine, _, records = make(sample_size=600, batch_size=49)
+    loader = engine.data_loader(records) if earlier else None
+    step = engine.make_step(cross_entropy, compile="auto")
+    loader = loader or engine.data_loader(records)
+    for x, y in loader:
+        losses = step(x, y)
+        assert not losses[int(engine.mask.sum()) :].any()
+        sizes.add(len(x))
+    assert {size % 7 for size in sizes} == {0} and len(sizes) <= 9
+    on_gpu = False
+    assert any(len(x) % 7 for x, _ in loader)
+    on_gpu, _ = True, engine.make_step(cross_entropy, compile=False)
+    assert any(len(x) % 7 for x, _ in loader)
+    assert all(engine.mask.all() for _ in engine.data_loader(records, pad=False))
+
+
+def test_on_a_gpu_batches_of_one_size_are_not_padded(monkeypatch):
+    monkeypatch.setattr("dpbench.engine.loader.is_on_gpu", lambda model: True)
+    engine, _, records = make(sampling="shuffled")
+    engine.make_step(cross_entropy, compile="auto")
+    assert all(engine.mask.all() for _ in engine.data_loader(records))
+
+
 def test_a_model_with_a_parameter_on_a_gpu_is_on_one():
     with FakeTensorMode():
         assert is_on_gpu(nn.Linear(2, 2, device="cuda")) and not is_on_gpu(nn.Linear(2, 2))
