@@ -74,8 +74,8 @@ class Use:
         """Return its rules with freed inputs recovered, in a backward pass; `again` is not None."""
         assert self.again is not None
         found = self._rules(batch_size, self.again())
-        for (_, rule), (_, first) in zip(found, self.rules, strict=True):
-            rule.share = first.share
+        for (source, rule), (marked, first) in zip(found, self.rules, strict=True):
+            rule.share, source.alone, source.rearranged = first.share, marked.alone, marked.rearranged
         return found
 
     def largest(self, g: Tensor, batch_size: int) -> Tensor:

@@ -205,3 +205,21 @@ def test_what_serves_one_backward_pass_is_refused_by_name(backend, verify):
         load_backend(backend)(model, cross_entropy, clip=Flat(1.0), verify=verify) as b,
     ):
         b(torch.randn(BATCH, 6), torch.arange(BATCH) % 3)
+
+
+@pytest.mark.parametrize("backend", ["ghost", "mixed_ghost", "fastgradclip", "bk_mixed"])
+def test_experts_with_few_and_with_many_rows(backend: str):
+    """The inputs of those with many are freed, and the weights that they read are recomputed parts of one parameter."""
+
+    def experts(net: Any, x: Tensor) -> Tensor:
+        few, many = x[:, :1], x[:, 1:]
+        return torch.cat([nn.functional.linear(few, net.p[0]), nn.functional.linear(many, net.p[1])], 1).tanh()
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.head(checkpoint(partial(experts, net), net.first(x), use_reentrant=False).mean(1))
+
+    torch.manual_seed(0)
+    model = Net(forward, p=torch.randn(2, 32, 32), first=nn.Linear(8, 32), head=nn.Linear(32, 3)).double()
+    x, y = torch.randn(BATCH, 12, 8, dtype=torch.float64), torch.arange(BATCH) % 3
+    with load_backend(backend)(model, cross_entropy, clip=Flat(max_grad_norm=1e-2), verify=False) as b:
+        assert compare(b(x, y), definition(model, cross_entropy, x, y, clip=b.clip)).within(1e-9)
