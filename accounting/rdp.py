@@ -13,6 +13,7 @@ variance, then uses golden section between the neighbours (only whole orders whe
 others).
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
@@ -73,16 +74,18 @@ class Rdp(Accountant):
         """(ε, its order), inside the edges of `accounting.base`."""
         sigma, q, log_delta = mechanism.noise_multiplier, mechanism.sample_rate, math.log(delta)
 
-        def at(lambdas: Array) -> Array:
+        def at(lambdas: Array, log_moment: Array) -> Array:
             with np.errstate(over="ignore"):
-                return to_epsilon(lambdas, steps * log_moments(lambdas, sigma, q), log_delta, self.conversion)
+                return to_epsilon(lambdas, steps * log_moment, log_delta, self.conversion)
+
+        def of_one(lam: float) -> float:
+            return float(at(np.array([lam]), _log_moment(lam, sigma, q))[0])
 
         if self.orders is not None:
-            found = at(self.orders - 1.0)
+            found = at(self.orders - 1.0, log_moments(self.orders - 1.0, sigma, q))
             place = int(found.argmin())
             return float(found[place]), float(self.orders[place])
-        start = _start(sigma, q, steps, log_delta)
-        lam, epsilon = descend(lambda x: float(at(np.array([x]))[0]), start, SMALLEST, LARGEST)
+        lam, epsilon = descend(of_one, _start(sigma, q, steps, log_delta), SMALLEST, LARGEST)
         return epsilon, lam + 1.0
 
 
@@ -91,6 +94,12 @@ class Whole(Rdp):
 
     def __init__(self) -> None:
         super().__init__(orders=range(2, WHOLE_ORDERS + 1))
+
+
+@functools.lru_cache(maxsize=512)
+def _log_moment(lam: float, sigma: float, q: float) -> Array:
+    """[1]. A reduction asks at several δ, whose searches share the orders of their grid."""
+    return log_moments(lam, sigma, q)
 
 
 def _start(sigma: float, q: float, steps: float, log_delta: float) -> float:

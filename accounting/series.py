@@ -154,7 +154,7 @@ def unmixed(losses: Array, q: float) -> Array:
         losses: of any shape.
     """
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        near = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30.0)) / q, -1.0))
+        near = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30.0)) / q, -1.0)) if q < 1.0 else losses
         return np.where(losses < 30.0, near, losses - math.log(q))
 
 

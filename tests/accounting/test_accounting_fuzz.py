@@ -79,6 +79,8 @@ def fuzz(seed, count):
 def test_anywhere(seed, count):
     code = "import sys; sys.path[:0] = ['tests/accounting', 'tests/support']; from test_accounting_fuzz import fuzz; "
     code += f"fuzz({seed}, {count})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) < 1024  # MiB
