@@ -98,7 +98,10 @@ class Trace:
 
         def again(*args: Any, **kwargs: Any) -> Any:
             left = iter(shapes)
-            return map_tensors(lambda x: _filled(x, next(left)), model(*args, **kwargs))
+            args, kwargs = map_tensors(plain, (args, kwargs))
+            with torch._C._EnableTorchFunction():  # else operators of a library would not be shown to the tape
+                found = model(*args, **kwargs)
+            return map_tensors(lambda x: _filled(x, next(left)), found)
 
         self._passes.append(len(self._notes))
         kept = map_tensors(lambda x: x, result)  # a distribution holds more tensors once they are asked for

@@ -277,3 +277,28 @@ def test_what_is_compiled_after_the_engine_is_refused_or_exact(how: str):
         expected = clipped_sum(losses_of(ordinary, x), dict(ordinary.named_parameters()), C)
         for name, p in ordinary.named_parameters():
             torch.testing.assert_close(p - expected[name] / B, model.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@torch.library.custom_op("dpbench_tests::product", mutates_args=())
+def product_of(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
+product_of.register_autograd(
+    lambda ctx, g: (g @ ctx.saved_tensors[1], g.t() @ ctx.saved_tensors[0]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def test_a_weight_that_an_operator_of_a_library_reads():
+    torch.manual_seed(0)
+    x = torch.randn(B, 5)
+    model = Net(
+        lambda m, x: product_of(m.layer(x).tanh(), m.p), layer=nn.Linear(5, 8), p=nn.Parameter(torch.randn(3, 8))
+    )
+    ordinary = copy.deepcopy(model)
+    optimizer, _ = engine_for(model, lr=1.0)
+    optimizer.step(loss=losses_of(model, x))
+    expected = clipped_sum(losses_of(ordinary, x), dict(ordinary.named_parameters()), C)
+    for name, p in ordinary.named_parameters():
+        torch.testing.assert_close(p - expected[name] / B, model.state_dict()[name], rtol=1e-5, atol=1e-6)
