@@ -129,7 +129,7 @@ class Sums:
 
 
 def gradients(loss: Tensor, parameters: Parameters, *, keep_graph: bool = False) -> dict[str, Tensor]:
-    """∂loss/∂θ for each parameter in the graph; does not touch `.grad`.
+    """∂loss/∂θ for each parameter in the graph, dense; does not touch `.grad`.
 
     Args:
         loss: a scalar.
@@ -137,7 +137,11 @@ def gradients(loss: Tensor, parameters: Parameters, *, keep_graph: bool = False)
     if not parameters or not loss.requires_grad:
         return {}
     grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=keep_graph, allow_unused=True)
-    return {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
+    return {
+        name: grad.to_dense() if grad.is_sparse else grad
+        for name, grad in zip(parameters, grads, strict=True)
+        if grad is not None
+    }
 
 
 def with_zeros(grads: dict[str, Tensor], parameters: Parameters) -> dict[str, Tensor]:

@@ -165,7 +165,7 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.embedding_bag in modes sum and mean: ids [B, T], or [N] and offsets [B]."""
-    _refuse_options(max_norm, scale_grad_by_freq, sparse)
+    _refuse_options(max_norm, scale_grad_by_freq)
     if mode == "max":
         raise Refused("an embedding bag in mode max has no rule", "use an embedding and its maximum")
     output = F.embedding_bag(
@@ -173,6 +173,7 @@ def embedding_bag(
         weight,
         offsets,
         mode=mode,
+        sparse=sparse,
         per_sample_weights=per_sample_weights,
         include_last_offset=include_last_offset,
         padding_idx=padding_idx,
@@ -198,13 +199,11 @@ def _padded(ids: Tensor, scale: Tensor, offsets: Tensor, include_last_offset: bo
     return ids[at], scale[at] * inside
 
 
-def _refuse_options(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
+def _refuse_options(max_norm: float | None, scale_grad_by_freq: bool) -> None:
     if max_norm is not None:
         raise Refused("max_norm changes the weight in the forward pass", "renormalise it between steps")
     if scale_grad_by_freq:
         raise Refused("scale_grad_by_freq divides by counts over the whole batch", "scale_grad_by_freq=False")
-    if sparse:
-        raise Refused("sparse=True gives a sparse gradient", "sparse=False")
 
 
 def embedding(
@@ -217,6 +216,6 @@ def embedding(
     sparse: bool = False,
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.embedding and the gradient of its weight."""
-    _refuse_options(max_norm, scale_grad_by_freq, sparse)
+    _refuse_options(max_norm, scale_grad_by_freq)
     output = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return output, ((weight, EmbeddingWeight, input, padding_idx),)

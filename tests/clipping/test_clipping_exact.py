@@ -148,3 +148,18 @@ def test_what_few_can_be_exact_on(name: str):
 def test_exact_on_cuda(backend: str):
     for name in KNOWN:
         require(name, backend, device="cuda")
+
+
+@pytest.mark.parametrize("backend", ["microbatch", "ghost", "bk_mixed"])
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_dense_sums(backend: str, layer: type[nn.Module]):
+    ids, targets = torch.tensor([[0, 2], [1, 1], [4, 0]]), torch.tensor([0, 2, 1])
+    sums = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(layer(7, 3, sparse=sparse), nn.Flatten(), nn.LazyLinear(3))
+        model(ids)
+        with load_backend(backend)(model, cross_entropy) as b:
+            sums.append(b(ids, targets))
+    torch.testing.assert_close(sums[1].grads, sums[0].grads)
+    torch.testing.assert_close(sums[1].norms, sums[0].norms)

@@ -119,7 +119,7 @@ def test_a_gradient_that_the_backward_pass_writes_is_refused(backend: str):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"max_norm": 1.0}, "max_norm"), ({"scale_grad_by_freq": True}, "whole batch"), ({"sparse": True}, "sparse")],
+    [({"max_norm": 1.0}, "max_norm"), ({"scale_grad_by_freq": True}, "whole batch")],
 )
 def test_embedding_options_without_a_rule_are_refused(options, said):
     model = nn.Sequential(nn.Embedding(7, 3, **options), nn.Flatten(), nn.Linear(6, 3))
