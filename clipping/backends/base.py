@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from clipping.checks.moving import Moving
 from clipping.checks.rerun import TOLERANCE, Change, coarsest, mixed, mixing
@@ -134,7 +135,9 @@ class Backend(ABC):
                     "replace it by nn.GroupNorm, or put it in eval mode with frozen parameters",
                 )
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and parameter.is_complex():
+            if is_lazy(parameter):
+                yield Problem(name, "is lazy: it has no shape yet", "run the model once, on no records")
+            elif parameter.requires_grad and parameter.is_complex():
                 yield Problem(name, "is complex", "keep it as real numbers [..., 2], and use torch.view_as_complex")
 
     def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:

@@ -46,6 +46,16 @@ def test_batch_norm_is_refused_with_a_remedy(backend: str):
     load_backend("nonprivate")(model, cross_entropy)(X, Y)
 
 
+@pytest.mark.parametrize("backend", [b for b in OURS if b != "nonprivate"])
+def test_a_lazy_layer_is_refused_until_the_model_has_run(backend: str):
+    model = nn.Sequential(nn.Linear(6, 4), nn.LazyLinear(3))
+    with pytest.raises(UnsupportedModel, match=r"1\.weight: is lazy: it has no shape yet \(remedy: run the model once"):
+        load_backend(backend)(model, cross_entropy)
+    model(X)
+    with load_backend(backend)(model, cross_entropy) as b:
+        b(X, Y)
+
+
 @pytest.mark.parametrize("backend", OURS)
 def test_a_loss_that_is_not_one_number_a_sample_is_refused(backend: str):
     for loss_fn in (
