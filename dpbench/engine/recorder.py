@@ -31,6 +31,7 @@ from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
 from clipping.distributed.spread import no_rows, row_of_zeros
 from clipping.program.capture import is_captured
 from clipping.tape.compiled import called_from_compiled_code
+from clipping.tape.record import in_transform
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.mixing_check import Looks, require_no_size, require_own_rows
@@ -394,6 +395,10 @@ class Recorder:
         trainable = self._trainable().keys()
         if not trainable:  # frozen while another model takes its gradient through this one
             return None
+        if in_transform() is not None:
+            raise Misuse(
+                "expected a model outside of torch.func.grad and vmap, got one inside: use them in forward or eval mode"
+            )
         if isinstance(self.backend, TapeBackend) and (problem := called_from_compiled_code()) is not None:
             raise UnsupportedModel(self.backend.name, [problem])
         if (problem := batch_norm_problem(self._norms)) is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attached import attached, batch, cross_entropy, says
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 
 from accounting import NoAnswer
 from clipping import Flat, UnsupportedModel, WrongGradient, load_backend
@@ -228,6 +228,20 @@ def test_tensors_in_place_of_parameters(backend):
         losses = cross_entropy(functional_call(model, {name: change(p) for name, p in own.items()}, (x,)), y)
         with says(Misuse, "expected a forward pass of the model's own parameters, got another tensor for '0.weight'"):
             optimizer.step(loss=losses)
+    assert engine.steps == 1
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "microbatch"])
+@pytest.mark.parametrize("transform", [grad, vmap])
+def test_a_transform_around_the_model(transform, backend):
+    model, optimizer, engine = made(backend=backend)
+    x, y = torch.randn(6, 5), torch.zeros(6, dtype=torch.long)
+    with says(Misuse, r"expected a model outside of torch\.func\.grad.* or eval mode"):
+        transform(lambda z: model(z).sum())(x)
+    model.eval()
+    slopes = transform(lambda z: model(z).sum())(x).detach()
+    model.train()
+    optimizer.step(loss=cross_entropy(model(x + 0.1 * slopes.view(6, -1).sign()), y))
     assert engine.steps == 1
 
 
