@@ -54,6 +54,9 @@ def explained(error: Exception) -> Problem | None:
     if "selective activation checkpoint" in text:
         reason = "what a context_fn keeps is for one backward pass over tensors as they were; here are more"
         return Problem("model", f"checkpoint: {reason}", "checkpoint without context_fn, or use microbatch")
+    if "`fabric.backward(loss)`" in text:
+        reason = "is what Fabric's setup made of it, which insists on fabric.backward()"
+        return Problem("model", reason, "leave it out of fabric.setup, and compute the losses in fabric.autocast()")
     return None
 
 

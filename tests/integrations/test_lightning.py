@@ -221,6 +221,17 @@ def test_a_loop_of_fabric_has_its_precision():
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
+def test_a_model_that_fabric_set_up_is_refused_with_what_to_do():
+    fabric, (x, y) = Fabric(accelerator="cpu", precision="bf16-mixed"), data().tensors
+    model = net().float()
+    engine = PrivacyEngine(model, batch_size=12, sample_size=60, max_grad_norm=CLIP, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    engine.attach(optimizer)
+    losses = F.cross_entropy(fabric.setup_module(model)(x.float()), y, reduction="none")
+    with pytest.raises(UnsupportedModel, match=r"Fabric's setup.* remedy: leave it out of fabric\.setup.*autocast"):
+        optimizer.step(loss=losses)
+
+
 @pytest.mark.parametrize("options", [{"barebones": True}, {"log_every_n_steps": 0}], ids=str)
 def test_a_trainer_that_logs_nothing_trains_the_same(options):
     strategy = strategy_of()
