@@ -228,7 +228,7 @@ def test_a_model_that_fabric_set_up_is_refused_with_what_to_do():
     optimizer = torch.optim.SGD(model.parameters(), LR)
     engine.attach(optimizer)
     losses = F.cross_entropy(fabric.setup_module(model)(x.float()), y, reduction="none")
-    with pytest.raises(UnsupportedModel, match=r"Fabric's setup.* remedy: leave it out of fabric\.setup.*autocast"):
+    with pytest.raises(UnsupportedModel, match=r"Fabric's setup.*remedy: leave it out of fabric\.setup.*autocast"):
         optimizer.step(loss=losses)
 
 
