@@ -194,15 +194,16 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None, *, owned
     sets = occasions.rows(batch_size, tape.arrivals.graph)
     draws = Draws() if sets and tape.hooked else None
     first: dict[Use, Tensor] = {}
+    again: dict[Use, Tensor] = {}
     for number, half in enumerate((*sets[:1], *sets)):
         inside = half.to(losses.device)
         allowed = torch.cat([inside, inside.new_tensor([not owned])])
-        largest, sketches = _pass(tape, torch.where(inside, losses, torch.zeros_like(losses)))
-        if number == 1 and (odd := _differing(first, sketches, losses.dtype)) is not None:
+        sketches = (first, again)[number] if number < 2 else None
+        largest = _pass(tape, torch.where(inside, losses, torch.zeros_like(losses)), sketches)
+        if number == 1 and (odd := _differing(first, again, losses.dtype)) is not None:
             return Problem(", ".join(odd.names), f"{odd.operation}: {AGAIN}", SAME)
         if draws is not None and draws.used():
             return Problem("model", AGAIN, SAME)
-        first = sketches
         if not largest:
             continue
         uses = list(largest)
@@ -220,18 +221,23 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None, *, owned
     return None
 
 
-def _pass(tape: Tape, losses: Tensor) -> tuple[dict[Use, Tensor], dict[Use, Tensor]]:
-    """Largest magnitudes [B + 1] and sketches of the gradients of Σ_i ℓ_i that arrive at uses."""
+def _pass(tape: Tape, losses: Tensor, sketches: dict[Use, Tensor] | None) -> dict[Use, Tensor]:
+    """Largest magnitudes [B + 1] of the gradients of Σ_i ℓ_i that arrive at uses.
+
+    Args:
+        sketches: gets a sketch of each use's gradient, unless None.
+    """
     largest: dict[Use, Tensor] = {}
-    sketches: dict[Use, Tensor] = {}
 
     def arrived(use: Use, g: Tensor) -> None:
-        found, few = use.largest(g, len(losses)), _sketch(g)
+        found = use.largest(g, len(losses))
         largest[use] = torch.maximum(largest[use], found) if use in largest else found
-        sketches[use] = sketches[use] + few if use in sketches else few
+        if sketches is not None:
+            few = _sketch(g)
+            sketches[use] = sketches[use] + few if use in sketches else few
 
     tape.arrivals.run(losses, arrived)
-    return largest, sketches
+    return largest
 
 
 def _sketch(g: Tensor) -> Tensor:

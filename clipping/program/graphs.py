@@ -131,9 +131,8 @@ class Graphs:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or a pickle, without programs: those refer to the tensors of this model."""
-        left: dict[str, Any] = {"_capture": None, "_unguarded": None, "_graphs": [], "_batch": None, "_found": None}
-        left["_begin"] = None
-        return {**vars(self), **left, "_pool": Pool(lends=self._pool.lends)}
+        left: dict[str, Any] = dict.fromkeys(("_capture", "_unguarded", "_begin", "_batch", "_found"))
+        return {**vars(self), **left, "_graphs": [], "_pool": Pool(lends=self._pool.lends)}
 
     @property
     def ways(self) -> dict[str, str]:

@@ -199,7 +199,7 @@ def by_trainer(model, loss):
     trainer.train()
 
 
-#: Name -> function that trains a model. `KNOWING` names those that are given the loss function.
+#: Functions that train a model, by name. Those in `KNOWING` take the loss function.
 ENTRANCES = {
     "step": by_step,
     "virtual_step": partial(by_step, first="virtual_step"),
