@@ -6,23 +6,20 @@ iterators, clocks and files: a step that reads them differs from one run to the 
 
 Functions take:
     kept: list of (tensor, its copy).
-    of, entries: a container, a function with the variables that it names, a class, or an object with slots; its
-        entries.
+    of, entries: a container, globals, a cell of a closure, a class, or an object with slots; its entries.
     value, values: any objects.
 """
 
 from __future__ import annotations
 
-import abc
-import builtins
 import dis
 import functools
 import operator
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +47,6 @@ _LIBRARIES = {"torch", *sys.stdlib_module_names}
 """Packages whose functions and classes are not looked into."""
 _WRAPPERS = staticmethod, classmethod, property
 """Types of values in a class that hold functions of it."""
-_CODE = {FunctionType, *_WRAPPERS}
 _WRITABLE = 1 << 9
 """Flag of a class that was made by Python code; attributes of others cannot be written to."""
 BYTES = 4096
@@ -133,9 +129,14 @@ class Moving:
         self._written = {p for p in every if p in self._written or (p in now and self._marks[p] != now[p])}
 
     @contextmanager
-    def checking(self) -> Iterator[None]:
-        """Context in which the caller's code runs within `repeated` alone, so that its state is searched for once."""
-        outer, self._check = self._check, []
+    def checking(self, begin: State | None = None) -> Iterator[None]:
+        """Context in which the caller's code runs within `repeated` alone, so that its state is searched for once.
+
+        Args:
+            begin: an earlier state, to search not even once if its containers are the present ones still.
+        """
+        present = begin and begin.renewed()
+        outer, self._check = self._check, [present] if present else []
         try:
             yield
         finally:
@@ -167,6 +168,13 @@ class Moving:
             self._check = check
 
 
+class Globals(NamedTuple):
+    """The globals of a module that functions name."""
+
+    outside: dict[str, Any]
+    names: set[str]
+
+
 class State(NamedTuple):
     """A copy of the state of `Moving`.
 
@@ -185,6 +193,15 @@ class State(NamedTuple):
     def members_have_changed(self) -> bool:
         """Whether a module has another mode, parameter, buffer or submodule."""
         return any(_differ(_members(module), before) for module, before in self.modules)
+
+    def renewed(self) -> State | None:
+        """Return the present state if no container holds a new object, beyond numbers and text; else None."""
+        held = [(of, _entries(of)) for of, _ in self.held]
+        new = [x for (_, now), (_, before) in zip(held, self.held, strict=True) for x in _added(now, before)]
+        if self.members_have_changed() or not all(x is None or isinstance(x, _WHOLE) for x in new):
+            return None
+        generators = [OwnGenerator(x.generator) for x in self.generators]
+        return State(held, _copies(x for x, _ in self.kept), generators, self.modules)
 
     def restore(self) -> bool:
         """Restore the state, and return whether anything but random generators had changed."""
@@ -214,7 +231,7 @@ def _state_of(*values: Any) -> State:
                 inner += entries if len(entries) <= MANY else ()
         of_level = inner
     modules = [(x, _members(x)) for x in opened.values() if isinstance(x, nn.Module)]
-    held = [(of, _entries(of)) for of in containers.values()]
+    held = [(of, _entries(of)) for of in _with_variables(containers.values())]
     of_modules = {id(x) for module, _ in modules for of in (vars(module), module._buffers) for x in of.values()}
     flat = (x for _, entries in held if len(entries) <= MANY for x in _flat(entries))
     found = {id(x): x for x in flat if not isinstance(x, _WHOLE)}.values()  # many functions name the same globals
@@ -233,51 +250,16 @@ def _differ(now: Sequence[Any], before: Sequence[Any]) -> bool:
     return len(now) != len(before) or any(map(operator.is_not, now, before))
 
 
+def _added(now: Sequence[Any], before: Sequence[Any]) -> list[Any]:
+    """The objects that were not there before."""
+    if not _differ(now, before):
+        return []
+    known = set(map(id, before))
+    return [x for x in now if id(x) not in known]
+
+
 def _copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return [(x, x.detach().clone()) for x in tensors if not x.is_inference()]
-
-
-class Unguarded:
-    """What TorchDynamo does not guard in objects that captured code has opened.
-
-    It guards the values that code has read, but not always the functions of a class, that a name was absent
-    (`try: self.cache`), the order of an `OrderedDict`, or what all code reads: attributes of a metaclass, builtins, the
-    recursion limit, and classes registered with an ABC.
-
-    Args:
-        opened: any values. Those of libraries do not count.
-    """
-
-    def __init__(self, opened: Iterable[Any]) -> None:
-        mine = {id(x): x for value in opened for x in (value, *_classes(value)) if not _is_of_library(x)}.values()
-        self._with_names = [of for x in mine for of in _with_names(x)]
-        self._classes = [x for x in mine if isinstance(x, type)]
-        self._names, self._functions, self._changes = self._names_now(), self._functions_now(), Counter[int]()
-
-    def functions_have_changed(self) -> bool:
-        """Whether a class has other functions (`forward`), one of them other code, or a metaclass other attributes."""
-        now = self._functions_now()
-        return len(now) != len(self._functions) or any(map(operator.is_not, now, self._functions))
-
-    def names_have_changed(self) -> bool:
-        """Whether names (in modules and classes their number) or what all code reads differ from the last call.
-
-        If a container's always do, calls 1, 2, 4, ... count.
-        """
-        before, self._names = self._names, self._names_now()
-        changed = [i for i, (x, y) in enumerate(zip(before, self._names, strict=True)) if x != y]
-        self._changes.update(changed)
-        return any(self._changes[i].bit_count() == 1 for i in changed)
-
-    def _names_now(self) -> list[Any]:
-        every = [x if isinstance(x, (dict, MappingProxyType)) else _slots(x) for x in self._with_names]
-        names = [tuple(x) if isinstance(x, dict) and len(x) <= MANY else len(x) for x in every]
-        self._builtins = list(vars(builtins).values())  # alive, so that no other value has their ids
-        return [*names, tuple(map(id, self._builtins)), sys.getrecursionlimit(), abc.get_cache_token()]
-
-    def _functions_now(self) -> list[object]:
-        found = [x for kind in self._classes for x in vars(kind).values() if type(x) in _CODE or issubclass(kind, type)]
-        return [*found, *(getattr(_function(x), "__code__", None) for x in found)]
 
 
 def marks(parameters: Iterable[nn.Parameter]) -> Marks:
@@ -334,8 +316,8 @@ def _opened(values: Iterable[Any], opened: dict[int, Any], *, ours: bool) -> Ite
         elif isinstance(value, functools.partial):
             yield from _opened((value.func, value.args, value.keywords), opened, ours=ours)
         elif isinstance(value, _WRAPPERS):
-            yield from _opened((_function(value),), opened, ours=ours)
-        elif _is_foreign(value) and not ours:
+            yield from _opened((function_of(value),), opened, ours=ours)
+        elif is_foreign(value) and not ours:
             continue
         elif isinstance(value, type):
             opened[id(value)] = value
@@ -345,50 +327,27 @@ def _opened(values: Iterable[Any], opened: dict[int, Any], *, ours: bool) -> Ite
             yield from _opened(functions, opened, ours=ours)
         elif isinstance(value, FunctionType):
             opened[id(value)] = value
-            yield value, [*_entries(value), *(value.__defaults__ or ())]
+            cells = [entry for cell in value.__closure__ or () for entry in _entries(cell)]
+            inner = [value.__globals__.get(name) for name in _globals(value.__code__)]
+            yield value, [*inner, *cells, *(value.__defaults__ or ())]
             yield from ((of, _entries(of)) for of in (vars(value), value.__kwdefaults__) if of is not None)
         else:
             opened[id(value)] = value
             of = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
             if isinstance(of, _CONTAINERS):
                 yield of, _entries(of)
-            if _has_slots(value):
+            if has_slots(value):
                 yield value, _entries(value)
             if not isinstance(value, _CONTAINERS):
                 yield from _opened(type(value).__mro__, opened, ours=False)
 
 
-def _with_names(value: Any) -> Iterator[Any]:
-    """Yield the dict, or the object with slots, that holds the value's names; a view for those of modules and classes.
+def is_foreign(value: Any) -> bool:
+    """Whether it is of this library, code of torch's or Python's, or an object of Python's threads.
 
-    Dynamo guards the names of tensors.
+    Args:
+        value: any object.
     """
-    if isinstance(value, Tensor):
-        return
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(value, dict):
-        yield value
-    if isinstance(attributes, dict):
-        yield MappingProxyType(attributes) if isinstance(value, ModuleType) else attributes
-    elif isinstance(attributes, MappingProxyType):
-        yield attributes
-    if _has_slots(value):
-        yield value
-
-
-def _classes(value: Any) -> tuple[type, ...]:
-    """The classes of a value, or a class with its bases and the classes of it."""
-    return (*type(value).__mro__, *(value.__mro__ if isinstance(value, type) else ()))
-
-
-def _is_of_library(value: Any) -> bool:
-    """Whether it is foreign, and neither a module nor a class of modules other than `nn.Module`."""
-    kind = value if isinstance(value, type) else type(value)
-    return value is nn.Module if issubclass(kind, nn.Module) else _is_foreign(value)
-
-
-def _is_foreign(value: Any) -> bool:
-    """Whether it is of this library, code of torch's or Python's, or an object of Python's threads."""
     is_code = isinstance(value, (FunctionType, type, ModuleType))
     home = value.__name__ if isinstance(value, ModuleType) else (value if is_code else type(value)).__module__
     package = str(home).partition(".")[0]
@@ -396,8 +355,12 @@ def _is_foreign(value: Any) -> bool:
     return is_fixed or package in ("clipping", "dpbench", *_OF_THREADS) or (is_code and package in _LIBRARIES)
 
 
-def _function(value: Any) -> Any:
-    """The function that a value of a class holds, or is."""
+def function_of(value: Any) -> Any:
+    """The function that a value of a class holds, or is.
+
+    Args:
+        value: any object.
+    """
     return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
 
 
@@ -423,38 +386,55 @@ def _nbytes(x: Tensor) -> int:
     return x.nbytes if x.layout == torch.strided else 0  # a sparse tensor does not say
 
 
+def _with_variables(containers: Iterable[Any]) -> Iterator[Any]:
+    """Yield containers, and in place of functions what they read from outside, each once: globals and cells."""
+    globals_, cells = dict[int, Globals](), dict[int, CellType]()
+    for of in containers:
+        if isinstance(of, FunctionType):
+            outside = of.__globals__
+            globals_.setdefault(id(outside), Globals(outside, set())).names.update(_globals(of.__code__))
+            cells.update((id(cell), cell) for cell in of.__closure__ or ())
+        else:
+            yield of
+    yield from globals_.values()
+    yield from cells.values()
+
+
 def _entries(of: Any) -> list[Any]:
     of = of if isinstance(of, _CONTAINERS) else _named(of)
     return [*of, *of.values()] if isinstance(of, dict) else [*of]
 
 
 def _named(of: Any) -> dict[str, Any]:
-    """The class's attributes, the function's variables, or the object's slots."""
+    """The class's attributes, the globals or the cell that have a value, or the object's slots."""
     if isinstance(of, type):
         return dict(vars(of))
-    return _variables(of) if isinstance(of, FunctionType) else _slots(of)
+    if isinstance(of, Globals):
+        return {name: of.outside[name] for name in of.names if name in of.outside}
+    if isinstance(of, CellType):
+        return {"cell_contents": of.cell_contents} if hasattr(of, "cell_contents") else {}
+    return slots(of)
 
 
-def _has_slots(value: Any) -> bool:
+def has_slots(value: Any) -> bool:
+    """Whether a class of the value declares slots.
+
+    Args:
+        value: any object.
+    """
     return any("__slots__" in vars(kind) for kind in type(value).__mro__)
 
 
-def _slots(value: Any) -> dict[str, Any]:
-    """The attributes of an object that lie in slots."""
-    if not _has_slots(value):
+def slots(value: Any) -> dict[str, Any]:
+    """The attributes of an object that lie in slots.
+
+    Args:
+        value: any object.
+    """
+    if not has_slots(value):
         return {}
     state = object.__getstate__(value)
     found: dict[str, Any] = state[1] if isinstance(state, tuple) else {}
-    return found
-
-
-def _variables(function: FunctionType) -> dict[str, Any]:
-    """The variables from outside that a function names: globals, those of its closure, defaults."""
-    code, outside = function.__code__, function.__globals__
-    found = {name: outside[name] for name in _globals(code) if name in outside}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not assigned yet
-            found[name] = cell.cell_contents
     return found
 
 
@@ -469,13 +449,11 @@ def _globals(code: CodeType) -> tuple[str, ...]:
 def _refill(of: Any, entries: Sequence[Any]) -> None:
     """Restore the entries of a container."""
     pairs = zip(entries[: len(entries) // 2], entries[len(entries) // 2 :], strict=False)
-    if isinstance(of, FunctionType):
-        cells = dict(zip(of.__code__.co_freevars, of.__closure__ or (), strict=True))
-        for name, value in pairs:
-            if name in cells:
-                cells[name].cell_contents = value
-            else:
-                of.__globals__[name] = value
+    if isinstance(of, Globals):
+        before = dict(pairs)
+        for name in of.names - before.keys():
+            of.outside.pop(name, None)
+        of.outside.update(before)
     elif isinstance(of, dict):
         of.clear()
         for name, value in pairs:

@@ -68,10 +68,12 @@ class OwnGenerator:
         generator: one of torch's, numpy's or Python's.
 
     Attributes:
+        generator: as given.
         restore: restores the generator to the snapshot.
     """
 
     def __init__(self, generator: Any) -> None:
+        self.generator = generator
         of_numpy = getattr(generator, "bit_generator", None)
         if of_numpy is not None:
             state = of_numpy.state

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from clipping.checks.moving import Unguarded
 from clipping.numerics.per_thread import PerThread
 from clipping.numerics.rng_replay import is_random
 from clipping.program.dynamo_patches import (
@@ -35,6 +34,7 @@ from clipping.program.dynamo_patches import (
     noting,
     tensors_stay_unmarked,
 )
+from clipping.program.unguarded import Unguarded
 
 LossesOf = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> ℓ [B]: forward pass and loss."""

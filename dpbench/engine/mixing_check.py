@@ -118,6 +118,10 @@ class Looks:
             few: the number of the data's own samples, which come first.
             occasions: of the checks.
         """
+        with self._backend.moving.checking(self._begin):
+            self._judge(result, few, occasions)
+
+    def _judge(self, result: ClippedGradient, few: int, occasions: Occasions) -> None:
         if self._losses is not None:
             require_no_size(len(result.losses), self._backend.name, self._trace, self._losses, occasions)
         numbers = [x.clone() for x in (result.losses, result.norms) if x is not None][: 2 if self._taped else 1]

@@ -28,10 +28,10 @@ from torch import nn
 import clipping.program.graphs
 import clipping.program.step
 from clipping import Flat, PerLayer, UnsupportedModel, load_backend
-from clipping.checks.moving import Unguarded
 from clipping.checks.verification import compare
 from clipping.numerics.traced_operations import is_traced, tracing
 from clipping.program.capture import _CAPTURES, Captured, is_captured
+from clipping.program.unguarded import Unguarded
 from dpbench.conformance.cases import CASES, Case, cross_entropy
 from dpbench.conformance.modules import Net
 

@@ -46,10 +46,14 @@ calls = Counter[str]()
 
 
 def counted_outside() -> int:
-    global COUNT
+    global COUNT, FIRST
     COUNT += 1
     SHARED[0] += 1
-    return COUNT + SHARED[0]
+    try:
+        FIRST += 1
+    except NameError:
+        FIRST = 1
+    return COUNT + SHARED[0] + FIRST
 
 
 class Helper:
@@ -191,5 +195,11 @@ def test_a_check_searches_once_for_the_state_and_again_for_new_members(monkeypat
         with state.repeated(Draws()):
             model.train()
         assert not model.training and len(searches) == 3
-    state.state()
-    assert len(searches) == 4
+    begin = state.state()
+    for i, (value, more) in enumerate([(2, 0), ([2], 1)]):
+        model.calls = value
+        with state.checking(begin), state.repeated(Draws()):
+            model.calls = 7
+            model.layer.running_mean += 1
+        assert model.calls == value and not model.layer.running_mean.any(), i
+        assert len(searches) == 4 + more, i
