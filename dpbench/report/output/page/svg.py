@@ -23,7 +23,7 @@ _SHORTER = {
     re.compile(r"<use xlink:href="): "<use href=",
     re.compile(r"(?<=px; )font-family: 'DejaVu Sans'; (?:text-anchor: start; )?"): "",
     re.compile(r' transform="rotate\(-?0 [^"]*"'): "",
-    re.compile(r"(?<=>)\n\s*|\n(?=[^<>]*>)"): "",  # between elements, and in paths
+    re.compile(r"(?<=>)\n\s*"): "",
 }
 
 
@@ -47,7 +47,7 @@ def inline(figure: Figure, prefix: str, title: str, description: str) -> str:
     saved = buffer.getvalue()
     box = saved.partition('viewBox="')[2].partition('"')[0]
     drawn = saved[saved.index('<g id="figure_1">') : saved.rindex("</svg>")]
-    drawn = _ATTRIBUTE.sub(lambda found: _NUMBER.sub(_rounded, found[0]), drawn)
+    drawn = _ATTRIBUTE.sub(lambda found: _NUMBER.sub(_rounded, found[0].replace("\n", "")), drawn)
     for pattern, instead in _SHORTER.items():
         drawn = pattern.sub(instead, drawn)
     return (
