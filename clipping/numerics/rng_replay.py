@@ -184,7 +184,7 @@ def same_for_each(batch_size: int) -> Iterator[Draws]:
     before = Draws()
     try:
         random.seed(0)
-        torch.manual_seed(0)
+        _seed(0)
         if _numpy():
             _numpy().seed(0)
         seeded = Draws()
@@ -221,8 +221,15 @@ def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def _seed(number: int) -> None:
+    """Seed torch's generators; `torch.manual_seed` formats the stack for each kind of device that is not in use."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
+
+
 def _seeded(seed: int, func: Any, given: dict[str, Any]) -> Any:
-    torch.manual_seed(seed)
+    _seed(seed)
     arguments: Sequence[Any] = func._schema.arguments
     places = [given[a.name] for a in arguments if not a.kwarg_only and a.name in given]
     return func(*places, **{a.name: given[a.name] for a in arguments if a.kwarg_only and a.name in given})
