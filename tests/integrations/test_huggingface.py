@@ -361,7 +361,9 @@ def test_its_arguments_are_those_of_the_engine():
 
 
 # ------------------------------------------------------------------------------------------------------------ resume
-@pytest.mark.parametrize("at", [2, 3], ids=["in an epoch", "between epochs"])
+@pytest.mark.parametrize(
+    "at", [pytest.param(2, id="in an epoch"), pytest.param(3, id="between epochs", marks=pytest.mark.slow)]
+)
 def test_resumed_training_is_the_same(at, tmp_path):
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "lr_scheduler_type": "linear"}
     whole = trainer_of(tmp_path, save_strategy="steps", save_steps=at, **options)

@@ -22,7 +22,7 @@ BLOCKED = [name for name in SIMULATED if not name.startswith("opacus") and name 
 @pytest.mark.parametrize(
     ("make", "backend"),
     slow_unless(
-        lambda make, name: make is plain and name in ("microbatch", "ghost", "tf_microbatch:3", "bk_mixed:memory"),
+        lambda make, name: make is plain and name in ("ghost", "tf_microbatch:3", "bk_mixed:memory"),
         product([plain, Residual], [*BLOCKED, "tf_microbatch:3", "bk_mixed:memory"]),
     ),
     ids=name_of,

@@ -40,7 +40,7 @@ def test_exact_backends_train_alike_and_within_the_target():
     assert other["test_losses"] != pytest.approx(found[0]["test_losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize("network", ["linear", "cnn"])
+@pytest.mark.parametrize("network", ["linear", pytest.param("cnn", marks=pytest.mark.slow)])
 def test_exact_backends_take_the_same_trajectory_in_float64(network):
     """In float32 rounding grows, and where it changes the winner of a max-pooling it jumps: to 2e-4 in 20 epochs."""
     trial = settings(network).replace(target_epsilon=2.0, epochs=3)
