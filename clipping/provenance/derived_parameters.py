@@ -44,9 +44,9 @@ TRANSPOSITIONS |= {torch.ops.aten.numpy_T, torch.ops.aten.mT}  # as TorchDynamo 
 """Operations that only permute or insert dimensions, as their arguments say."""
 REARRANGEMENTS = methods("view", "reshape", "squeeze", "flatten", "unflatten", "contiguous", "clone") | TRANSPOSITIONS
 """Operations on one tensor that preserve the norm of its gradient."""
-READS = {torch.Tensor.__getitem__, *methods("index_select")}
+READS = {torch.Tensor.__getitem__, *methods("index_select", "narrow", "select")}
 """Operations on one tensor whose other operands are indices."""
-COPIES = methods("narrow", "select", "expand", "repeat", "cat", "concat", "stack") | REARRANGEMENTS | READS
+COPIES = methods("expand", "repeat", "cat", "concat", "stack") | REARRANGEMENTS | READS
 """Operations that copy each entry of the result from an entry of an operand."""
 PIECES = {torch.Tensor.__getitem__, *methods("select", "narrow", "unbind", "chunk", "split")}
 """Operations whose results may be parts of an operand."""
@@ -275,7 +275,7 @@ def _row(func: Any, first: Source, output: Tensor) -> Source | None:
     shape, new = first.tensor.shape, output.dim() - first.tensor.dim()
     if not all(size in (1, wanted) for size, wanted in zip(shape, output.shape[new:], strict=True)):
         return None  # repeated rather than broadcast
-    if new or shape[0] == 1:
+    if new or shape[:1] == (1,):
         return first
     return first.row
 

@@ -80,10 +80,10 @@ class Patch:
             if closure is None and loss is None and not others and patch.moves_nothing():
                 return patch.inner_step(0.0)  # torch.distributed.checkpoint creates the optimizer's state so
             if closure is not None or loss is None or others:
+                given = "a closure" if closure is not None else ", ".join(others)
                 raise Misuse(
                     "expected optimizer.step(loss=losses) with per-sample losses, got "
-                    + ("a closure" if closure is not None else ", ".join(others) or "no loss")
-                    + ("" if closure or others else ": gradients in .grad were not clipped, and are not used")
+                    + (given or "no loss: gradients in .grad were not clipped, and are not used")
                 )
             patch._skipped(True)
             patch.engine.step(loss)

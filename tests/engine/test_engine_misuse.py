@@ -53,6 +53,7 @@ OTHERS = r"expected one loss a sample, shape \[6\].*samples must come first, and
 GIVEN = [
     (lambda x: {}, r"expected optimizer.step\(loss=losses\) with per-sample losses, got no loss"),
     (lambda x: {"closure": lambda: None}, "got a closure"),
+    (lambda x: {"closure": x}, "got a closure"),  # the first argument by position
     (lambda x: {"loss": 0.3}, r"a tensor \[B\], got float"),
     (lambda x: {"loss": x.mean()}, r"shape \[6\], got a scalar: use reduction='none'"),
     (lambda x: {"loss": x.detach()}, "detached, or of no_grad, or of a pass that read no trainable parameter"),
