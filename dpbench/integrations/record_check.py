@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from clipping.checks.moving import Moving
+from clipping.checks.moving import Moving, State
 from clipping.checks.rerun import coarsest
 from clipping.checks.verification import reading_float64
 from clipping.core.batches import map_tensors, tensors_of
@@ -69,9 +69,9 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
     places = places_of(dataset, most)
     if not places:
         return
-    draws = Draws()
-    with Moving(model).repeated(draws), torch.enable_grad():  # a loss may differentiate, as for adversarial inputs
-        seen = _Seen([dataset[i] for i in places], collate, losses_of, draws)
+    draws, moving = Draws(), Moving(model)
+    with moving.repeated(draws) as begin, torch.enable_grad():  # a loss may differentiate, as for adversarial inputs
+        seen = _Seen([dataset[i] for i in places], collate, losses_of, draws, moving, begin)
         found = seen.differing()
         if found is not None:
             found = _without_rounding(model, seen)
@@ -95,7 +95,7 @@ def _without_rounding(model: nn.Module, seen: _Seen) -> tuple[int, float, float,
 
 
 class _Seen:
-    """A few records and their losses, in several batches.
+    """A few records and their losses, in several batches. Each begins from the same state of the model.
 
     Attributes:
         wide: compute in float64.
@@ -105,8 +105,17 @@ class _Seen:
     wide = False
     tolerance = 1.0
 
-    def __init__(self, records: list[Any], collate: Collate, losses_of: LossesOf, draws: Draws) -> None:
+    def __init__(
+        self,
+        records: list[Any],
+        collate: Collate,
+        losses_of: LossesOf,
+        draws: Draws,
+        moving: Moving,
+        begin: State,
+    ) -> None:
         self._records, self._collate, self._losses_of, self._draws = records, collate, losses_of, draws
+        self._moving, self._begin = moving, begin
 
     def differing(self) -> tuple[int, float, float, str] | None:
         """(place, loss in the batch, other loss, its batch) of the first record with two losses."""
@@ -151,7 +160,11 @@ class _Seen:
         return tensors_of(self._batch(records))
 
     def _losses(self, records: list[Any]) -> Tensor:
-        return self._losses_of(self._batch(records)).detach()
+        self._begin = self._moving.state(last=self._begin)
+        try:
+            return self._losses_of(self._batch(records)).detach()
+        finally:
+            self._begin._replace(generators=[]).restore()  # generators go on: draws are told by two runs that differ
 
     def _batch(self, records: list[Any]) -> Any:
         batch = self._collate([copy.copy(record) for record in records])  # the collator may remove fields

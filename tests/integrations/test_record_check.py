@@ -181,6 +181,27 @@ def test_rounding_is_no_reason():
     assert model.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("collate", [vectors, noised])
+def test_a_weight_that_grows_with_each_pass_is_no_reason(collate):
+    """As the annealed divergence of a variational autoencoder: a number and a buffer."""
+
+    class Annealed(torch.nn.Linear):
+        passes = 0
+
+        def forward(self, x):
+            self.passes += 1
+            self.seen += 1
+            return super().forward(x) * min(1, self.passes / 10) * self.seen
+
+    model = Annealed(4, 3)
+    model.register_buffer("seen", torch.zeros(()))
+    seen(collate, model=model)
+    assert model.passes == 0
+    assert float(model.seen) == 0
+    with pytest.raises(Misuse, match="to be its own"):
+        seen(mixed_up, model=model)
+
+
 def test_one_record_at_a_time_has_nothing_to_look_at():
     def never(batch):
         raise AssertionError
