@@ -310,7 +310,7 @@ class PrivateTrainer(Trainer):
             self.train_dataset,
             self.args.train_batch_size,
             self._collate,
-            lambda batch: self._losses_of(self._prepare_inputs(batch)),
+            self._losses_of_collated,
         )
 
     def _look_at_loss(self) -> None:
@@ -321,6 +321,9 @@ class PrivateTrainer(Trainer):
                 batch = self._collate([copy.copy(self.train_dataset[i])])
                 if require_own_loss(self.model, self._prepare_inputs(batch), mixed=self.args.bf16 or self.args.fp16):
                     return
+
+    def _losses_of_collated(self, batch: Any) -> Tensor:
+        return self._losses_of(self._prepare_inputs(batch))
 
     def _losses_of(self, inputs: Any) -> Tensor:
         where = "compute_loss_func" if self.compute_loss_func is not None else "compute_loss"

@@ -60,7 +60,7 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
     """Raise a Misuse if the loss of a record depends on the other records of its batch.
 
     Args:
-        model: in training mode; its buffers and all random generators are restored afterwards.
+        model: in training mode; its state, that of the loss and all random generators are restored afterwards.
         dataset: indexable.
         most: records in a batch; below 2 nothing is checked.
         collate: records -> batch.
@@ -69,7 +69,7 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
     places = places_of(dataset, most)
     if not places:
         return
-    draws, moving = Draws(), Moving(model)
+    draws, moving = Draws(), Moving(model, losses_of)
     with moving.repeated(draws) as begin, torch.enable_grad():  # a loss may differentiate, as for adversarial inputs
         seen = _Seen([dataset[i] for i in places], collate, losses_of, draws, moving, begin)
         found = seen.differing()
@@ -95,7 +95,7 @@ def _without_rounding(model: nn.Module, seen: _Seen) -> tuple[int, float, float,
 
 
 class _Seen:
-    """A few records and their losses, in several batches. Each begins from the same state of the model.
+    """A few records and their losses, in several batches. Each begins from the same state of model and loss.
 
     Attributes:
         wide: compute in float64.

@@ -202,6 +202,20 @@ def test_a_weight_that_grows_with_each_pass_is_no_reason(collate):
         seen(mixed_up, model=model)
 
 
+def test_a_trainer_that_counts_its_losses_is_taken(tmp_path):
+    class Annealed(PerToken):
+        begins, calls = 100, 0
+
+        def compute_loss(self, *args, **options):
+            self.calls += 1
+            return super().compute_loss(*args, **options) * min(1, self.calls / 10)
+
+    trainer = trainer_of(tmp_path, lambda records: padded(records, length=LENGTH), cls=Annealed)
+    trainer.train()
+    assert trainer.engine.steps == 2
+    assert trainer.calls < 6  # two logical batches; the checks count nothing
+
+
 def test_one_record_at_a_time_has_nothing_to_look_at():
     def never(batch):
         raise AssertionError
