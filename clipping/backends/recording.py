@@ -104,13 +104,9 @@ class Recording:
 
     def given(self, outputs: Any) -> Any:
         """Replace outputs that are a parameter copied for each sample by activations. Call it before `__exit__`."""
-        if self.tape is None or not self.gave_parameters(outputs):
+        if self.tape is None or not any(map(self.tape.is_source, tensors_of(outputs))):
             return outputs
         return map_tensors(self.tape.given, outputs)
-
-    def gave_parameters(self, outputs: Any) -> bool:
-        """Return whether an output, which the loss may read, is made of parameters alone."""
-        return self.tape is not None and any(map(self.tape.is_source, tensors_of(outputs)))
 
     def finish(self, losses: Tensor, *, verify: bool = False) -> ClippedGradient:
         """Run the backward pass and clip. Frees the graph of the losses.

@@ -96,7 +96,7 @@ def _unseen(name: str, node: Any, tape: Tape) -> Problem:
     is_output = isinstance(node, _ALIAS)  # of the model, which the loss reads
     if is_output or not tape.began <= node._sequence_nr() < tape.ended:
         where = "outside of the model's recorded forward pass"
-        remedy = "let forward return p.expand(len(x), ...), not p; take weight_decay= for a penalty; "
+        remedy = "let forward return p.expand(len(x), ...), not p, or let engine.make_step run the loss; "
     elif isinstance(node, torch.autograd.function.BackwardCFunction):
         function = type(node).__name__.removesuffix("Backward")
         where = f"by the custom function {function}, called beneath another mode or in a captured program"

@@ -156,17 +156,16 @@ class Recorder:
         finally:
             self._known = None
 
-    def of_loss(self, outputs: Any, targets: Any) -> AbstractContextManager[Any]:
-        """Context for a loss of the last forward pass; it is recorded if it may read parameters among the outputs.
+    def of_loss(self, targets: Any) -> AbstractContextManager[Any]:
+        """Context that records a loss of the last forward pass, which may read parameters.
 
         Args:
-            outputs, targets: of the loss function.
+            targets: of the loss function.
         """
-        recording = self._recording
-        if recording is None or not recording.gave_parameters(outputs):
-            return nullcontext()  # nothing to record, and what is compiled cannot be
-        recording.again(targets)
-        return recording
+        if self._recording is None:
+            return nullcontext()
+        self._recording.again(targets)
+        return self._recording
 
     def hand_over(self, losses: Tensor, gradient: ClippedGradient | Exception) -> None:
         """Make the next `finish` with these losses return or raise `gradient`; the forward pass ran within a graph.

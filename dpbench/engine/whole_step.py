@@ -60,7 +60,7 @@ class WholeStep:
         if losses is None:
             with engine._recorder.knowing(self._loss_fn, targets):
                 outputs = forward(engine.model, inputs)
-                with engine._recorder.of_loss(outputs, targets):
+                with engine._recorder.of_loss(targets):
                     losses = self._loss_fn(outputs, targets)
         ticket = engine._tickets.current
         step(loss=losses)
