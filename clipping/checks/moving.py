@@ -45,7 +45,7 @@ _OF_THREADS = "threading", "queue", "logging", "concurrent", "multiprocessing", 
 """Packages whose objects are not looked into, as other threads write to them."""
 _LIBRARIES = {"torch", *sys.stdlib_module_names}
 """Packages whose functions and classes are not looked into."""
-_WRAPPERS = staticmethod, classmethod, property
+WRAPPERS = staticmethod, classmethod, property
 """Types of values in a class that hold functions of it."""
 _WRITABLE = 1 << 9
 """Flag of a class that was made by Python code; attributes of others cannot be written to."""
@@ -315,7 +315,7 @@ def _opened(values: Iterable[Any], opened: dict[int, Any], *, ours: bool) -> Ite
             yield from _opened((value.__func__, value.__self__), opened, ours=ours)
         elif isinstance(value, functools.partial):
             yield from _opened((value.func, value.args, value.keywords), opened, ours=ours)
-        elif isinstance(value, _WRAPPERS):
+        elif isinstance(value, WRAPPERS):
             yield from _opened((function_of(value),), opened, ours=ours)
         elif is_foreign(value) and not ours:
             continue
@@ -323,7 +323,7 @@ def _opened(values: Iterable[Any], opened: dict[int, Any], *, ours: bool) -> Ite
             opened[id(value)] = value
             inner = [*vars(value).values()]
             yield value, inner
-            functions = [x for x in inner if isinstance(x, (FunctionType, *_WRAPPERS))]
+            functions = [x for x in inner if isinstance(x, (FunctionType, *WRAPPERS))]
             yield from _opened(functions, opened, ours=ours)
         elif isinstance(value, FunctionType):
             opened[id(value)] = value
@@ -343,11 +343,7 @@ def _opened(values: Iterable[Any], opened: dict[int, Any], *, ours: bool) -> Ite
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether it is of this library, code of torch's or Python's, or an object of Python's threads.
-
-    Args:
-        value: any object.
-    """
+    """Whether it is of this library, code of torch's or Python's, or an object of Python's threads."""
     is_code = isinstance(value, (FunctionType, type, ModuleType))
     home = value.__name__ if isinstance(value, ModuleType) else (value if is_code else type(value)).__module__
     package = str(home).partition(".")[0]
@@ -356,11 +352,7 @@ def is_foreign(value: Any) -> bool:
 
 
 def function_of(value: Any) -> Any:
-    """The function that a value of a class holds, or is.
-
-    Args:
-        value: any object.
-    """
+    """The function that a value of a class holds, or is."""
     return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
 
 
@@ -417,20 +409,12 @@ def _named(of: Any) -> dict[str, Any]:
 
 
 def has_slots(value: Any) -> bool:
-    """Whether a class of the value declares slots.
-
-    Args:
-        value: any object.
-    """
+    """Whether a class of the value declares slots."""
     return any("__slots__" in vars(kind) for kind in type(value).__mro__)
 
 
 def slots(value: Any) -> dict[str, Any]:
-    """The attributes of an object that lie in slots.
-
-    Args:
-        value: any object.
-    """
+    """The attributes of an object that lie in slots."""
     if not has_slots(value):
         return {}
     state = object.__getstate__(value)

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from clipping.checks.moving import MANY, function_of, has_slots, is_foreign, slots
+from clipping.checks.moving import MANY, WRAPPERS, function_of, has_slots, is_foreign, slots
 
-_CODE = {FunctionType, staticmethod, classmethod, property}
+_CODE = {FunctionType, *WRAPPERS}
 """Types of values in a class that are functions or hold them."""
 
 

@@ -67,6 +67,9 @@ class Looks:
         changes: of the batch; at least one.
         known: (loss function, targets) of `make_step`; None in the caller's own loop.
         trace: of the loader's batch, if it records.
+
+    Attributes:
+        begin: the model's state before the step.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Looks:
     ) -> None:
         self._backend, self._changes, self._known = backend, changes, known
         self._trace = trace or Trace(id(backend))
-        self._draws, self._begin = Draws(), backend.moving.state()
+        self._draws, self.begin = Draws(), backend.moving.state()
         self._marks = backend.moving.marks()
         new = len(changes) > 1 or changes[0].size == 1  # else a random step, in which there may be no room for copies
         self._parameters = {p: p.detach().clone() for p in backend.model.parameters() if new and p.requires_grad}
@@ -105,7 +108,7 @@ class Looks:
     def follow(self, losses: Tensor) -> None:
         """Stop recording operations at the losses. Parameters that were written to belong to the state."""
         written = self._backend.moving.saw(self._marks)
-        self._begin.kept.extend((p, self._parameters[p]) for p in written if p in self._parameters)
+        self.begin.kept.extend((p, self._parameters[p]) for p in written if p in self._parameters)
         self._parameters.clear()
         self._losses = losses if self._trace.follows(losses) else None
         self._trace.pause()
@@ -118,10 +121,6 @@ class Looks:
             few: the number of the data's own samples, which come first.
             occasions: of the checks.
         """
-        with self._backend.moving.checking(self._begin):
-            self._judge(result, few, occasions)
-
-    def _judge(self, result: ClippedGradient, few: int, occasions: Occasions) -> None:
         if self._losses is not None:
             require_no_size(len(result.losses), self._backend.name, self._trace, self._losses, occasions)
         numbers = [x.clone() for x in (result.losses, result.norms) if x is not None][: 2 if self._taped else 1]
@@ -196,7 +195,7 @@ class Looks:
             with change.making() as of:
                 self._forwards(of)
             published = [x.clone() for x in _published(self._backend.model).values()]
-            self._begin.restore_generators()  # a batch may draw more numbers than another: those are no records
+            self.begin.restore_generators()  # a batch may draw more numbers than another: those are no records
             with self._draws.again():
                 return published + self._forwards(same(change.size).of)
 
@@ -214,7 +213,7 @@ class Looks:
             return self._forwards(of)
 
     def _repeated(self, draws: Draws | None = None) -> AbstractContextManager[Any]:
-        return self._backend.moving.repeated(draws or self._draws, self._begin)
+        return self._backend.moving.repeated(draws or self._draws, self.begin)
 
     def _forwards(self, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Outputs of the forward passes, and the losses last if the loss function is known."""

@@ -333,7 +333,7 @@ class Recorder:
         # one sample cannot show that samples stay apart
         self._verify = self._verify and not (verify and few > 1 and says_something(result))
         if looks is not None and self._occasions is not None:
-            with self.paused():
+            with self.paused(), self.backend.moving.checking(looks.begin):
                 looks.judge(result, few, self._occasions)
             self._occasions.others_passed()
         return self._with_count(result, few)

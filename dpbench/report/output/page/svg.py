@@ -23,7 +23,7 @@ _SHORTER = {
     re.compile(r"<use xlink:href="): "<use href=",
     re.compile(r"(?<=px; )font-family: 'DejaVu Sans'; (?:text-anchor: start; )?"): "",
     re.compile(r' transform="rotate\(-?0 [^"]*"'): "",
-    re.compile(r"(?<=>)\n\s*"): "",
+    re.compile(r"(?<=>)\n\s*"): "",  # between elements
 }
 
 
